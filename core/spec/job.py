@@ -1,0 +1,62 @@
+"""The job: one versioned model whose every axis carries its discriminator. The product is this file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from core.spec.base import SpecModel
+from core.spec.data import DataField
+from core.spec.model import Model
+from core.spec.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
+from core.spec.training import (
+    SFT,
+    AdamW,
+    Linear,
+    LoRA,
+    Method,
+    NoQuantization,
+    Optimizer,
+    Quantization,
+    Schedule,
+    Stage,
+    Training,
+)
+
+SPEC_VERSION = 1
+
+JobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,98}[A-Za-z0-9])?$")]
+
+
+class JobSpec(SpecModel):
+    """What to train, on what, how. `POST /jobs` takes it as JSON or YAML."""
+
+    version: Literal[1] = 1
+    """Version of this format; arms are only ever added to it."""
+    name: JobName | None = None
+    """For people: letters, digits, space, dot, dash and underscore, up to 100."""
+    model: Model
+    """Base model: a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a local folder, or a GGUF file."""
+    data: DataField
+    """Training rows and held-out rows; a plain string names the training file."""
+    stage: Stage = SFT()
+    """What is learned from a row."""
+    method: Method = LoRA()
+    """Which parameters are trained, and how."""
+    quantization: Quantization = NoQuantization()
+    """How the frozen weights are held."""
+    optimizer: Optimizer = AdamW()
+    """How gradients become updates."""
+    schedule: Schedule = Linear()
+    """Learning rate over time."""
+    training: Training = Training()
+    """The loop."""
+    evaluation: Evaluation | None = Field(default=None)
+    """Default: `held_out` when `data.eval` is given, else `none`."""
+    memory: Memory = Resident()
+    """What lies where while training."""
+    checkpoint: Checkpoint = DiskCheckpoints()
+    """What survives a crash."""
+    resources: Resources = SingleDevice()
+    """What the job occupies."""

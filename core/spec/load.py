@@ -1,0 +1,176 @@
+"""From bytes to a JobSpec, or to an error that names every wrong field and the nearest right one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from core.errors import Fault, SpecError
+from core.spec.job import JobSpec
+
+MAX_FAULTS = 50
+
+
+def parse_job(raw: Any) -> JobSpec:
+    """Validate a decoded document. Raises SpecError with one fault a wrong field."""
+    if not isinstance(raw, dict):
+        raise SpecError(f"a job is an object with fields such as `model` and `data`, not {_kind(raw)}")
+    try:
+        return JobSpec.model_validate(raw)
+    except ValidationError as error:
+        faults = tuple(_fault(dict(item)) for item in error.errors(include_url=False)[:MAX_FAULTS])
+        first = faults[0]
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise SpecError(f"{first.field}: {first.message}{more}", field=first.field, faults=faults) from error
+
+
+def load_json(text: bytes) -> Any:
+    """Decode JSON; a doubled key is an error, since one of the two would be lost in silence."""
+    try:
+        return json.loads(text, object_pairs_hook=_no_doubles)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def load_yaml(text: bytes) -> Any:
+    """Decode YAML: no aliases, no doubled keys, and `1e-4` is a number as in JSON (YAML 1.1 calls it a string)."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 -- _Loader is a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SpecError(f"the body is not valid YAML: {error}", code="invalid_yaml") from error
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice in one object")
+        result[key] = value
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # An alias can unfold a small document into an enormous one; a job has no use for it.
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*name) are not supported in a job")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise ValueError(f"the key {key!r} stands twice in one object")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _fault(error: dict[str, Any]) -> Fault:
+    """Turn one pydantic error into ours: the path as the user wrote it, and the way out."""
+    path, known = _walk(error["loc"])
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "extra_forbidden":
+            name = str(error["loc"][-1])
+            return Fault("unknown_field", f"unknown field `{_show(name)}`{_nearest(name, known)}", path)
+        case "missing":
+            return Fault("missing_field", "this field is required", path)
+        case "union_tag_invalid":
+            tags = re.findall(r"'([^']*)'", str(context.get("expected_tags", "")))
+            tag = str(context.get("tag"))
+            return Fault("unknown_value", f"unknown type `{_show(tag)}`{_nearest(tag, tags)}", f"{path}.type")
+        case "union_tag_not_found":
+            return Fault("missing_field", "give a `type` here, or a plain string as its short form", path)
+        case "literal_error":
+            options = re.findall(r"'([^']*)'", str(context.get("expected", ""))) or [str(context.get("expected"))]
+            value = str(error.get("input"))
+            return Fault("unknown_value", f"unknown value `{_show(value)}`{_nearest(value, options)}", path)
+        case "string_pattern_mismatch":
+            return Fault("invalid_value", _pattern_words(path, error.get("input"), context), path)
+        case "value_error":
+            return Fault("invalid_value", str(context.get("error", error["msg"])), path)
+        case "finite_number":
+            return Fault("invalid_value", "must be a finite number, not NaN or infinity", path)
+        case _:
+            return Fault("invalid_value", _lower(error["msg"]), path)
+
+
+def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
+    shown = _show(str(value))
+    if path == "name":
+        return f"`{shown}` is not a job name: use letters, digits, space, dot, dash and underscore, up to 100"
+    if path.endswith("id") and path.startswith("model"):
+        return f"`{shown}` is not a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder starts with `/` or `./`"
+    if path.endswith("id"):
+        return f"`{shown}` is not a file id; `POST /files` answers one such as `file-01k…`"
+    return f"`{shown}` does not have the form {context.get('pattern')}"
+
+
+def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
+    """The user's path (discriminator values left out) and the fields known in the model that holds its last step."""
+    model: Any = JobSpec
+    parts: list[str] = []
+    known: list[str] = []
+    position = 0
+    while position < len(loc):
+        step = loc[position]
+        position += 1
+        if isinstance(step, int):
+            parts[-1] += f"[{step}]"
+            continue
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            known = list(model.model_fields)
+            parts.append(_show(step))
+            field = model.model_fields.get(step)
+            model = field.rebuild_annotation() if field is not None else None
+            arms = _models(model)
+            if len(arms) == 1:
+                model = arms[0]
+            elif position < len(loc) and (chosen := _arm(arms, loc[position])) is not None:
+                model, position = chosen, position + 1
+        # A step inside something that is no model (a union's branch name) says nothing to the user.
+    return ".".join(parts) or "(job)", known
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    if get_origin(annotation) is Annotated:
+        return _models(get_args(annotation)[0])
+    return [found for arg in get_args(annotation) for found in _models(arg)]
+
+
+def _arm(arms: list[type[BaseModel]], tag: int | str) -> type[BaseModel] | None:
+    return next((arm for arm in arms if "type" in arm.model_fields and arm.model_fields["type"].default == tag), None)
+
+
+def _nearest(word: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), options, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return f"; known here: {', '.join(f'`{option}`' for option in options)}" if options else ""
+
+
+def _show(text: str) -> str:
+    """A user's text inside a message: short, and with nothing in it that a terminal would obey."""
+    safe = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[:80])
+    return safe + ("…" if len(text) > 80 else "")
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _kind(raw: Any) -> str:
+    return {list: "a list", str: "a string", type(None): "nothing"}.get(type(raw), f"a {type(raw).__name__}")

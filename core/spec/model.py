@@ -1,0 +1,65 @@
+"""The model axis: where the base model comes from. Resolved to a local folder before a GPU is held."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from core.spec.base import SpecModel, short_form
+
+HubId = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"),
+]
+Revision = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,119}$")]
+LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class HubModel(SpecModel):
+    """A model on the Hugging Face hub; only safetensors are read and no code of the model is run."""
+
+    type: Literal["hub"] = "hub"
+    id: HubId
+    """Repository id, e.g. `HuggingFaceTB/SmolLM2-135M-Instruct`."""
+    revision: Revision = "main"
+    """Branch, tag or commit. It is pinned to a commit when the job is prepared, and the run record names that commit."""
+
+
+class LocalModel(SpecModel):
+    """A folder in Hugging Face format on the worker, below one of the roots the administrator allows."""
+
+    type: Literal["local"] = "local"
+    path: LocalPath
+
+
+class GGUFModel(SpecModel):
+    """One GGUF file, converted once to a Hugging Face folder: a local file, or a file of a hub repository."""
+
+    type: Literal["gguf"] = "gguf"
+    path: LocalPath | None = None
+    """Local file, below an allowed root."""
+    id: HubId | None = None
+    """Hub repository that holds the file."""
+    file: LocalPath | None = None
+    """File name inside the hub repository."""
+    revision: Revision = "main"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> GGUFModel:
+        local, hub = self.path is not None, self.id is not None or self.file is not None
+        if local == hub or (hub and (self.id is None or self.file is None)):
+            raise ValueError("a gguf model needs either `path` (a local file) or both `id` and `file` (on the hub)")
+        return self
+
+
+def _expand(value: str) -> dict[str, Any]:
+    if value.endswith(".gguf"):
+        return {"type": "gguf", "path": value}
+    if value.startswith(("/", "./", "../", "~")):
+        return {"type": "local", "path": value}
+    name, at, revision = value.partition("@")
+    return {"type": "hub", "id": name} | ({"revision": revision} if at else {})
+
+
+Model = Annotated[HubModel | LocalModel | GGUFModel, Field(discriminator="type"), short_form(_expand)]

@@ -1,0 +1,35 @@
+"""Fill in the defaults that depend on other axes, so that a resolved spec says everything it means."""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from core.spec.job import JobSpec
+from core.spec.runtime import HeldOut, NoEvaluation
+from core.spec.training import Full, LoRA
+
+LEARNING_RATE_ADAPTER = 2e-4
+LEARNING_RATE_FULL = 2e-5
+
+
+def resolve(spec: JobSpec) -> JobSpec:
+    """The same job with every dependent default written out; resolving twice changes nothing."""
+    updates: dict[str, Any] = {}
+    match spec.method:
+        case LoRA():
+            learning_rate = LEARNING_RATE_ADAPTER
+            alpha = spec.method.lora_alpha if spec.method.lora_alpha is not None else 2.0 * spec.method.r
+            updates["method"] = spec.method.model_copy(update={"lora_alpha": alpha})
+        case Full():
+            learning_rate = LEARNING_RATE_FULL
+        case _ as never:
+            assert_never(never)
+    if spec.optimizer.learning_rate is None:
+        updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
+    if spec.stage.loss_on is None:
+        loss_on = "all" if spec.data.train.format == "text" else None
+        if loss_on is not None:
+            updates["stage"] = spec.stage.model_copy(update={"loss_on": loss_on})
+    if spec.evaluation is None:
+        updates["evaluation"] = HeldOut() if spec.data.eval is not None else NoEvaluation()
+    return spec.model_copy(update=updates)

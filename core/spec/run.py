@@ -1,0 +1,84 @@
+"""The contract between a worker and its child: what lies in a run folder, what the child writes, how it ends.
+
+    attempt-N/            0700, one folder an attempt
+      run.json            in: a RunOrder (or a PrepareOrder for `python -m core.train.prepare`)
+      events.jsonl        out: one JSON object a line, appended and flushed at once: {"seq", "time", "type", …}
+      log.txt             out: the child's stdout and stderr
+      checkpoints/        out: step-00000050/ …, each complete or not there
+      artifacts/          out: what the job hands back, listed in the result event
+
+Heartbeat: the worker holds the child's stdin and writes a byte with every renewed lease. End of file, or silence
+for `fence_seconds`, means that nobody owns this attempt any more: the child ends itself at once (EXIT_FENCED).
+SIGTERM means: finish the micro-step, write a checkpoint, leave with EXIT_CHECKPOINTED.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from core.spec.base import SpecModel
+from core.spec.job import JobSpec
+from core.spec.model import Model
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""After an error event."""
+EXIT_CHECKPOINTED = 75
+"""Left on request; everything needed to go on is in the newest checkpoint (or nothing was done yet)."""
+EXIT_FENCED = 76
+"""The worker is gone or has lost the lease; nothing more was written."""
+
+ORDER_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+LOG_FILE = "log.txt"
+CHECKPOINTS = "checkpoints"
+ARTIFACTS = "artifacts"
+
+EventType = Literal[
+    "phase",  # {"phase": "loading" | "downloading" | "converting" | "evaluating" | "training" | "saving"}
+    "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or, while preparing, {"bytes", "total_bytes"}
+    "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
+    "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}
+    "checkpoint",  # {"step", "path": "checkpoints/step-00000050"}
+    "resumed",  # {"step", "path"}
+    "notice",  # {"code", "message"}: a fallback or a limit the user should know of
+    "run_record",  # {"record": {versions, device, dtype, threads, model revision, data hashes, …}}
+    "result",  # last on success: {"result": {…}, "artifacts": [{"path", "bytes", "sha256", "kind"}]}
+    "error",  # last on failure: {"failure": FailureClass, "code", "message", "field": str | null}
+]
+
+FailureClass = Literal["user", "memory", "machine", "internal"]
+"""Whose fault it was: bad data or spec; out of memory; the box (may be tried again); a defect of ours."""
+
+
+class RunOrder(SpecModel):
+    """What a batch child is to do: `python -m core.train RUN_DIR`."""
+
+    job_id: str
+    attempt: int
+    spec: JobSpec
+    """Resolved: every default is written out."""
+    model_dir: str
+    """Local folder in Hugging Face format, prepared before."""
+    model_source: dict[str, Any] = {}
+    """Where that folder came from (hub id, pinned commit, file hash): goes into the run record and the model card."""
+    train_file: str
+    eval_file: str | None = None
+    resume_from: list[str] = []
+    """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
+    fence_seconds: float | None = None
+    """End when stdin is silent this long; null when run by hand, without a worker."""
+
+
+class PrepareOrder(SpecModel):
+    """Bring a model onto this data root: `python -m core.train.prepare RUN_DIR`. Needs no GPU."""
+
+    job_id: str
+    attempt: int
+    model: Model
+    models_dir: str
+    """The shared cache; a model is complete there or not there at all."""
+    model_roots: list[str] = []
+    """Roots below which `local` folders and `gguf` files may lie."""
+    offline: bool = False
+    fence_seconds: float | None = None

@@ -1,0 +1,128 @@
+"""The axes that decide the numbers: stage, method, quantisation, optimizer, schedule, and the loop itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from core.spec.base import SpecModel, by_type, short_form
+
+# --- stage -----------------------------------------------------------------------------------------
+
+
+class SFT(SpecModel):
+    """Supervised fine-tuning: cross-entropy on the tokens that the model is to learn to write."""
+
+    type: Literal["sft"] = "sft"
+    loss_on: Literal["completions", "all"] | None = None
+    """`completions`: the prompt's tokens carry no loss (every assistant turn of a chat does). `all`: every token
+    does. Default: `completions`, or `all` for raw text, which has no prompt."""
+
+
+Stage = Annotated[SFT, short_form(by_type)]
+
+# --- method ----------------------------------------------------------------------------------------
+
+ModuleName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.]{1,128}$")]
+
+
+class Full(SpecModel):
+    """Every parameter is trained."""
+
+    type: Literal["full"] = "full"
+
+
+class LoRA(SpecModel):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+    r: Annotated[int, Field(ge=1, le=256)] = 32
+    """Rank of the update."""
+    lora_alpha: Annotated[float, Field(gt=0, le=4096)] | None = None
+    """The update is scaled by lora_alpha / r. Default: 2 r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)] = (
+        "all-linear"
+    )
+    """`all-linear` (every linear layer but the head), `attention` (its projections), or a list of module names."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
+
+
+Method = Annotated[Full | LoRA, Field(discriminator="type"), short_form(by_type)]
+
+# --- quantisation ----------------------------------------------------------------------------------
+
+
+class NoQuantization(SpecModel):
+    """The base model's weights are kept in the run's precision."""
+
+    type: Literal["none"] = "none"
+
+
+Quantization = Annotated[NoQuantization, short_form(by_type)]
+
+# --- optimizer -------------------------------------------------------------------------------------
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamW(SpecModel):
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
+
+    type: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Peak learning rate. Default: 2e-4 with adapters, 2e-5 for full fine-tuning."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Decoupled decay; biases and norms are exempt."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+
+
+Optimizer = Annotated[AdamW, short_form(by_type)]
+
+# --- schedule --------------------------------------------------------------------------------------
+
+
+class Linear(SpecModel):
+    """Warm-up, then a straight line to zero at the last step."""
+
+    type: Literal["linear"] = "linear"
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of all optimizer steps that the learning rate rises for, rounded up."""
+
+
+class Cosine(SpecModel):
+    """Warm-up, then half a cosine to zero at the last step (arXiv:1608.03983, without restarts)."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """As for `linear`."""
+
+
+Schedule = Annotated[Linear | Cosine, Field(discriminator="type"), short_form(by_type)]
+
+# --- the loop --------------------------------------------------------------------------------------
+
+
+class Training(SpecModel):
+    """The loop: how long, how much at once, from which seed."""
+
+    num_train_epochs: Annotated[float, Field(gt=0, le=10_000)] = 3.0
+    """Passes over the training rows; a fraction ends inside an epoch."""
+    max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Optimizer steps; ends the run earlier or later than num_train_epochs would."""
+    per_device_train_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Rows of one forward pass."""
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Forward passes of one optimizer step; the loss is normalised by the tokens of all of them."""
+    max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
+    """Tokens of a row; longer rows lose their end, and the run record counts them."""
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
+    """Clip the gradient's global norm; null for no clipping."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """`auto`: bf16 where the hardware has it, else fp32. A fallback is told in the job's events and its run record."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
+    """Seeds adapter weights, dropout and the order of rows."""
