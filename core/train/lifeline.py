@@ -1,0 +1,104 @@
+"""How a child is tied to its worker: asked to stop by SIGTERM, ended by silence on stdin (core/spec/run.py).
+
+The stdin fence is what keeps two trainers from running one job: a worker that is dead, frozen or cut off from the
+database stops writing bytes, and the child is gone before the lease is. PR_SET_PDEATHSIG is only the faster messenger.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from core.spec.run import EXIT_FENCED
+
+PR_SET_PDEATHSIG = 1
+OOM_SCORE_ADJ = 500
+"""The kernel takes the trainer before the worker, the database and the API (proc_pid_oom_score_adj(5))."""
+STDIN = 0
+
+
+class Stop:
+    """`requested` turns true with the first SIGTERM and stays so; look at it between micro-steps."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+
+def arm(fence_seconds: float | None, *, on_stop: Callable[[], None] | None = None) -> Stop:
+    """Call once, from the main thread, before anything slow is imported.
+
+    `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. `on_stop` runs
+    inside the signal handler, for a child whose work may be dropped anywhere. The kernel ties PDEATHSIG to the
+    *thread* that spawned us, so a worker must spawn from a thread that lives as long as the child.
+    """
+    stop = Stop()
+
+    def stop_requested(signum: int, frame: FrameType | None) -> None:
+        stop.requested = True
+        if on_stop is not None:
+            on_stop()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pool workers hand it down ignored
+    signal.signal(signal.SIGTERM, stop_requested)
+    _volunteer_for_oom_kill()
+    if fence_seconds is not None:
+        parent = os.getppid()
+        _die_with_parent()
+        if os.getppid() != parent:
+            os._exit(EXIT_FENCED)
+        threading.Thread(target=_watch, args=(fence_seconds, parent), name="eft-fence", daemon=True).start()
+    return stop
+
+
+def _watch(fence_seconds: float, parent: int) -> None:
+    last = _clock()
+    while True:
+        silent = _clock() - last
+        if silent >= fence_seconds:
+            _fence(f"no heartbeat for {silent:.0f} s")
+        readable, _, _ = select.select([STDIN], [], [], min(1.0, fence_seconds - silent))
+        if readable:
+            if not os.read(STDIN, 4096):
+                _fence("the worker closed the heartbeat")
+            last = _clock()
+        if os.getppid() != parent:
+            _fence("the worker is gone")
+
+
+def _fence(why: str) -> None:
+    # Not sys.stderr: its lock may be held by the thread we are about to cut off.
+    os.write(2, f"fenced: {why}; nobody owns this attempt any more\n".encode())
+    os._exit(EXIT_FENCED)
+
+
+def _clock() -> float:
+    """Seconds that go on while the machine sleeps: the lease in the database does not sleep either."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
+
+
+def _die_with_parent() -> None:
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+
+
+def _volunteer_for_oom_kill() -> None:
+    if sys.platform != "linux":
+        return
+    path = Path("/proc/self/oom_score_adj")
+    try:
+        if int(path.read_text()) < OOM_SCORE_ADJ:
+            path.write_text(str(OOM_SCORE_ADJ))
+    except OSError as error:
+        print(f"notice: could not raise {path}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""The child's two small shared modules, in real processes: events.jsonl and the tie to the worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from core.spec.run import EXIT_FENCED
+from core.train.events import EventWriter
+
+CHILD = """
+import sys, time
+from core.train.lifeline import arm
+stop = arm(float(sys.argv[1]) if sys.argv[1] != "none" else None)
+print("armed", flush=True)
+while not stop.requested:
+    time.sleep(0.02)
+sys.exit(75)
+"""
+
+
+def start(fence: str) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, fence], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"armed\n"
+    return child
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_events_go_on_over_an_existing_file_and_cut_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path)
+    assert writer.write("phase", phase="loading") == 1
+    writer.write("notice", code="long", message="ü" * 100_000)
+    writer.close()
+    with path.open("ab") as file:
+        file.write(b'{"seq": 3, "half')
+    writer = EventWriter(path)
+    assert writer.write("metrics", step=1, values={"loss": float("nan"), "learning_rate": 1e-4}) == 3
+    events = lines(path)
+    assert [event["seq"] for event in events] == [1, 2, 3]
+    assert events[2]["values"] == {"loss": None, "learning_rate": 1e-4}
+    assert abs(float(str(events[2]["time"])) - time.time()) < 60
+
+
+def test_events_from_threads_are_whole_and_in_order(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "events.jsonl")
+
+    def work() -> None:
+        for step in range(200):
+            writer.write("metrics", step=step, values={"loss": 1.0})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [event["seq"] for event in lines(writer.path)] == list(range(1, 801))
+
+
+def test_end_of_file_fences() -> None:
+    child = start("60")
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(5) == EXIT_FENCED
+
+
+def test_silence_fences_and_heartbeats_do_not() -> None:
+    child = start("0.6")
+    assert child.stdin is not None
+    for _ in range(10):
+        time.sleep(0.15)
+        child.stdin.write(b".")
+        child.stdin.flush()
+    assert child.poll() is None
+    began = time.monotonic()
+    assert child.wait(5) == EXIT_FENCED
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("fence", ["none", "60"])
+def test_sigterm_asks_to_stop(fence: str) -> None:
+    child = start(fence)
+    assert int(Path(f"/proc/{child.pid}/oom_score_adj").read_text()) >= 500
+    child.terminate()
+    assert child.wait(5) == 75
+
+
+def test_by_hand_stdin_and_parent_do_not_matter() -> None:
+    child = start("none")
+    assert child.stdin is not None
+    child.stdin.close()
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.terminate()
+    assert child.wait(5) == 75
+
+
+def test_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
+    """Stdin stays open here (the test holds it), so only the death of the parent can end the grandchild."""
+    read, write = os.pipe()
+    script = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}, '60'], stdin={read}, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, pass_fds=[read])
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while _alive(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(read)
+    os.close(write)
+    assert not _alive(grandchild)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_sigint_is_reset() -> None:
+    command = [sys.executable, "-c", CHILD, "none"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None,
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"armed\n"
+    child.send_signal(signal.SIGINT)
+    assert child.wait(5) != 0
