@@ -1,0 +1,236 @@
+"""The tables. Times are seconds since 1970 by the database's clock; owner and project stand on every owned row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, MetaData, String, Text, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from core.db.engine import db_now
+
+Id = String(40)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {dict[str, Any]: JSON(none_as_null=True), list[Any]: JSON(none_as_null=True)}  # noqa: RUF012
+
+
+class Owned:
+    """Whose row it is: nobody outside the project sees it."""
+
+    owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"))
+    project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"))
+
+
+class User(Base):
+    __tablename__ = "users"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(100), unique=True)
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
+class Project(Base):
+    __tablename__ = "projects"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(100), unique=True)
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
+class ApiKey(Owned, Base):
+    """A key is shown once; its SHA-256 stays, found by the prefix."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    prefix: Mapped[str] = mapped_column(String(16), unique=True)
+    sha256: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    revoked_at: Mapped[float | None] = mapped_column(Float)
+
+
+class File(Owned, Base):
+    __tablename__ = "files"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    filename: Mapped[str] = mapped_column(String(255))
+    """As the user named it; never part of a path."""
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    rows: Mapped[int] = mapped_column(Integer)
+    format: Mapped[str] = mapped_column(String(32))
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    __table_args__ = (Index(None, "project_id", "id"),)
+
+
+class Job(Owned, Base):
+    __tablename__ = "jobs"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    name: Mapped[str | None] = mapped_column(String(100))
+    spec: Mapped[dict[str, Any]]
+    """Resolved: what will run, with every default written out."""
+    accelerator: Mapped[str] = mapped_column(String(8))
+    """Kind of slot it asks for: any, gpu, cpu."""
+    request_id: Mapped[str | None] = mapped_column(String(64))
+
+    status: Mapped[str] = mapped_column(String(16))
+    """Written by core.jobs.transitions alone."""
+    reason: Mapped[str] = mapped_column(Text, insert_default="")
+    """Why it is where it is, for people."""
+    stop_requested: Mapped[str | None] = mapped_column(String(16))
+    prepared: Mapped[dict[str, Any] | None]
+    """Where the model lies on the data root, once it does."""
+
+    attempt: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Counts claims and is the fencing token: whoever holds an older one can write nothing."""
+    machine_failures: Mapped[int] = mapped_column(Integer, insert_default=0)
+    not_before: Mapped[float | None] = mapped_column(Float)
+    node: Mapped[str | None] = mapped_column(String(255))
+    worker: Mapped[str | None] = mapped_column(Id)
+    lease_until: Mapped[float | None] = mapped_column(Float)
+
+    event_seq: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Number of the newest event; counted under this row's lock, so that events appear in their order."""
+    progress: Mapped[dict[str, Any] | None]
+    result: Mapped[dict[str, Any] | None]
+    failure: Mapped[dict[str, Any] | None]
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    started_at: Mapped[float | None] = mapped_column(Float)
+    finished_at: Mapped[float | None] = mapped_column(Float)
+    __table_args__ = (
+        Index(None, "project_id", "id"),
+        Index("ix_jobs_queue", "created_at", "id", sqlite_where=text("status = 'queued'"), postgresql_where=text("status = 'queued'")),
+        Index(
+            "ix_jobs_leased",
+            "lease_until",
+            sqlite_where=text("lease_until IS NOT NULL"),
+            postgresql_where=text("lease_until IS NOT NULL"),
+        ),
+    )
+
+
+class Attempt(Owned, Base):
+    """One claim: a child process and what became of it."""
+
+    __tablename__ = "attempts"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
+    """prepare or train."""
+    node: Mapped[str] = mapped_column(String(255))
+    worker: Mapped[str] = mapped_column(Id)
+    slot: Mapped[str] = mapped_column(String(128))
+    pid: Mapped[int | None] = mapped_column(Integer)
+    pid_started: Mapped[float | None] = mapped_column(Float)
+    """Start time of that pid by the kernel, since numbers are used again."""
+    started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    ended_at: Mapped[float | None] = mapped_column(Float)
+    outcome: Mapped[str | None] = mapped_column(Text)
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    events_offset: Mapped[int] = mapped_column(BigInteger, insert_default=0)
+    """Bytes of events.jsonl that are in this database."""
+    run_record: Mapped[dict[str, Any] | None]
+
+
+class Allocation(Owned, Base):
+    """A slot held by an attempt. The partial unique index is the mutex: no slot is ever held twice."""
+
+    __tablename__ = "allocations"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
+    node: Mapped[str] = mapped_column(String(255))
+    slot: Mapped[str] = mapped_column(String(128))
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    released_at: Mapped[float | None] = mapped_column(Float)
+    __table_args__ = (
+        Index(
+            "uq_allocations_active",
+            "node",
+            "slot",
+            unique=True,
+            sqlite_where=text("released_at IS NULL"),
+            postgresql_where=text("released_at IS NULL"),
+        ),
+    )
+
+
+class Event(Owned, Base):
+    __tablename__ = "events"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    seq: Mapped[int] = mapped_column(Integer, primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer)
+    type: Mapped[str] = mapped_column(String(32))
+    time: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    data: Mapped[dict[str, Any]]
+
+
+class Metric(Owned, Base):
+    __tablename__ = "metrics"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(Integer, primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
+    value: Mapped[float] = mapped_column(Float)
+    time: Mapped[float] = mapped_column(Float)
+
+
+class Artifact(Owned, Base):
+    __tablename__ = "artifacts"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    path: Mapped[str] = mapped_column(String(512), primary_key=True)
+    """Below the artifacts folder of that attempt."""
+    attempt: Mapped[int] = mapped_column(Integer)
+    kind: Mapped[str] = mapped_column(String(32))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+
+
+class IdempotencyKey(Owned, Base):
+    """The answer once given for a key, so that a retried POST makes no second job."""
+
+    __tablename__ = "idempotency_keys"
+    project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    request_sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int] = mapped_column(Integer)
+    body: Mapped[dict[str, Any]]
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
+class OutboxMessage(Base):
+    """A doorbell to ring once the transaction that needs it has committed. Carries no truth of its own."""
+
+    __tablename__ = "outbox"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    job_id: Mapped[str] = mapped_column(Id)
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
+class Node(Base):
+    """A box and the worker that serves it now."""
+
+    __tablename__ = "nodes"
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    worker: Mapped[str] = mapped_column(Id)
+    version: Mapped[str] = mapped_column(String(32))
+    slots: Mapped[list[Any]]
+    notes: Mapped[list[Any]]
+    started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    heartbeat_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
+class Leader(Base):
+    """Who does the housekeeping, until when."""
+
+    __tablename__ = "leaders"
+    role: Mapped[str] = mapped_column(String(32), primary_key=True)
+    holder: Mapped[str] = mapped_column(Id)
+    until: Mapped[float] = mapped_column(Float)

@@ -1,0 +1,15 @@
+"""Identifiers that sort by time of creation: `job-` + 26 characters (a ULID in lower case)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def new_id(prefix: str) -> str:
+    """48 bits of milliseconds, 80 random bits, in Crockford's base 32 (https://github.com/ulid/spec)."""
+    value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    digits = [_ALPHABET[(value >> shift) & 31] for shift in range(125, -5, -5)]
+    return f"{prefix}-{''.join(digits)}"

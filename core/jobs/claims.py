@@ -1,0 +1,178 @@
+"""Claim, lease, fencing token, reaper: how a job gets a worker and never two.
+
+A claim is one guarded update that counts the attempt; the attempt's number is the token that every later write of
+that worker carries. Lease times are computed and compared by the database's clock alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, insert, or_, select, update
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Allocation, Attempt, Job
+from core.jobs import outbox
+from core.jobs.states import LEASED, Status
+from core.jobs.transitions import Token, move
+
+Kind = Literal["prepare", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
+
+    id: str
+    """UUID of the GPU, `cpu`, or `prepare-0`."""
+    kind: Literal["gpu", "cpu", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a worker has won: the job as it is now, and the token to write with."""
+
+    token: Token
+    kind: Kind
+    slot: Slot
+    owner_id: str
+    project_id: str
+    spec: dict[str, Any]
+    prepared: dict[str, Any] | None
+
+
+def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: float) -> Claim | None:
+    """Take the oldest waiting job that `slot` can serve, or None. Call in a write transaction of its own.
+
+    The slot is held from here on. Raises IntegrityError if this node holds the slot already: a defect.
+    """
+    kind: Kind = "prepare" if slot.kind == "prepare" else "train"
+    candidate = (
+        select(Job)
+        .where(*_eligible(slot))
+        .order_by(Job.created_at, Job.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)  # PostgreSQL; SQLite writers are alone anyway
+    )
+    job = session.execute(candidate).scalar_one_or_none()
+    if job is None:
+        return None
+    after, words = (
+        (Status.PREPARING, f"{node} prepares the model")
+        if kind == "prepare"
+        else (Status.STARTING, f"starts on {node}, slot {slot.id}")
+    )
+    owner_id, project_id, spec, prepared, attempt = job.owner_id, job.project_id, job.spec, job.prepared, job.attempt + 1
+    values: dict[str, Any] = {
+        "attempt": Job.attempt + 1,
+        "worker": worker,
+        "node": node,
+        "lease_until": db_now() + lease_seconds,
+        "not_before": None,
+    }
+    if kind == "train" and job.started_at is None:
+        values["started_at"] = db_now()
+    job_id = job.id
+    if not move(session, job, after, reason=words, data={"node": node, "slot": slot.id}, values=values):
+        return None
+    ids = {"job_id": job_id, "attempt": attempt, "owner_id": owner_id, "project_id": project_id}
+    session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=slot.id))
+    session.execute(insert(Allocation).values(**ids, node=node, slot=slot.id))
+    return Claim(Token(job_id, attempt, worker), kind, slot, owner_id, project_id, spec, prepared)
+
+
+def _eligible(slot: Slot) -> list[ColumnElement[bool]]:
+    waiting = [Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now())]
+    if slot.kind == "prepare":
+        return [*waiting, Job.prepared.is_(None)]
+    return [*waiting, Job.prepared.is_not(None), Job.accelerator.in_(("any", slot.kind))]
+
+
+def renew(session: Session, token: Token, lease_seconds: float) -> str | None:
+    """Extend the lease. Returns the stop that was asked for ("" for none), or None: the job is lost, kill the child."""
+    row = session.execute(
+        update(Job)
+        .where(*token.holds())
+        .values(lease_until=db_now() + lease_seconds)
+        .returning(Job.stop_requested)
+        .execution_options(synchronize_session=False)
+    ).one_or_none()
+    return None if row is None else (row.stop_requested or "")
+
+
+def stop_requested(session: Session, token: Token) -> str | None:
+    """As `renew` answers, without writing."""
+    row = session.execute(select(Job.stop_requested).where(*token.holds())).one_or_none()
+    return None if row is None else (row.stop_requested or "")
+
+
+def started(session: Session, token: Token, pid: int, pid_started: float) -> bool:
+    """Record the child's process, so that a later worker of this node can see to its end. False: the job is lost."""
+    if stop_requested(session, token) is None:
+        return False
+    session.execute(
+        update(Attempt)
+        .where(Attempt.job_id == token.job_id, Attempt.attempt == token.attempt)
+        .values(pid=pid, pid_started=pid_started)
+    )
+    return True
+
+
+def running(session: Session, token: Token) -> None:
+    """starting → running, on the trainer's first sign of life; later calls and lost jobs change nothing."""
+    job = session.execute(select(Job).where(*token.holds()).with_for_update()).scalar_one_or_none()
+    if job is not None and job.status == Status.STARTING.value:
+        move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
+
+
+def release(session: Session, job_id: str, attempt: int, outcome: str, exit_code: int | None) -> None:
+    """Free the slot and close the attempt. Call once the process group is dead, or the lease has run out."""
+    session.execute(
+        update(Allocation)
+        .where(Allocation.job_id == job_id, Allocation.attempt == attempt, Allocation.released_at.is_(None))
+        .values(released_at=db_now())
+    )
+    session.execute(
+        update(Attempt)
+        .where(Attempt.job_id == job_id, Attempt.attempt == attempt, Attempt.ended_at.is_(None))
+        .values(ended_at=db_now(), outcome=outcome, exit_code=exit_code)
+    )
+
+
+def lose(session: Session, job: Job, why: str) -> None:
+    """The worker of `job` is gone: hand the job back, or end it where its owner had asked for that."""
+    job_id, attempt = job.id, job.attempt
+    if Status(job.status) is Status.STOPPING:
+        moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})")
+    else:
+        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data={"lost": True})
+        if moved:
+            outbox.ring(session, job_id)
+    if moved:
+        release(session, job_id, attempt, why, None)
+
+
+def reap(session: Session) -> int:
+    """Take back every job whose lease has run out. Returns how many."""
+    expired = (
+        session.execute(
+            select(Job).where(Job.lease_until.is_not(None), Job.lease_until < db_now()).with_for_update(skip_locked=True)
+        )
+        .scalars()
+        .all()
+    )
+    for job in expired:
+        lose(session, job, f"worker on {job.node} was silent for longer than its lease")
+    return len(expired)
+
+
+def orphans(session: Session, node: str, worker: str) -> list[tuple[Job, Attempt]]:
+    """Jobs that an earlier worker of this node left behind, with their attempts' processes."""
+    rows = session.execute(
+        select(Job, Attempt)
+        .join(Attempt, (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt))
+        .where(Job.node == node, Job.worker != worker, Job.status.in_(LEASED))
+    )
+    return [(job, attempt) for job, attempt in rows]

@@ -1,0 +1,127 @@
+"""The end of an attempt: what the child left behind becomes the job's next state, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Artifact, Job
+from core.jobs import outbox
+from core.jobs.claims import Kind, release
+from core.jobs.states import Status
+from core.jobs.transitions import Token, move
+from core.spec.run import FailureClass
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    """Training: `result` is what the job answers. Preparing: where the model lies."""
+
+    result: dict[str, Any]
+    artifacts: Sequence[Mapping[str, Any]] = ()
+    kind: Literal["succeeded"] = "succeeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    failure: FailureClass
+    code: str
+    message: str
+    field: str | None = None
+    kind: Literal["failed"] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """The child left on request with everything saved: for a cancel, or because its worker is leaving."""
+
+    why: str
+    kind: Literal["handed_back"] = "handed_back"
+
+
+Outcome = Succeeded | Failed | HandedBack
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Faults of the box are tried again; a user's are not, since they would fail again."""
+
+    max_machine_failures: int = 3
+    backoff_seconds: float = 10.0
+
+
+def finish(
+    session: Session, token: Token, kind: Kind, outcome: Outcome, exit_code: int | None, policy: RetryPolicy
+) -> Status | None:
+    """Write the outcome of an attempt whose processes are gone. Returns the new state.
+
+    None: the token is stale, somebody else has the job, nothing was written.
+    """
+    job = session.execute(select(Job).where(*token.holds()).with_for_update()).scalar_one_or_none()
+    if job is None:
+        return None
+    before = Status(job.status)
+    if before is Status.STARTING and isinstance(outcome, Succeeded):
+        move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
+        session.refresh(job)
+    after, reason, values, data = _next(job, kind, outcome, policy)
+    if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
+        return None
+    if isinstance(outcome, Succeeded) and after is Status.SUCCEEDED:
+        _list_artifacts(session, job, token, outcome.artifacts)
+    if after is Status.QUEUED:
+        outbox.ring(session, token.job_id)
+    release(session, token.job_id, token.attempt, f"{outcome.kind}: {reason}", exit_code)
+    return after
+
+
+def _next(job: Job, kind: Kind, outcome: Outcome, policy: RetryPolicy) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:
+    """State, words, columns and event data that follow from an outcome."""
+    if Status(job.status) is Status.STOPPING:
+        return Status.CANCELLED, "cancelled by its owner", {}, {}
+    match outcome:
+        case Succeeded() if kind == "prepare":
+            return Status.QUEUED, "its model is ready; waits for a slot", {"prepared": outcome.result}, {}
+        case Succeeded():
+            return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
+        case HandedBack():
+            return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
+        case Failed():
+            failure = {"class": outcome.failure, "code": outcome.code, "message": outcome.message, "field": outcome.field}
+            failures = job.machine_failures + (outcome.failure == "machine")
+            if outcome.failure == "machine" and failures <= policy.max_machine_failures:
+                wait = policy.backoff_seconds * 2 ** (failures - 1)
+                return (
+                    Status.QUEUED,
+                    f"tried again after a fault of the box ({outcome.message}); retry {failures} of {policy.max_machine_failures}",
+                    {"machine_failures": failures, "not_before": db_now() + wait},
+                    {"failure": failure},
+                )
+            return (
+                Status.FAILED,
+                outcome.message,
+                {"failure": failure, "machine_failures": failures},
+                {"failure": failure},
+            )
+
+
+def _list_artifacts(session: Session, job: Job, token: Token, artifacts: Sequence[Mapping[str, Any]]) -> None:
+    session.execute(delete(Artifact).where(Artifact.job_id == token.job_id))
+    for artifact in artifacts:
+        session.execute(
+            insert(Artifact).values(
+                job_id=token.job_id,
+                owner_id=job.owner_id,
+                project_id=job.project_id,
+                attempt=token.attempt,
+                path=artifact["path"],
+                kind=artifact["kind"],
+                bytes=artifact["bytes"],
+                sha256=artifact["sha256"],
+            )
+        )

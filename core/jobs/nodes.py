@@ -1,0 +1,32 @@
+"""The boxes: which worker serves each, and what slots it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import insert, update
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Node
+
+
+def register(
+    session: Session, name: str, worker: str, version: str, slots: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> None:
+    """`worker` serves node `name` from now on; an earlier worker of that name is replaced."""
+    values = {"worker": worker, "version": version, "slots": list(slots), "notes": list(notes)}
+    known = session.execute(
+        update(Node).where(Node.name == name).values(**values, started_at=db_now(), heartbeat_at=db_now()).returning(Node.name)
+    ).one_or_none()
+    if known is None:
+        session.execute(insert(Node).values(name=name, **values))
+
+
+def heartbeat(session: Session, name: str, worker: str) -> bool:
+    """False: another worker has taken this node's name."""
+    row = session.execute(
+        update(Node).where(Node.name == name, Node.worker == worker).values(heartbeat_at=db_now()).returning(Node.name)
+    ).one_or_none()
+    return row is not None

@@ -1,0 +1,90 @@
+"""Every setting of the service, from the environment (`EFT_…`). The defaults run a bare machine."""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+PathList = Annotated[tuple[Path, ...], NoDecode]
+
+
+class Settings(BaseSettings):
+    """Attribute docstrings are the reference (docs/settings.md is generated from them)."""
+
+    model_config = SettingsConfigDict(env_prefix="EFT_", use_attribute_docstrings=True, extra="ignore", frozen=True)
+
+    data: Path = Path(".eft")
+    """Data root: files, runs, models, and the embedded database and broker. Shared by API and workers."""
+    database_url: str = ""
+    """SQLAlchemy URL (`postgresql+psycopg://…` or `sqlite:///…`). Default: SQLite below the data root."""
+    broker_url: str = ""
+    """Redis URL (`redis://…` or `redis+socket:///…`). Default: the embedded broker's socket."""
+    node: str = Field(default_factory=socket.gethostname)
+    """Name of this box; one worker a name."""
+
+    host: str = "127.0.0.1"
+    """Address the API listens on."""
+    port: int = 8321
+    """Port the API listens on."""
+    max_body_bytes: int = 1 << 20
+    """Largest request body that is not an upload."""
+    max_upload_bytes: int = 8 << 30
+    """Largest uploaded file."""
+    min_free_bytes: int = 1 << 30
+    """Uploads and jobs are refused while the data root has less room than this."""
+
+    model_roots: PathList = ()
+    """Folders (separated by `:`) below which `local` and `gguf` models may lie. Default: none."""
+    data_roots: PathList = ()
+    """Folders (separated by `:`) below which data files may be named by path. Default: none."""
+    offline: bool = False
+    """Never ask a hub: models must be in the cache or on disk."""
+
+    lease_seconds: float = 90.0
+    """A worker that does not renew a job's lease this long has lost the job."""
+    renew_seconds: float = 15.0
+    """How often a worker renews its leases."""
+    fence_seconds: float = 60.0
+    """A trainer whose worker is silent this long ends itself; shorter than the lease, so that runs never overlap."""
+    stop_grace_seconds: float = 120.0
+    """From SIGTERM (write a checkpoint and leave) to SIGKILL."""
+    relay_seconds: float = 1.0
+    """How often a worker moves a trainer's events to the database and looks for a stop request."""
+    sweep_seconds: float = 5.0
+    """How often the housekeeper looks for expired leases and wakes workers while jobs wait."""
+    max_machine_failures: int = 3
+    """A job is tried again after a fault of the box at most this often."""
+    retry_backoff_seconds: float = 10.0
+    """Wait before the first retry; doubled with each further one."""
+
+    @field_validator("model_roots", "data_roots", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(Path(part).expanduser() for part in value.split(":") if part)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if not self.renew_seconds < self.fence_seconds < self.lease_seconds:
+            raise ValueError("EFT_RENEW_SECONDS < EFT_FENCE_SECONDS < EFT_LEASE_SECONDS must hold, or runs could overlap")
+        return self
+
+    @property
+    def root(self) -> Path:
+        return self.data.expanduser().absolute()
+
+    @property
+    def sqlalchemy_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.root / 'eft.db'}"
+
+
+@cache
+def settings() -> Settings:
+    """The settings of this process, read once."""
+    return Settings()

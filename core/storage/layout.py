@@ -1,0 +1,79 @@
+"""Where things lie below the data root. Every path the service makes is made here; no user's text is ever part of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.errors import NoSpace
+from core.spec.run import ARTIFACTS
+
+_SAFE_ID = re.compile(r"^[a-z]{2,8}-[0-9a-z]{26}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The data root, shared by API and workers."""
+
+    root: Path
+
+    @property
+    def files(self) -> Path:
+        return self.root / "files"
+
+    @property
+    def uploads(self) -> Path:
+        """Uploads under way; on the same file system as `files`, so that the last step is a rename."""
+        return self.root / "uploads"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    def file(self, file_id: str) -> Path:
+        return self.files / _checked(file_id)
+
+    def job(self, job_id: str) -> Path:
+        return self.runs / _checked(job_id)
+
+    def attempt(self, job_id: str, attempt: int) -> Path:
+        return self.job(job_id) / f"attempt-{attempt}"
+
+    def artifacts(self, job_id: str, attempt: int) -> Path:
+        return self.attempt(job_id, attempt) / ARTIFACTS
+
+    def create(self) -> None:
+        """Make the folders; only this user may look inside."""
+        for folder in (self.root, self.files, self.uploads, self.models, self.runs):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def require_space(self, min_free_bytes: int, needed: int = 0) -> None:
+        """Raises NoSpace while the data root has less than the reserve (and what is needed on top)."""
+        free = shutil.disk_usage(self.root).free
+        if free - needed < min_free_bytes:
+            raise NoSpace(
+                f"the data root has {free >> 20} MiB left and keeps {min_free_bytes >> 20} MiB in reserve: "
+                "delete files or jobs, or let the administrator make room (EFT_DATA, EFT_MIN_FREE_BYTES)"
+            )
+
+
+def _checked(name: str) -> str:
+    if not _SAFE_ID.match(name):
+        raise ValueError(f"not an id: {name!r}")
+    return name
+
+
+def fsync_folder(path: Path) -> None:
+    """Make a rename or a new name inside `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
