@@ -72,7 +72,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if not self.renew_seconds < self.fence_seconds < self.lease_seconds:
-            raise ValueError("EFT_RENEW_SECONDS < EFT_FENCE_SECONDS < EFT_LEASE_SECONDS must hold, or runs could overlap")
+            raise ValueError(
+                "EFT_RENEW_SECONDS < EFT_FENCE_SECONDS < EFT_LEASE_SECONDS must hold, or runs could overlap"
+            )
         return self
 
     @property

@@ -15,6 +15,9 @@ with database.write() as session:
     if not database.is_sqlite:  # SQLite's BEGIN IMMEDIATE already lets one process in at a time
         session.execute(text("select pg_advisory_xact_lock(6710614)"))
     context.configure(
-        connection=session.connection(), target_metadata=Base.metadata, render_as_batch=database.is_sqlite, transactional_ddl=False
+        connection=session.connection(),
+        target_metadata=Base.metadata,
+        render_as_batch=database.is_sqlite,
+        transactional_ddl=False,
     )
     context.run_migrations()

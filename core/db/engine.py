@@ -19,7 +19,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 -- reads as a SQL function
-    """Seconds since 1970 by the database's clock: leases compare one clock with itself, whatever the nodes' clocks say."""
+    """Seconds since 1970 by the database's clock: leases compare one clock with itself, whatever the nodes' say."""
 
     type = Float()
     inherit_cache = True

@@ -107,7 +107,13 @@ class Job(Owned, Base):
     finished_at: Mapped[float | None] = mapped_column(Float)
     __table_args__ = (
         Index(None, "project_id", "id"),
-        Index("ix_jobs_queue", "created_at", "id", sqlite_where=text("status = 'queued'"), postgresql_where=text("status = 'queued'")),
+        Index(
+            "ix_jobs_queue",
+            "created_at",
+            "id",
+            sqlite_where=text("status = 'queued'"),
+            postgresql_where=text("status = 'queued'"),
+        ),
         Index(
             "ix_jobs_leased",
             "lease_until",

@@ -64,7 +64,13 @@ def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: f
         if kind == "prepare"
         else (Status.STARTING, f"starts on {node}, slot {slot.id}")
     )
-    owner_id, project_id, spec, prepared, attempt = job.owner_id, job.project_id, job.spec, job.prepared, job.attempt + 1
+    owner_id, project_id, spec, prepared, attempt = (
+        job.owner_id,
+        job.project_id,
+        job.spec,
+        job.prepared,
+        job.attempt + 1,
+    )
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
         "worker": worker,
@@ -158,7 +164,9 @@ def reap(session: Session) -> int:
     """Take back every job whose lease has run out. Returns how many."""
     expired = (
         session.execute(
-            select(Job).where(Job.lease_until.is_not(None), Job.lease_until < db_now()).with_for_update(skip_locked=True)
+            select(Job)
+            .where(Job.lease_until.is_not(None), Job.lease_until < db_now())
+            .with_for_update(skip_locked=True)
         )
         .scalars()
         .all()

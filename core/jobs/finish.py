@@ -80,7 +80,9 @@ def finish(
     return after
 
 
-def _next(job: Job, kind: Kind, outcome: Outcome, policy: RetryPolicy) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:
+def _next(
+    job: Job, kind: Kind, outcome: Outcome, policy: RetryPolicy
+) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:
     """State, words, columns and event data that follow from an outcome."""
     if Status(job.status) is Status.STOPPING:
         return Status.CANCELLED, "cancelled by its owner", {}, {}
@@ -92,13 +94,19 @@ def _next(job: Job, kind: Kind, outcome: Outcome, policy: RetryPolicy) -> tuple[
         case HandedBack():
             return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
         case Failed():
-            failure = {"class": outcome.failure, "code": outcome.code, "message": outcome.message, "field": outcome.field}
+            failure = {
+                "class": outcome.failure,
+                "code": outcome.code,
+                "message": outcome.message,
+                "field": outcome.field,
+            }
             failures = job.machine_failures + (outcome.failure == "machine")
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (
                     Status.QUEUED,
-                    f"tried again after a fault of the box ({outcome.message}); retry {failures} of {policy.max_machine_failures}",
+                    f"tried again after a fault of the box ({outcome.message}); "
+                    f"retry {failures} of {policy.max_machine_failures}",
                     {"machine_failures": failures, "not_before": db_now() + wait},
                     {"failure": failure},
                 )

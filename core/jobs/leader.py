@@ -12,7 +12,9 @@ from core.db.tables import Leader
 def lead(database: Database, role: str, holder: str, seconds: float) -> bool:
     """Take or keep `role` for `seconds`. False while somebody else holds it."""
     with database.read() as session:
-        row = session.execute(select(Leader.holder, Leader.until, db_now().label("now")).where(Leader.role == role)).one_or_none()
+        row = session.execute(
+            select(Leader.holder, Leader.until, db_now().label("now")).where(Leader.role == role)
+        ).one_or_none()
     if row is not None and row.holder != holder and row.until >= row.now:
         return False  # the usual case for everybody but the leader, and it writes nothing
     with database.write() as session:

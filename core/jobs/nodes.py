@@ -18,7 +18,10 @@ def register(
     """`worker` serves node `name` from now on; an earlier worker of that name is replaced."""
     values = {"worker": worker, "version": version, "slots": list(slots), "notes": list(notes)}
     known = session.execute(
-        update(Node).where(Node.name == name).values(**values, started_at=db_now(), heartbeat_at=db_now()).returning(Node.name)
+        update(Node)
+        .where(Node.name == name)
+        .values(**values, started_at=db_now(), heartbeat_at=db_now())
+        .returning(Node.name)
     ).one_or_none()
     if known is None:
         session.execute(insert(Node).values(name=name, **values))

@@ -27,7 +27,9 @@ def relay(database: Database, publish: Callable[[str], None], limit: int = 500) 
     No transaction is open while publishing: a slow broker must not hold the database's write lock.
     """
     with database.read() as session:
-        waiting = session.execute(select(OutboxMessage.id, OutboxMessage.job_id).order_by(OutboxMessage.id).limit(limit)).all()
+        waiting = session.execute(
+            select(OutboxMessage.id, OutboxMessage.job_id).order_by(OutboxMessage.id).limit(limit)
+        ).all()
     for message in waiting:
         publish(message.job_id)
     if waiting:

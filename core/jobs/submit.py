@@ -51,7 +51,13 @@ def submit(session: Session, actor: Actor, spec: JobSpec) -> Job:
             seq=1,
             attempt=0,
             type="status",
-            data={"from": None, "to": "queued", "reason": "submitted", "actor": actor.user_id, "request_id": actor.request_id},
+            data={
+                "from": None,
+                "to": "queued",
+                "reason": "submitted",
+                "actor": actor.user_id,
+                "request_id": actor.request_id,
+            },
         )
     )
     outbox.ring(session, job_id)
@@ -82,6 +88,13 @@ def cancel(session: Session, actor: Actor, job_id: str) -> Job:
     if status is Status.QUEUED:
         move(session, job, Status.CANCELLED, reason="cancelled by its owner", data=who)
     else:
-        move(session, job, Status.STOPPING, reason="cancelled by its owner", data=who, values={"stop_requested": "cancel"})
+        move(
+            session,
+            job,
+            Status.STOPPING,
+            reason="cancelled by its owner",
+            data=who,
+            values={"stop_requested": "cancel"},
+        )
     session.refresh(job)
     return job

@@ -80,7 +80,7 @@ def append_events(
     events: Iterable[tuple[str, float | None, Mapping[str, Any]]],
     values: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Add events (type, time or None for now, data) behind the newest; False when a guard failed: nothing is written."""
+    """Add events (type, time or None for now, data) behind the newest; False: a guard failed, nothing is written."""
     batch = list(events)
     row = session.execute(
         update(Job)

@@ -111,7 +111,9 @@ def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
     if path == "name":
         return f"`{shown}` is not a job name: use letters, digits, space, dot, dash and underscore, up to 100"
     if path.endswith("id") and path.startswith("model"):
-        return f"`{shown}` is not a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder starts with `/` or `./`"
+        return (
+            f"`{shown}` is not a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder starts with `/` or `./`"
+        )
     if path.endswith("id"):
         return f"`{shown}` is not a file id; `POST /files` answers one such as `file-01k…`"
     return f"`{shown}` does not have the form {context.get('pattern')}"

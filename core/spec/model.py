@@ -23,7 +23,7 @@ class HubModel(SpecModel):
     id: HubId
     """Repository id, e.g. `HuggingFaceTB/SmolLM2-135M-Instruct`."""
     revision: Revision = "main"
-    """Branch, tag or commit. It is pinned to a commit when the job is prepared, and the run record names that commit."""
+    """Branch, tag or commit. Pinned to a commit when the job is prepared; the run record names that commit."""
 
 
 class LocalModel(SpecModel):

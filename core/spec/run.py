@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.model import Model
@@ -36,7 +38,7 @@ ARTIFACTS = "artifacts"
 
 EventType = Literal[
     "phase",  # {"phase": "loading" | "downloading" | "converting" | "evaluating" | "training" | "saving"}
-    "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or, while preparing, {"bytes", "total_bytes"}
+    "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
     "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}
     "checkpoint",  # {"step", "path": "checkpoints/step-00000050"}
@@ -60,11 +62,11 @@ class RunOrder(SpecModel):
     """Resolved: every default is written out."""
     model_dir: str
     """Local folder in Hugging Face format, prepared before."""
-    model_source: dict[str, Any] = {}
+    model_source: dict[str, Any] = Field(default_factory=dict)
     """Where that folder came from (hub id, pinned commit, file hash): goes into the run record and the model card."""
     train_file: str
     eval_file: str | None = None
-    resume_from: list[str] = []
+    resume_from: list[str] = Field(default_factory=list)
     """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
     fence_seconds: float | None = None
     """End when stdin is silent this long; null when run by hand, without a worker."""
@@ -78,7 +80,7 @@ class PrepareOrder(SpecModel):
     model: Model
     models_dir: str
     """The shared cache; a model is complete there or not there at all."""
-    model_roots: list[str] = []
+    model_roots: list[str] = Field(default_factory=list)
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
     fence_seconds: float | None = None

@@ -14,14 +14,14 @@ class Resident(SpecModel):
 
     type: Literal["resident"] = "resident"
     gradient_checkpointing: bool = False
-    """Keep only each block's input and compute the block again in the backward pass: less memory, about a third more time."""
+    """Keep only each block's input and compute the block again in the backward pass: less memory, more time."""
 
 
 Memory = Annotated[Resident, short_form(by_type)]
 
 
 class DiskCheckpoints(SpecModel):
-    """Complete states on disk: weights that train, optimizer, schedule, RNG, data cursor. Resuming is exact to the bit."""
+    """Complete states on disk: trained weights, optimizer, schedule, RNG, data cursor. Resuming is exact to the bit."""
 
     type: Literal["disk"] = "disk"
     save_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 50

@@ -43,9 +43,9 @@ class LoRA(SpecModel):
     """The update is scaled by lora_alpha / r. Default: 2 r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
-    target_modules: Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)] = (
-        "all-linear"
-    )
+    target_modules: (
+        Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)]
+    ) = "all-linear"
     """`all-linear` (every linear layer but the head), `attention` (its projections), or a list of module names."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""

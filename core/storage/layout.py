@@ -1,4 +1,4 @@
-"""Where things lie below the data root. Every path the service makes is made here; no user's text is ever part of one."""
+"""Where things lie below the data root. Every path is made here; no user's text is ever part of one."""
 
 from __future__ import annotations
 

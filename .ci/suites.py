@@ -1,0 +1,62 @@
+"""Run the test suites one after another and hold each to its row of minutes.
+
+`python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere
+(a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SUITES: dict[str, tuple[float, list[str], list[str]]] = {
+    # name: (minutes, folders, pytest options)
+    "service": (4, ["service"], ["-n", "2", "--dist", "loadfile"]),
+    "train": (5, ["train", "oracle", "resume"], ["-n", "2", "--dist", "loadfile"]),
+    "chaos": (2, ["chaos"], []),
+    "kernels": (2, ["kernels"], ["-n", "2"]),
+    "browser": (2, ["browser"], []),
+    "rest": (5, ["unit", "db", "contract", "arch"], ["-n", "2", "--dist", "loadfile"]),
+}
+
+
+def main() -> int:
+    chosen = sys.argv[1:] or list(SUITES)
+    unknown = sorted(set(chosen) - set(SUITES))
+    if unknown:
+        sys.exit(f"unknown suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    known = {folder for _, folders, _ in SUITES.values() for folder in folders} | {"gpu"}
+    strays = [
+        path for path in (ROOT / "tests").glob("**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in known
+    ]
+    if strays:
+        sys.exit(f"in no suite, so never run: {strays}")
+
+    rows, failed = [], False
+    for name in chosen:
+        minutes, folders, options = SUITES[name]
+        present = [f"tests/{folder}" for folder in folders if list((ROOT / "tests" / folder).glob("**/test_*.py"))]
+        if not present:
+            continue
+        print(f"\n=== {name}: {' '.join(present)}", flush=True)
+        began = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", "pytest", *options, *present], cwd=ROOT, check=False).returncode
+        took = (time.monotonic() - began) / 60
+        verdict = "failed" if code else "over its row" if took > minutes else "passed"
+        failed |= verdict == "failed" or (verdict == "over its row" and os.environ.get("CI") == "true")
+        rows.append((name, minutes, took, verdict))
+
+    print(f"\n{'suite':<10}{'row':>8}{'took':>8}   minutes")
+    for name, minutes, took, verdict in rows:
+        print(f"{name:<10}{minutes:>8.1f}{took:>8.1f}   {verdict}")
+    print(f"{'total':<10}{sum(row[1] for row in rows):>8.1f}{sum(row[2] for row in rows):>8.1f}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

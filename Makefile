@@ -1,0 +1,64 @@
+# eft on a bare machine: Python 3.11 or newer, make and gcc are all it needs.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# torch comes by itself: every platform has its own build. On a CPU box with internet, spare the gigabytes of CUDA:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo up test check fmt docs lock clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11"; exit 1; }
+	@echo "installing into $(VENV) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(PIP) install --no-deps --require-hashes -r locks/app.txt
+	@$(PIP) install --no-deps --no-build-isolation -e client
+	@$(PIP) check
+	@$(PIP) install --no-deps --require-hashes -r locks/demo.txt
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.app locks/test.txt
+	@echo "installing what the tests need …"
+	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
+	@touch $@
+
+demo: $(VENV)/.app ## the main job, end to end over HTTP, on this machine
+	@$(BIN)/python examples/voice-intents/demo.py
+
+up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
+	@$(BIN)/eft up
+
+test: $(VENV)/.test ## every test, suite by suite
+	@$(BIN)/python .ci/suites.py
+
+check: $(VENV)/.test ## lint, types, import rules, stale docs
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m core.docs --check
+
+fmt: $(VENV)/.test ## format and fix
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.app ## write the generated pages again
+	@$(BIN)/python -m core.docs
+
+lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
+	uv pip compile pyproject.toml --extra train --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/app.txt
+	uv pip compile pyproject.toml --extra train --extra test -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/test.txt
+	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
+
+clean: ## remove what was installed and made here
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache
