@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core.db.tables import Attempt, Job, Metric
@@ -92,8 +93,18 @@ def _metrics(session: Session, job: Job, token: Token, lines: Sequence[dict[str,
         for name, value in line["values"].items()
         if value is not None and math.isfinite(value)
     }
-    if rows:
-        session.execute(insert(Metric), list(rows.values()))
+    if not rows:
+        return
+    # A value told twice for one step (say, an evaluation on the last step and one at the end) is the later one.
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(Metric)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["job_id", "name", "step", "attempt"],
+            set_={"value": statement.excluded.value, "time": statement.excluded.time},
+        ),
+        list(rows.values()),
+    )
 
 
 def _json_safe(value: Any) -> Any:

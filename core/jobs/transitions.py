@@ -77,10 +77,10 @@ def append_events(
     session: Session,
     job: Job,
     guards: Sequence[ColumnElement[bool]],
-    events: Iterable[tuple[str, float | None, Mapping[str, Any]]],
+    events: Iterable[tuple[str, float, Mapping[str, Any]]],
     values: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Add events (type, time or None for now, data) behind the newest; False: a guard failed, nothing is written."""
+    """Add events (type, time by the node's clock, data); False: a guard failed and nothing is written."""
     batch = list(events)
     row = session.execute(
         update(Job)
@@ -92,17 +92,19 @@ def append_events(
     if row is None:
         return False
     first = row.event_seq - len(batch) + 1
-    for number, (kind, time, data) in enumerate(batch):
-        session.execute(
-            insert(Event).values(
-                job_id=job.id,
-                owner_id=job.owner_id,
-                project_id=job.project_id,
-                seq=first + number,
-                attempt=row.attempt,
-                type=kind,
-                data=dict(data),
-                **({} if time is None else {"time": time}),
-            )
-        )
+    rows = [
+        {
+            "job_id": job.id,
+            "owner_id": job.owner_id,
+            "project_id": job.project_id,
+            "seq": first + number,
+            "attempt": row.attempt,
+            "type": kind,
+            "time": time,
+            "data": dict(data),
+        }
+        for number, (kind, time, data) in enumerate(batch)
+    ]
+    if rows:
+        session.execute(insert(Event), rows)
     return True
