@@ -11,7 +11,7 @@ from pathlib import Path
 from core.errors import NoSpace
 from core.spec.run import ARTIFACTS
 
-_SAFE_ID = re.compile(r"^[a-z]{2,8}-[0-9a-z]{26}$")
+_SAFE_ID = re.compile(r"[a-z]{2,8}-[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Layout:
 
 
 def _checked(name: str) -> str:
-    if not _SAFE_ID.match(name):
+    if not _SAFE_ID.fullmatch(name):
         raise ValueError(f"not an id: {name!r}")
     return name
 
