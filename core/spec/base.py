@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class SpecModel(BaseModel):
@@ -23,18 +25,43 @@ class SpecModel(BaseModel):
     )
 
 
-def short_form(expand: Callable[[str], dict[str, Any]]) -> BeforeValidator:
-    """Let a plain string stand for an axis: `"method": "lora"` for `{"type": "lora"}`."""
+@dataclass(frozen=True, slots=True)
+class short_form:  # noqa: N801 -- reads as a word inside Annotated[…]
+    """Let a plain string stand for an axis: `"method": "lora"` for `{"type": "lora"}`.
 
-    def validate(value: Any) -> Any:
-        return expand(value) if isinstance(value, str) else value
+    The JSON schema of the input says so: the string, or the object.
+    """
 
-    return BeforeValidator(validate, json_schema_input_type=Any)
+    expand: Callable[[str], dict[str, Any]]
+    example: str | None = None
+    """For strings that are not simply a discriminator."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        expand = self.expand
+
+        def validate(value: Any) -> Any:
+            return expand(value) if isinstance(value, str) else value
+
+        return core_schema.no_info_before_validator_function(validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        whole = handler(schema)
+        if handler.mode == "serialization":
+            return whole
+        short: dict[str, Any] = {"type": "string", "description": "Short form."}
+        if self.expand is by_type:
+            short["enum"] = _discriminators(whole, handler)
+        elif self.example is not None:
+            short["examples"] = [self.example]
+        return {"anyOf": [short, whole]}
+
+
+def _discriminators(schema: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
+    if "discriminator" in schema:
+        return sorted(schema["discriminator"]["mapping"])
+    return [handler.resolve_ref_schema(schema)["properties"]["type"]["const"]]
 
 
 def by_type(value: str) -> dict[str, Any]:
     """The usual short form: the string is the discriminator."""
     return {"type": value}
-
-
-__all__ = ["SpecModel", "WithJsonSchema", "by_type", "short_form"]

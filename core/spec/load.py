@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Hashable
 from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.errors import Fault, SpecError
+from core.errors import Fault, SpecError, TooLarge
 from core.spec.job import JobSpec
 
 MAX_FAULTS = 50
+MAX_YAML_BYTES = 64 << 10
+"""YAML takes a second of work for 100 KB; a job has two."""
 
 
 def parse_job(raw: Any) -> JobSpec:
@@ -39,9 +42,12 @@ def load_json(text: bytes) -> Any:
 
 def load_yaml(text: bytes) -> Any:
     """Decode YAML: no aliases, no doubled keys, and `1e-4` is a number as in JSON (YAML 1.1 calls it a string)."""
+    if len(text) > MAX_YAML_BYTES:
+        raise TooLarge(f"a job in YAML has at most {MAX_YAML_BYTES >> 10} KiB; this one has {len(text) >> 10} KiB")
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 -- _Loader is a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        # The last three are what PyYAML's constructors raise for `!!bool maybe`, `!!float ''` and `!!timestamp x`.
         raise SpecError(f"the body is not valid YAML: {error}", code="invalid_yaml") from error
 
 
@@ -62,10 +68,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ValueError("a key is a plain word, not a list or an object")
+            if key in seen:
                 raise ValueError(f"the key {key!r} stands twice in one object")
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -88,13 +98,13 @@ def _fault(error: dict[str, Any]) -> Fault:
             return Fault("missing_field", "this field is required", path)
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context.get("expected_tags", "")))
-            tag = str(context.get("tag"))
+            tag = _text(context.get("tag"))
             return Fault("unknown_value", f"unknown type `{_show(tag)}`{_nearest(tag, tags)}", f"{path}.type")
         case "union_tag_not_found":
             return Fault("missing_field", "give a `type` here, or a plain string as its short form", path)
         case "literal_error":
             options = re.findall(r"'([^']*)'", str(context.get("expected", ""))) or [str(context.get("expected"))]
-            value = str(error.get("input"))
+            value = _text(error.get("input"))
             return Fault("unknown_value", f"unknown value `{_show(value)}`{_nearest(value, options)}", path)
         case "string_pattern_mismatch":
             return Fault("invalid_value", _pattern_words(path, error.get("input"), context), path)
@@ -107,7 +117,7 @@ def _fault(error: dict[str, Any]) -> Fault:
 
 
 def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
-    shown = _show(str(value))
+    shown = _show(_text(value))
     if path == "name":
         return f"`{shown}` is not a job name: use letters, digits, space, dot, dash and underscore, up to 100"
     if path.endswith("id") and path.startswith("model"):
@@ -162,6 +172,11 @@ def _nearest(word: str, options: list[str]) -> str:
     if close:
         return f"; did you mean `{close[0]}`?"
     return f"; known here: {', '.join(f'`{option}`' for option in options)}" if options else ""
+
+
+def _text(value: Any) -> str:
+    """As `str`, which refuses integers of more than 4,300 digits."""
+    return str(value) if not isinstance(value, int) or value.bit_length() < 1024 else "(a very long number)"
 
 
 def _show(text: str) -> str:
