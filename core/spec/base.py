@@ -11,13 +11,14 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class SpecModel(BaseModel):
-    """Unknown fields are errors, numbers are finite, values never change after validation.
+    """Unknown fields are errors, numbers are finite (and no strings or booleans), values never change.
 
     Attribute docstrings become the field descriptions of OpenAPI and of docs/spec.md.
     """
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
         frozen=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,

@@ -24,12 +24,17 @@ def parse_job(raw: Any) -> JobSpec:
     if not isinstance(raw, dict):
         raise SpecError(f"a job is an object with fields such as `model` and `data`, not {_kind(raw)}")
     try:
-        return JobSpec.model_validate(raw)
+        plain = json.loads(json.dumps(raw))
+    except (TypeError, ValueError, RecursionError) as error:  # a YAML date or set, an integer of thousands of digits
+        raise SpecError(f"the job holds something that JSON cannot say: {error}", code="invalid_value") from error
+    try:
+        return JobSpec.model_validate(plain)
     except ValidationError as error:
         faults = tuple(_fault(dict(item)) for item in error.errors(include_url=False)[:MAX_FAULTS])
         first = faults[0]
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise SpecError(f"{first.field}: {first.message}{more}", field=first.field, faults=faults) from error
+        where = f"{first.field}: " if first.field else ""
+        raise SpecError(f"{where}{first.message}{more}", field=first.field, faults=faults) from error
 
 
 def load_json(text: bytes) -> Any:
@@ -98,13 +103,13 @@ def _fault(error: dict[str, Any]) -> Fault:
             return Fault("missing_field", "this field is required", path)
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context.get("expected_tags", "")))
-            tag = _text(context.get("tag"))
+            tag = str(context.get("tag"))
             return Fault("unknown_value", f"unknown type `{_show(tag)}`{_nearest(tag, tags)}", f"{path}.type")
         case "union_tag_not_found":
             return Fault("missing_field", "give a `type` here, or a plain string as its short form", path)
         case "literal_error":
             options = re.findall(r"'([^']*)'", str(context.get("expected", ""))) or [str(context.get("expected"))]
-            value = _text(error.get("input"))
+            value = str(error.get("input"))
             return Fault("unknown_value", f"unknown value `{_show(value)}`{_nearest(value, options)}", path)
         case "string_pattern_mismatch":
             return Fault("invalid_value", _pattern_words(path, error.get("input"), context), path)
@@ -117,7 +122,7 @@ def _fault(error: dict[str, Any]) -> Fault:
 
 
 def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
-    shown = _show(_text(value))
+    shown = _show(str(value))
     if path == "name":
         return f"`{shown}` is not a job name: use letters, digits, space, dot, dash and underscore, up to 100"
     if path.endswith("id") and path.startswith("model"):
@@ -139,7 +144,8 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
         step = loc[position]
         position += 1
         if isinstance(step, int):
-            parts[-1] += f"[{step}]"
+            if parts:
+                parts[-1] += f"[{step}]"
             continue
         if isinstance(model, type) and issubclass(model, BaseModel):
             known = list(model.model_fields)
@@ -172,11 +178,6 @@ def _nearest(word: str, options: list[str]) -> str:
     if close:
         return f"; did you mean `{close[0]}`?"
     return f"; known here: {', '.join(f'`{option}`' for option in options)}" if options else ""
-
-
-def _text(value: Any) -> str:
-    """As `str`, which refuses integers of more than 4,300 digits."""
-    return str(value) if not isinstance(value, int) or value.bit_length() < 1024 else "(a very long number)"
 
 
 def _show(text: str) -> str:

@@ -77,7 +77,7 @@ class AdamW(SpecModel):
     """Peak learning rate. Default: 2e-4 with adapters, 2e-5 for full fine-tuning."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay; biases and norms are exempt."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)  # a list, as JSON has no tuples
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
 
 
