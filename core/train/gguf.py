@@ -1,0 +1,175 @@
+"""One GGUF file → a Hugging Face folder (weights, configuration, tokenizer with its chat template).
+
+transformers reads the file (https://huggingface.co/docs/transformers/gguf). Two things are ours:
+
+* dtype. Dequantised values are kept exactly: the smallest of bf16, fp16 and fp32 that holds every value of the file
+  unchanged (fp32 for Q4_1: rounding to bf16 would move 74 % of SmolLM2-135M's values, by 0.13 % in norm).
+* the split of text before byte-level BPE, which GGUF stores only as a name (`tokenizer.ggml.pre`). transformers 5.23
+  falls back to GPT-2's in silence for names it has no row for, SmolLM2's among them; runs of spaces or newlines before
+  a digit then become other tokens than those the model was trained on. A name that neither of us knows is refused.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.errors import ModelError
+from core.train.model_files import unreadable
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CONVERTER = 1
+"""Part of the cache key: raise it when the same file would give another folder."""
+
+DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Every digit by itself, the rest as GPT-2 splits it (llama.cpp, src/llama-vocab.cpp, llm_tokenizer_bpe)."""
+AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
+"""GPT-2's own split (same place), which is also transformers' fallback."""
+
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What stands before the data (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+
+    metadata: dict[str, Any]
+    """Scalars and strings; arrays are left out."""
+    tensor_types: dict[str, int]
+    """Tensors per GGML type, e.g. {"Q4_1": 210, "F32": 61}."""
+
+
+def read_header(path: Path, *, field: str) -> Header:
+    """Torch-free; ModelError when this is no GGUF file that transformers could read."""
+    from gguf.constants import GGMLQuantizationType
+
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data[:4] != b"GGUF":
+                raise unreadable(f"{path.name} is not a GGUF file", field)
+            version, tensor_count, pair_count = struct.unpack_from("<IQQ", data, 4)
+            if version not in (2, 3):
+                raise unreadable(f"{path.name} is GGUF version {version}; versions 2 and 3 can be read", field)
+            metadata: dict[str, Any] = {}
+            position = 24
+            for _ in range(pair_count):
+                key, position = _string(data, position)
+                (kind,) = struct.unpack_from("<I", data, position)
+                value, position = _value(data, position + 4, kind)
+                if value is not None:
+                    metadata[key] = value
+            types: Counter[str] = Counter()
+            for _ in range(tensor_count):
+                _, position = _string(data, position)
+                (dimensions,) = struct.unpack_from("<I", data, position)
+                position += 4 + 8 * dimensions
+                (kind,) = struct.unpack_from("<I", data, position)
+                types[GGMLQuantizationType(kind).name] += 1
+                position += 12
+    except (struct.error, ValueError, IndexError) as error:
+        raise unreadable(f"{path.name} has a broken GGUF header ({error})", field) from error
+    return Header(metadata, dict(types))
+
+
+def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
+    """Write `folder`; returns what to record: {"dtype", "tensor_types", "transformers"}. Imports torch.
+
+    ModelError when transformers cannot read this architecture, or nobody knows how its tokenizer splits text.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    header = read_header(path, field=field)
+    architecture = header.metadata.get("general.architecture")
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        tokenizer = _tokenizer(path, header, field)
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise ModelError(
+            f"transformers cannot convert {path.name} (architecture {architecture}): {error}; "
+            "give the model in safetensors instead",
+            field=field,
+            code="model_unsupported",
+        ) from error
+    # Loaded through a quantiser that has already dequantised; what is left of it would forbid saving plain weights.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    dtype = _smallest_exact_dtype(model)
+    model.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_types": header.tensor_types,
+        "transformers": transformers.__version__,
+    }
+
+
+def _tokenizer(path: Path, header: Header, field: str) -> PreTrainedTokenizerBase:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+        name = header.metadata.get("tokenizer.ggml.pre")
+        if name in DIGITS_THEN_GPT2:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        elif name not in AS_GPT2 and name not in GGUF_PRE_TOKENIZER_SPLITS:
+            raise ModelError(
+                f"{path.name} names a text split that is not known here (tokenizer.ggml.pre = {name!r}), so its "
+                "tokens would not be those the model was trained on; give the model in safetensors instead",
+                field=field,
+                code="model_unsupported",
+            )
+    context = header.metadata.get(f"{header.metadata.get('general.architecture')}.context_length")
+    if isinstance(context, int):
+        tokenizer.model_max_length = context
+    return tokenizer
+
+
+def _smallest_exact_dtype(model: PreTrainedModel) -> torch.dtype:
+    import torch
+
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(value, value.to(dtype).to(value.dtype)) for value in model.state_dict().values()):
+            return dtype
+    return torch.float32
+
+
+def _string(data: mmap.mmap, position: int) -> tuple[str, int]:
+    (length,) = struct.unpack_from("<Q", data, position)
+    position += 8
+    if position + length > len(data):
+        raise ValueError("a string reaches past the end of the file")
+    return data[position : position + length].decode(), position + length
+
+
+def _value(data: mmap.mmap, position: int, kind: int) -> tuple[Any, int]:
+    """(the value, or None for an array; the position behind it)"""
+    if kind in SCALARS:
+        return struct.unpack_from(SCALARS[kind], data, position)[0], position + struct.calcsize(SCALARS[kind])
+    if kind == STRING:
+        return _string(data, position)
+    if kind != ARRAY:
+        raise ValueError(f"unknown metadata type {kind}")
+    element, count = struct.unpack_from("<IQ", data, position)
+    position += 12
+    if element in SCALARS:
+        return None, position + count * struct.calcsize(SCALARS[element])
+    for _ in range(count):
+        _, position = _value(data, position, element)
+        if position > len(data):
+            raise ValueError("an array reaches past the end of the file")
+    return None, position
