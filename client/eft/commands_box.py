@@ -1,0 +1,71 @@
+"""`eft up|worker|train|migrate|keys`: start the application itself, where it is there.
+
+The client imports nothing of it. It starts `python -m …` in the user's own folder (paths on the command line and
+EFT_DATA mean what they say there) with the checkout first on the path and the current folder not on it: a folder
+called `core` beside the user's data must not stand in for ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from eft.errors import ConfigError
+from eft.session import outputs
+
+VERBS = {
+    "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
+    "worker": ("worker", "Run this box's worker, next to a database and a broker elsewhere."),
+    "train": ("core.train.cli", "Train without a server: eft train MODEL DATA --method lora."),
+    "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
+    "keys": ("api.auth.keys", "Make, list and revoke API keys, on the server's own machine."),
+}
+"""Verb → module of the application, and what it does."""
+MARK = Path("core") / "spec" / "job.py"
+
+
+def application_home() -> Path:
+    """The checkout: EFT_HOME, or the one this client is installed from. Raises ConfigError when there is none."""
+    given = os.environ.get("EFT_HOME")
+    home = Path(given).expanduser().resolve() if given else Path(__file__).resolve().parents[2]
+    if not (home / MARK).is_file():
+        raise ConfigError(
+            f"EFT_HOME={given} is not a checkout of eft"
+            if given
+            else "this verb runs the service itself and only the client is installed here: set EFT_HOME to a checkout"
+        )
+    return home
+
+
+def command(home: Path, module: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What to execute, and its environment."""
+    # Another checkout has its own packages; our own runs under the interpreter we run under.
+    own = home / ".venv" / "bin" / "python"
+    python = str(own) if os.environ.get("EFT_HOME") and own.is_file() else sys.executable
+    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(home), *others]), "PYTHONSAFEPATH": "1"}
+    return [python, "-m", module, *arguments], environment
+
+
+def register(app: typer.Typer) -> None:
+    for verb, (_, words) in VERBS.items():
+        app.command(
+            verb,
+            help=f"{words} Options: eft {verb} --help.",
+            rich_help_panel="On the box itself",
+            add_help_option=False,  # its own --help answers
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_start)
+
+
+def _start(context: typer.Context) -> NoReturn:
+    with outputs(False):
+        module, _ = VERBS[context.info_name or ""]
+        arguments, environment = command(application_home(), module, context.args)
+        sys.stdout.flush()
+        # In our place, not below us: signals and the exit code are the application's own.
+        os.execve(arguments[0], arguments, environment)  # noqa: S606 -- no shell is wanted

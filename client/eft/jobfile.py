@@ -1,0 +1,165 @@
+"""Job files: YAML or JSON, with `--set` and with local data files that are uploaded on the way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eft.client import Client
+from eft.download import digest
+from eft.errors import LocalError, UsageFault
+from eft.types import File
+
+ROLES = ("train", "eval")
+Uploader = Callable[[Path], File]
+
+
+def read_job(source: str) -> tuple[dict[str, Any], Path]:
+    """A job from a file or from `-` (stdin), and the folder that relative paths in it start from."""
+    try:
+        text = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise LocalError(f"{source}: {error.strerror or error}") from error
+    job = _parse(text, source)
+    if not isinstance(job, dict):
+        raise UsageFault(f"{source}: a job is an object with fields such as `model` and `data`")
+    return job, Path() if source == "-" else Path(source).parent
+
+
+def apply_settings(job: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """`training.max_steps=10` sets that field; the value is YAML (numbers, true, null, [lists], {objects}).
+
+    A short form on the way is written out: with `method: lora`, `method.r=8` gives `{type: lora, r: 8}`.
+    """
+    job = copy.deepcopy(job)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise UsageFault(f"--set {setting!r}: write it as field.of.the.job=value")
+        place = job
+        for depth, key in enumerate(keys[:-1], start=1):
+            value = place.setdefault(key, {})
+            if isinstance(value, str) and keys[0] not in ("model", "data"):
+                value = place[key] = {"type": value}
+            if value is None:
+                value = place[key] = {}
+            if not isinstance(value, dict):
+                raise UsageFault(
+                    f"--set {setting!r}: `{'.'.join(keys[:depth])}` is {value!r} here; write it in full first"
+                )
+            place = value
+        place[keys[-1]] = _parse(text.encode(), f"--set {path}")
+    return job
+
+
+def upload_data(job: dict[str, Any], folder: Path, given: dict[str, Path], upload: Uploader) -> dict[str, Any]:
+    """Put file ids in the place of local data files.
+
+    `given` (from --data and --eval) wins over the job. Of the paths that the job names, the relative ones are files
+    beside it and go up; absolute ones lie on the server.
+    """
+    job = copy.deepcopy(job)
+    data = job.get("data", {})
+    if isinstance(data, str) or (isinstance(data, dict) and {"id", "path"} & set(data)):
+        data = {"train": data}  # the short form
+    if not isinstance(data, dict):
+        return job  # the server says what is wrong with it
+    for role in ROLES:
+        source = data.get(role)
+        path = _local(source, folder)
+        if role in given:
+            path = given[role]
+        if path is None:
+            continue
+        if not path.is_file():
+            raise UsageFault(f"{path}: no such file; it is named by the job", field=f"data.{role}")
+        row_format = {"format": source["format"]} if isinstance(source, dict) and "format" in source else {}
+        data[role] = {"type": "file", "id": upload(path).id} | row_format
+    if data:
+        job["data"] = data
+    return job
+
+
+def uploader(client: Client, on_upload: Callable[[Path, File], None]) -> Uploader:
+    """Upload, unless the project has the very same file: then `eft submit` twice is one upload, and one job's spec."""
+
+    def upload(path: Path) -> File:
+        sha256 = digest(path)
+        known = next((file for file in client.files() if file.sha256 == sha256 and file.filename == path.name), None)
+        file = known or client.upload(path)
+        on_upload(path, file)
+        return file
+
+    return upload
+
+
+def _local(source: Any, folder: Path) -> Path | None:
+    """The local file that a data source of the job names, if it names one."""
+    if isinstance(source, dict):
+        source = source.get("path") if source.get("type", "path") == "path" else None
+    if not isinstance(source, str) or re.match(r"^file-[0-9a-z]{26}$", source):
+        return None
+    path = Path(source).expanduser()
+    return None if path.is_absolute() else folder / path
+
+
+def _parse(text: bytes, source: str) -> Any:
+    if text.lstrip().startswith(b"{"):
+        # JSON first: YAML stumbles over its tabs. What is not JSON may still be YAML's {flow style}.
+        try:
+            return json.loads(text, object_pairs_hook=_no_doubles)
+        except json.JSONDecodeError as error:
+            if source.endswith(".json"):
+                raise UsageFault(f"{source}: not valid JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageFault(f"{source}: not valid JSON: {error}") from error
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 -- _Loader is a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageFault(f"{source}: not valid YAML or JSON: {error}") from error
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice in one object")
+        result[key] = value
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as the server reads it: no aliases, no doubled keys, `1e-4` is a number and a date is a string."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*name) are not supported in a job")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if not isinstance(key, str):
+                raise ValueError(f"the key {key!r} is no string; put it into quotes")
+            if key in keys[:position]:
+                raise ValueError(f"the key {key!r} stands twice in one object")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)

@@ -1,0 +1,169 @@
+"""What the command prints: people's tables, machines' JSON on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eft.errors import ApiError, EftClientError
+from eft.types import File, Job
+
+STATUS_STYLE = {
+    "queued": "cyan",
+    "preparing": "cyan",
+    "starting": "blue",
+    "running": "blue",
+    "stopping": "yellow",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+}
+
+
+@dataclass
+class Output:
+    """`data` is stdout, `notes` is stderr; rich leaves colours out for pipes and NO_COLOR."""
+
+    as_json: bool
+    data: Console
+    notes: Console
+
+    @classmethod
+    def make(cls, as_json: bool) -> Output:
+        # A pipe has no width: a table that is cut to 80 columns would lose what grep looks for.
+        width = None if sys.stdout.isatty() else 10_000
+        return cls(as_json, Console(highlight=False, width=width), Console(stderr=True, highlight=False))
+
+    def json(self, document: Any) -> None:
+        """One document (or one line of JSON lines) on stdout, past any wrapping."""
+        sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """For people, on stderr; markup is not read in it."""
+        self.notes.print(text, markup=False, soft_wrap=True)
+
+    def text(self, text: str) -> None:
+        """Raw text on stdout."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def print_error(error: EftClientError, output: Output) -> None:
+    """Code, message, field, every fault, request id; one JSON document with --json. All on stderr."""
+    if output.as_json:
+        sys.stderr.write(json.dumps({"error": error.as_dict()}, ensure_ascii=False) + "\n")
+        return
+    console = output.notes
+    console.print(f"[bold red]error[/] [red]{escape(error.code)}[/]: {escape(error.message)}", soft_wrap=True)
+    if isinstance(error, ApiError):
+        for fault in error.faults:
+            where = f"[bold]{escape(fault.field)}[/]: " if fault.field else ""
+            console.print(f"  - {where}{escape(fault.message)} [dim]({escape(fault.code)})[/]", soft_wrap=True)
+    if error.field and not (isinstance(error, ApiError) and error.faults):
+        console.print(f"  field: {escape(error.field)}", soft_wrap=True)
+    if isinstance(error, ApiError) and error.request_id:
+        console.print(f"  [dim]request id: {escape(error.request_id)}[/]", soft_wrap=True)
+
+
+def status_markup(status: str) -> str:
+    return f"[{STATUS_STYLE.get(status, 'white')}]{escape(status)}[/]"
+
+
+def jobs_table(jobs: list[Job], width: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ID", no_wrap=True)
+    table.add_column("STATUS", no_wrap=True)
+    table.add_column("PROGRESS", no_wrap=True)
+    if width >= 70:
+        table.add_column("AGE", no_wrap=True)
+    if width >= 90:
+        table.add_column("NAME", overflow="ellipsis", no_wrap=True)
+    if width >= 120:
+        table.add_column("REASON", overflow="ellipsis", no_wrap=True)
+    for job in jobs:
+        cells = [job.id, status_markup(job.status), progress_words(job), age(job.created_at)]
+        cells += [escape(job.name or ""), escape(job.reason or "")]
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def files_table(files: list[File], width: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("ID", "ROWS", "SIZE", "NAME", "FORMAT")[: 5 if width >= 90 else 4]:
+        table.add_column(
+            name, no_wrap=True, overflow="ellipsis", justify="right" if name in ("ROWS", "SIZE") else "left"
+        )
+    for file in files:
+        rows = "" if file.rows is None else str(file.rows)
+        cells = [file.id, rows, size(file.bytes), escape(file.filename), escape(file.format or "")]
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def job_lines(job: Job) -> list[str]:
+    """`eft show`, as markup."""
+    rows: list[tuple[str, str | None]] = [
+        ("id", job.id),
+        ("name", job.name),
+        ("status", status_markup(job.status)),
+        ("reason", job.reason and escape(job.reason)),
+        ("attempt", str(job.attempt)),
+        ("node", job.node and escape(job.node)),
+        ("created", job.created_at),
+        ("started", job.started_at),
+        ("finished", job.finished_at),
+        ("progress", progress_words(job) or None),
+    ]
+    if job.failure is not None:
+        rows.append(("failure", f"[red]{escape(job.failure.code)}[/] ({escape(job.failure.failure_class)})"))
+        rows.append(("", escape(job.failure.message)))
+        rows.append(("field", job.failure.field and escape(job.failure.field)))
+    for name, value in (job.result or {}).items():
+        match value:
+            case dict():
+                inner = ", ".join(f"{key} {number(item)}" for key, item in value.items())
+                rows.append((name, escape(inner)))
+            case _:
+                rows.append((name, escape(number(value))))
+    return [f"[dim]{label:<18}[/]{value}" for label, value in rows if value]
+
+
+def progress_words(job: Job) -> str:
+    if job.progress is None:
+        return ""
+    return f"{job.progress.step}/{job.progress.total_steps}"
+
+
+def number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+
+
+def age(timestamp: str) -> str:
+    try:
+        then = datetime.fromisoformat(timestamp)
+    except ValueError:
+        return timestamp
+    then = then if then.tzinfo else then.replace(tzinfo=UTC)
+    return duration((datetime.now(UTC) - then).total_seconds())

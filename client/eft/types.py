@@ -1,0 +1,162 @@
+"""What the server answers with. `raw` keeps each answer as it came, with whatever a newer server adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eft.errors import ExitCode
+
+FINAL = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a job failed."""
+
+    failure_class: str
+    """`user`, `memory`, `machine` or `internal`."""
+    code: str
+    message: str
+    field: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int
+    total_steps: int
+    epoch: float | None
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    id: str
+    name: str | None
+    status: str
+    reason: str | None
+    """Why it is in this state, e.g. what a queued job waits for."""
+    attempt: int
+    created_at: str
+    """ISO 8601, as are the other times."""
+    started_at: str | None
+    finished_at: str | None
+    progress: Progress | None
+    result: dict[str, Any] | None
+    failure: Failure | None
+    spec: dict[str, Any]
+    """The resolved spec: every default written out."""
+    node: str | None
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What a pipeline that waited for this job should see."""
+        match self.status:
+            case "failed":
+                return ExitCode.FAILED
+            case "cancelled":
+                return ExitCode.CANCELLED
+            case _:
+                return ExitCode.OK
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Job:
+        failure, progress = raw.get("failure"), raw.get("progress")
+        return cls(
+            id=raw["id"],
+            name=raw.get("name"),
+            status=raw["status"],
+            reason=raw.get("reason"),
+            attempt=raw.get("attempt", 0),
+            created_at=raw["created_at"],
+            started_at=raw.get("started_at"),
+            finished_at=raw.get("finished_at"),
+            progress=_progress(progress) if progress else None,
+            result=raw.get("result"),
+            failure=Failure(
+                failure_class=failure.get("class", "internal"),
+                code=failure.get("code", "unknown"),
+                message=failure.get("message", ""),
+                field=failure.get("field"),
+            )
+            if failure
+            else None,
+            spec=raw.get("spec") or {},
+            node=raw.get("node"),
+            raw=raw,
+        )
+
+
+def _progress(raw: dict[str, Any]) -> Progress | None:
+    if "step" not in raw or "total_steps" not in raw:
+        return None  # the bytes of a download while preparing
+    return Progress(raw["step"], raw["total_steps"], raw.get("epoch"), raw.get("seconds_left"))
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    id: str
+    filename: str
+    bytes: int
+    sha256: str
+    rows: int | None
+    format: str | None
+    created_at: str
+    raw: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> File:
+        return cls(
+            id=raw["id"],
+            filename=raw.get("filename") or "",
+            bytes=raw["bytes"],
+            sha256=raw["sha256"],
+            rows=raw.get("rows"),
+            format=raw.get("format"),
+            created_at=raw["created_at"],
+            raw=raw,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    path: str
+    """Relative, with `/` between its parts."""
+    kind: str
+    bytes: int
+    sha256: str
+    raw: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Artifact:
+        return cls(raw["path"], raw.get("kind") or "file", raw["bytes"], raw["sha256"], raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a job's history. `seq` counts within the job."""
+
+    seq: int
+    type: str
+    time: str | None
+    attempt: int | None
+    data: dict[str, Any]
+    raw: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Event:
+        return cls(raw["seq"], raw["type"], raw.get("time"), raw.get("attempt"), raw.get("data") or {}, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of jobs; `next` is the cursor of the one after it."""
+
+    jobs: list[Job]
+    next: str | None
+    raw: dict[str, Any] = field(repr=False)
