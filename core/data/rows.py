@@ -233,7 +233,8 @@ class RowChecker:
         elif fits[0] != self._format:
             self._fault(
                 "mixed_formats",
-                f"the row is `{fits[0]}`, but the file is `{self._format}` since line {self._settled_at}; one format a file",
+                f"the row is `{fits[0]}`, but the file is `{self._format}` since line {self._settled_at}; "
+                "one format a file",
             )
             return None
         return fits[0]

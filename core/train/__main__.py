@@ -1,0 +1,52 @@
+"""`python -m core.train RUN_DIR`: one batch run, by a worker or by hand (core/spec/run.py is the contract)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from core.spec.run import EVENTS_FILE, EXIT_FAILED, ORDER_FILE, RunOrder
+from core.train.events import EventWriter
+from core.train.lifeline import Stop, arm
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m core.train RUN_DIR", file=sys.stderr)
+        return 2
+    run_dir = Path(sys.argv[1]).absolute()
+    try:
+        order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        print(f"{run_dir / ORDER_FILE} is no run order: {error}", file=sys.stderr)
+        if run_dir.is_dir():
+            message = f"{ORDER_FILE} cannot be read: {error}"
+            EventWriter(run_dir / EVENTS_FILE).write(
+                "error", failure="internal", code="bad_order", message=message, field=None
+            )
+        return EXIT_FAILED
+    stop = arm(order.fence_seconds)
+    _interrupt_stops(stop)
+    # Bitwise resume on a GPU needs deterministic cuBLAS; it reads this when torch starts it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from core.train.recipe import run  # slow: torch and transformers
+
+    return run(run_dir, stop)
+
+
+def _interrupt_stops(stop: Stop) -> None:
+    """Ctrl-C by hand is SIGTERM; the second one interrupts."""
+
+    def interrupted(signum: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    signal.signal(signal.SIGINT, interrupted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

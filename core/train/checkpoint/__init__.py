@@ -1,0 +1,1 @@
+"""Complete states on disk, to the bit."""

@@ -1,0 +1,291 @@
+"""The engine: the primitives every stage is a recipe over.
+
+    forward → backward → (forward → backward …) → step        generate, logprobs        save, load
+
+It holds model (with adapters), optimizer, schedule, random number generators and whatever else is registered as a
+stateful part (the data cursor, the counters of a run). All of it can be captured after any `backward` and restored in
+another process to the bit: gradients of an unfinished accumulation window are part of the state.
+
+It knows nothing of files of rows, events or workers: SFT, preference stages and step sessions call the same verbs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from core.errors import EftError
+from core.train.batch import IGNORE_INDEX, Batch
+from core.train.checkpoint.rng import capture_rng, restore_rng
+from core.train.logits import label_logits
+
+
+class Diverged(EftError):
+    """Loss or gradient is no longer a finite number."""
+
+    code = "diverged"
+    status = 422
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a stage's loss function answers for a batch."""
+
+    total: Tensor
+    """Scalar with gradient: the sum over all items (for SFT: label tokens), not yet normalised."""
+    items: int
+    """How many items the sum is over."""
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[nn.Module, Batch], Loss]
+"""A stage: batch → loss, given the model in the precision and mode the engine set."""
+
+Schedule = Callable[[int], float]
+"""Factor on the peak learning rate at a 0-based optimizer step."""
+
+
+class Stateful(Protocol):
+    """A part of a run that is saved and restored with the engine, as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+
+
+class Engine:
+    """See the module. `autocast` is the compute dtype of matrix products, or None to compute in the weights' own.
+
+    `max_grad_norm` clips the global norm; None does not clip. Parts registered in `parts` are saved and loaded too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        *,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = 1.0,
+        pad_token_id: int = 0,
+        parts: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.device = device
+        self.autocast = autocast
+        self.max_grad_norm = max_grad_norm
+        self.pad_token_id = pad_token_id
+        self.parts: dict[str, Stateful] = dict(parts or {})
+        self.steps = 0
+        """Optimizer steps done."""
+        self.micro_steps = 0
+        """Backward passes since the last optimizer step."""
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    @property
+    def trained_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that get gradients, by their name in the model."""
+        return self._trained
+
+    # --- the primitives ------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, loss_function: LossFunction) -> Loss:
+        """Loss of a batch, in training mode (dropout draws from the torch generator)."""
+        self.model.train()
+        with self._compute():
+            return loss_function(self.model, batch.to(self.device))
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scalar to those already there. Normalise before: gradients of calls are summed."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.micro_steps += 1
+
+    def step(self) -> StepResult:
+        """Clip, update, advance the schedule, drop the gradients. Raises Diverged and leaves the weights alone when
+        the gradient is not finite."""
+        parameters = list(self._trained.values())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            raise Diverged(
+                f"the gradient became {grad_norm} at step {self.steps + 1}; lower optimizer.learning_rate, "
+                "raise schedule.warmup_ratio or set training.precision to fp32",
+                field="optimizer.learning_rate",
+            )
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        factor = self.schedule(self.steps)
+        for group, base in zip(self.optimizer.param_groups, self._base_learning_rates, strict=True):
+            group["lr"] = base * factor
+        self.optimizer.step()
+        self.zero_grad()
+        self.steps += 1
+        return StepResult(grad_norm, self._base_learning_rates[0] * factor)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients: the accumulation window starts anew."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.micro_steps = 0
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The model without gradients and dropout; leaves mode and random numbers as they were."""
+        training = self.model.training
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.model.eval()
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad(), self._compute():
+                yield self.model
+        finally:
+            self.model.train(training)
+
+    def logprobs(self, batch: Batch) -> list[Tensor]:
+        """Log-probability of every label under the model: one float32 vector a row, of its labelled tokens in order."""
+        with self.inference() as model:
+            moved = batch.to(self.device)
+            logits, targets = label_logits(model, moved)
+            values = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        counts = (moved.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        return list(torch.split(values, counts))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out."""
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.full((len(prompts), width), self.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # left-padded: every row continues at the same position
+            ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
+            mask[row, width - len(prompt) :] = 1
+        sampling: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+        )
+        with self.inference() as model:
+            if seed is not None:
+                torch.manual_seed(seed)
+            output = model.generate(  # type: ignore[operator]
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=self.pad_token_id,
+                **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
+                **sampling,
+            )
+        stops = set(stop_token_ids)
+        answers: list[list[int]] = []
+        for row in output[:, width:].tolist():
+            end = next((at for at, token in enumerate(row) if token in stops), len(row))
+            answers.append(row[:end])
+        return answers
+
+    def _compute(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+    # --- state ---------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON."""
+        save_file(_flat(self._weights()), folder / "weights.safetensors")
+        gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        save_file(_flat(gradients), folder / "gradients.safetensors")
+        tensors, numbers = self._optimizer_state()
+        save_file(_flat(tensors), folder / "optimizer.safetensors")
+        rng_tensors, rng_numbers = capture_rng()
+        save_file(_flat(rng_tensors), folder / "rng.safetensors")
+        state = {
+            "steps": self.steps,
+            "micro_steps": self.micro_steps,
+            "optimizer": numbers,
+            "rng": rng_numbers,
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+        }
+        (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. ValueError when it belongs to another model or optimizer."""
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "weights.safetensors")
+        here = self._weights()
+        if weights.keys() != here.keys():
+            odd = sorted(weights.keys() ^ here.keys())
+            raise ValueError(f"the checkpoint is of another model: {odd[0]} and {len(odd) - 1} more differ")
+        with torch.no_grad():
+            for name, tensor in here.items():
+                if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
+                    raise ValueError(f"the checkpoint is of another model: {name} has another shape or dtype")
+                tensor.copy_(weights[name])
+        gradients = load_file(folder / "gradients.safetensors")
+        for name, parameter in self._trained.items():
+            saved = gradients.get(name)
+            parameter.grad = None if saved is None else saved.to(parameter.device)
+        self._load_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state["parts"][name])
+        self.steps = int(state["steps"])
+        self.micro_steps = int(state["micro_steps"])
+        restore_rng(load_file(folder / "rng.safetensors"), state["rng"])  # last: nothing may draw after it
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Trained parameters, and buffers that belong to the model's state and may have changed with them."""
+        own = self.model.state_dict(keep_vars=True)
+        buffers = {name: t for name, t in self.model.named_buffers() if name in own}
+        return {**self._trained, **buffers}
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for name, parameter in self._trained.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                place = f"{name}:{key}"
+                if isinstance(value, Tensor):
+                    tensors[place] = value
+                else:
+                    numbers[place] = value
+        return tensors, numbers
+
+    def _load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self.optimizer.state.clear()
+        for place, value in [*tensors.items(), *numbers.items()]:
+            name, _, key = place.rpartition(":")
+            if name not in self._trained:
+                raise ValueError(f"the checkpoint is of another model: it has an optimizer state for {name}")
+            parameter = self._trained[name]
+            # `step` counters live where the optimizer made them: beside the weights if it is fused, else on the CPU.
+            fused = bool(self.optimizer.param_groups[0].get("fused"))
+            if isinstance(value, Tensor) and (value.dim() > 0 or fused):
+                value = value.to(parameter.device)
+            self.optimizer.state[parameter][key] = value
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}

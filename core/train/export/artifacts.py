@@ -1,0 +1,77 @@
+"""The artifacts folder of a run, and its list."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.spec.job import JobSpec
+from core.spec.run import ARTIFACTS
+from core.train.checkpoint.store import sha256, sync
+from core.train.export.card import base_name, model_card
+from core.train.export.plot import plot_loss
+from core.train.export.weights import save_weights
+
+
+def write_artifacts(
+    run_dir: Path,
+    *,
+    spec: JobSpec,
+    model: nn.Module,
+    tokenizer: Any,
+    source: dict[str, Any],
+    model_dir: str,
+    dtype: torch.dtype,
+    record: dict[str, Any],
+    result: dict[str, Any],
+    metrics: Sequence[dict[str, float]],
+    evaluations: Sequence[dict[str, float]],
+) -> list[dict[str, Any]]:
+    """Write everything the job hands back, synced, and list it: path in the run folder, bytes, sha256, kind."""
+    folder = run_dir / ARTIFACTS
+    if folder.exists():
+        shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
+    folder.mkdir(parents=True)
+    base = base_name(source, model_dir)
+    weights = save_weights(model, tokenizer, spec.method, folder, base=base, dtype=dtype)
+    (weights / "README.md").write_text(model_card(spec, record, result, base=base), encoding="utf-8")
+    lines = [json.dumps(m) for m in (*metrics, *evaluations)]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
+    (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
+    plot_loss(metrics, evaluations, folder / "loss.png")
+    return [_entry(run_dir, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _entry(run_dir: Path, path: Path) -> dict[str, Any]:
+    sync(path)
+    return {
+        "path": path.relative_to(run_dir).as_posix(),
+        "bytes": path.stat().st_size,
+        "sha256": sha256(path),
+        "kind": _kind(path),
+    }
+
+
+def _kind(path: Path) -> str:
+    match path.parent.name, path.name:
+        case _, "loss.png":
+            return "plot"
+        case _, "metrics.jsonl":
+            return "metrics"
+        case _, "run_record.json":
+            return "run_record"
+        case _, "README.md":
+            return "card"
+        case "adapter", name if name.startswith("adapter_"):
+            return "adapter"
+        case "model", name if name.startswith("model") or name in ("config.json", "generation_config.json"):
+            return "model"
+        case _:
+            return "tokenizer"

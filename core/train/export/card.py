@@ -1,0 +1,101 @@
+"""The model card that goes with the weights (huggingface.co/docs/hub/model-cards)."""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+import yaml
+
+from core.spec.job import JobSpec
+from core.spec.training import Full, LoRA
+
+
+def base_name(source: dict[str, Any], model_dir: str) -> str:
+    """What to call the base model: its hub id, else the folder it was read from."""
+    name = source.get("id")
+    return str(name) if isinstance(name, str) and name and not source.get("file") else model_dir
+
+
+def model_card(spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *, base: str) -> str:
+    """README.md with metadata the hub understands, and code that loads what lies beside it."""
+    match spec.method:
+        case LoRA(r=r, lora_alpha=alpha):
+            how, kind = f"LoRA, rank {r}, alpha {alpha:g}", "adapter"
+            library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
+        case Full():
+            how, kind = "full fine-tuning", "model"
+            library, relation, load = "transformers", "finetune", _LOAD_MODEL
+        case _ as never:
+            assert_never(never)
+    meta: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": "text-generation",
+        "base_model_relation": relation,
+        "tags": ["eft", "sft", *(["lora"] if library == "peft" else [])],
+    }
+    if not base.startswith(("/", ".")):
+        meta["base_model"] = base
+    data, training = record["data"], spec.training
+    lines = [
+        "---",
+        yaml.safe_dump(meta, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {spec.name or 'Fine-tuned ' + kind}",
+        "",
+        f"Supervised fine-tuning ({how}) of `{base}`, made by eft {record['environment']['versions']['eft']}.",
+        "",
+        "## How to load",
+        "",
+        load,
+        "",
+        "## How it was trained",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| rows | {data['train']['rows']} (`{data['train']['format']}`), SHA-256 `{data['train']['sha256'][:16]}…` |",
+        f"| steps | {result['steps']} of {training.per_device_train_batch_size} rows "
+        f"× {training.gradient_accumulation_steps}, {result['total_tokens']} tokens |",
+        f"| optimizer | {spec.optimizer.type}, peak learning rate {spec.optimizer.learning_rate:g}, "
+        f"{spec.schedule.type} schedule |",
+        f"| precision | {record['environment']['precision']} on {record['environment']['device']} |",
+        f"| seed | {training.seed} |",
+        f"| training loss | {result['train_loss']:.4f} (mean over steps) |",
+        f"| time | {result['train_seconds']:.0f} s, {result['tokens_per_second']:.0f} tokens/s |",
+        "",
+    ]
+    before, after = result.get("eval_before"), result.get("eval_after")
+    if after:
+        lines += ["## Held-out evaluation", "", "| | before | after |", "|---|---|---|"]
+        lines += [f"| {name} | {_figure(before, name)} | {_figure(after, name)} |" for name in after]
+        lines += ["", f"Over {data['eval']['rows']} rows that were not trained on.", ""]
+    lines += [
+        "## Limits",
+        "",
+        "It inherits the licence, the abilities and the biases of its base model, and knows of its data only what the "
+        "figures above say. `run_record.json` of the job holds versions, seeds and hashes.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _figure(values: dict[str, float] | None, name: str) -> str:
+    return f"{values[name]:.4g}" if values and name in values else "–"
+
+
+_LOAD_ADAPTER = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```"""
+
+_LOAD_MODEL = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```"""

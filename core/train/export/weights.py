@@ -1,0 +1,32 @@
+"""What others load: an adapter that plain PEFT reads, or a model that plain transformers reads; tokenizer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+from core.spec.training import Full, LoRA, Method
+
+
+def save_weights(
+    model: nn.Module, tokenizer: Any, method: Method, artifacts: Path, *, base: str, dtype: torch.dtype
+) -> Path:
+    """Write `artifacts/adapter` or `artifacts/model` and answer its path. `base` is what an adapter names as its base
+    model; `dtype` is what a full model is written in (training keeps float32)."""
+    target: Any = model
+    match method:
+        case LoRA():
+            folder = artifacts / "adapter"
+            for config in target.peft_config.values():
+                config.base_model_name_or_path = base
+            target.save_pretrained(folder, safe_serialization=True)
+        case Full():
+            folder = artifacts / "model"
+            target.to(dtype).save_pretrained(folder, safe_serialization=True)
+        case _ as never:
+            assert_never(never)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,46 @@
+"""A model and its tokenizer from a local folder: safetensors only, no code of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from core.errors import ModelError
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """ModelError when transformers cannot read it."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"the model's tokenizer cannot be read: {error}", field="model") from error
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """A causal language model on the CPU, in `dtype`. ModelError when transformers cannot read it."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"the model cannot be read: {error}", field="model") from error
+    return model
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Positions the model was built for, if its configuration says so."""
+    value = getattr(model.config, "max_position_embeddings", None)
+    return int(value) if isinstance(value, int) and value > 0 else None
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the model's own files are in; a fully trained model is handed back in the same."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

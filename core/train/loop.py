@@ -1,0 +1,220 @@
+"""The loop of a batch run: windows of micro-steps, figures, evaluations, checkpoints, and leaving when asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.spec.run import CHECKPOINTS
+from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
+from core.train.checkpoint import store
+from core.train.data.dataset import BatchOrder, TokenDataset
+from core.train.engine import Diverged, Engine, LossFunction
+from core.train.events import EventWriter
+from core.train.lifeline import Stop
+
+PROGRESS_SECONDS = 0.3
+RECENT_STEPS = 20
+"""Steps that the estimate of the time left is made from."""
+
+
+class StopRequested(Exception):
+    """SIGTERM was seen at a place where the run can be left."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counters of a run over all its attempts; a stateful part of the engine."""
+
+    window_loss: float = 0.0
+    """Sum over the label tokens of the unfinished window."""
+    window_tokens: int = 0
+    window_slots: int = 0
+    window_seconds: float = 0.0
+    loss_sum: float = 0.0
+    """Over finished steps, of each step's mean."""
+    tokens: int = 0
+    """Trained on, padding not counted."""
+    seconds: float = 0.0
+    """Spent in training steps: neither in evaluations nor in checkpoints."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def evaluated(self, step: int) -> dict[str, float] | None:
+        return next((values for values in self.evaluations if values["step"] == step), None)
+
+
+@dataclass
+class Loop:
+    engine: Engine
+    loss_function: LossFunction
+    dataset: TokenDataset
+    order: BatchOrder
+    total_steps: int
+    evaluation: HeldOut | NoEvaluation
+    evaluate: Callable[[], dict[str, float]]
+    """Held-out figures now; may raise StopRequested."""
+    checkpoint: Checkpoint
+    ledger: Ledger
+    events: EventWriter
+    stop: Stop
+    run_dir: Path
+    _told: float = field(default=0.0, init=False)
+    _recent: list[float] = field(default_factory=list, init=False)
+    _eval_seconds: float = field(default=0.0, init=False)
+
+    def run(self) -> None:
+        """Train to the last step. StopRequested after a checkpoint, when asked to leave."""
+        engine = self.engine
+        try:
+            if engine.micro_steps == 0:
+                self._maybe_evaluate()  # the untrained model; or the one that the attempt before could not finish
+            self.events.write("phase", phase="training")
+            while engine.steps < self.total_steps:
+                self._step()
+                if engine.steps < self.total_steps and engine.steps % self.checkpoint.save_steps == 0:
+                    self.save()
+                self._maybe_evaluate()
+        except StopRequested:
+            self.save()
+            raise
+
+    def save(self) -> None:
+        """Write a checkpoint of this very moment, then drop those that are too old."""
+        engine, root = self.engine, self.run_dir / CHECKPOINTS
+        path = store.write(root, store.name_of(engine.steps, engine.micro_steps), engine.save)
+        store.prune(root, self.checkpoint.keep_last)
+        self.events.write(
+            "checkpoint", step=engine.steps, micro_step=engine.micro_steps, path=f"{CHECKPOINTS}/{path.name}"
+        )
+
+    # --- one optimizer step --------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """All micro-steps of a window that are still to be done, and the update.
+
+        Every micro-batch's summed loss is divided by the label tokens of the whole window, so that the update does not
+        depend on how the window is cut.
+        """
+        engine, ledger = self.engine, self.ledger
+        window = self.order.window(engine.steps)
+        items = sum(self.dataset.labels_of(row) for rows in window for row in rows)
+        loss_sum: Tensor | None = None
+        for rows in window[engine.micro_steps :]:
+            if self.stop.requested:
+                self._keep(loss_sum)
+                raise StopRequested
+            started = time.perf_counter()
+            batch = self.dataset.collate(rows, engine.pad_token_id)
+            loss = engine.forward(batch, self.loss_function)
+            engine.backward(loss.total / items)
+            detached = loss.total.detach()
+            loss_sum = detached if loss_sum is None else loss_sum + detached
+            ledger.window_tokens += batch.tokens
+            ledger.window_slots += batch.slots
+            ledger.window_seconds += time.perf_counter() - started
+        if self.stop.requested:
+            self._keep(loss_sum)
+            raise StopRequested
+        started = time.perf_counter()
+        self._keep(loss_sum)
+        mean = ledger.window_loss / items
+        if not math.isfinite(mean):
+            raise Diverged(
+                f"the loss became {mean} at step {engine.steps + 1}; lower optimizer.learning_rate, "
+                "raise schedule.warmup_ratio or set training.precision to fp32",
+                field="optimizer.learning_rate",
+            )
+        result = engine.step()
+        ledger.window_seconds += time.perf_counter() - started
+        self._close_window(mean, result.learning_rate, result.grad_norm)
+
+    def _keep(self, loss_sum: Tensor | None) -> None:
+        # The one place where a GPU is waited for: once a step, not once a micro-step.
+        self.ledger.window_loss += 0.0 if loss_sum is None else float(loss_sum)
+
+    def _close_window(self, loss: float, learning_rate: float, grad_norm: float) -> None:
+        engine, ledger = self.engine, self.ledger
+        values = {
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "tokens_per_second": ledger.window_tokens / max(ledger.window_seconds, 1e-9),
+            "padding_share": 1.0 - ledger.window_tokens / ledger.window_slots,
+            "memory_bytes": float(memory_bytes(engine.device)),
+            "epoch": engine.steps / self.order.steps_per_epoch,
+        }
+        self._recent = [*self._recent[-RECENT_STEPS + 1 :], ledger.window_seconds]
+        ledger.loss_sum += loss
+        ledger.tokens += ledger.window_tokens
+        ledger.seconds += ledger.window_seconds
+        ledger.window_loss, ledger.window_tokens, ledger.window_slots, ledger.window_seconds = 0.0, 0, 0, 0.0
+        ledger.metrics.append({"step": engine.steps, **values})
+        self.events.write("metrics", step=engine.steps, values=values)
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        now, left = time.monotonic(), self.total_steps - self.engine.steps
+        if left and now - self._told < PROGRESS_SECONDS:
+            return
+        self._told = now
+        seconds_left = left * sum(self._recent) / len(self._recent) + self._evaluations_left() * self._eval_seconds
+        self.events.write(
+            "progress",
+            step=self.engine.steps,
+            total_steps=self.total_steps,
+            epoch=self.engine.steps / self.order.steps_per_epoch,
+            seconds_left=round(seconds_left, 1),
+        )
+
+    # --- evaluation ----------------------------------------------------------------------------------
+
+    def _due(self, step: int) -> bool:
+        if isinstance(self.evaluation, NoEvaluation):
+            return False
+        if step == 0:
+            return self.evaluation.at_start
+        return step == self.total_steps or (
+            self.evaluation.eval_steps is not None and step % self.evaluation.eval_steps == 0
+        )
+
+    def _evaluations_left(self) -> int:
+        if isinstance(self.evaluation, NoEvaluation):
+            return 0
+        every, step = self.evaluation.eval_steps, self.engine.steps
+        between = 0 if every is None else (self.total_steps - 1) // every - step // every
+        return max(0, between) + 1
+
+    def _maybe_evaluate(self) -> None:
+        step = self.engine.steps
+        if not self._due(step) or self.ledger.evaluated(step) is not None:
+            return
+        self.events.write("phase", phase="evaluating")
+        started = time.monotonic()
+        values = self.evaluate()
+        self._eval_seconds = time.monotonic() - started
+        self.ledger.evaluations.append({"step": step, **values})
+        self.events.write("evaluation", step=step, values=values)
+        if 0 < step < self.total_steps:
+            self.events.write("phase", phase="training")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak bytes allocated on a GPU; on a CPU the resident set of this process now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

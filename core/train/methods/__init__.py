@@ -1,0 +1,1 @@
+"""Which parameters train: one file a method."""

@@ -1,0 +1,59 @@
+"""LoRA: low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685), made by PEFT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from core.errors import SpecError
+from core.spec.training import LoRA
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
+"""Names of attention projections over the model families; those that a model has are taken."""
+
+
+def adapt_lora(model: nn.Module, spec: LoRA) -> nn.Module:
+    """Wrap `model` in a PeftModel. Adapter weights are float32 whatever the base is (PEFT's autocast_adapter_dtype),
+    drawn from the torch generator. SpecError when a target module does not exist."""
+    targets = target_modules(model, spec)
+    if spec.lora_alpha is None:
+        raise ValueError("the spec is not resolved: method.lora_alpha is missing")
+    alpha: Any = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.r,
+        lora_alpha=alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        use_rslora=spec.use_rslora,
+        bias="none",
+    )
+    return get_peft_model(model, config)
+
+
+def target_modules(model: nn.Module, spec: LoRA) -> str | list[str]:
+    """What PEFT takes as `target_modules`."""
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    match spec.target_modules:
+        case "all-linear":
+            return "all-linear"
+        case "attention":
+            here = [name for name in ATTENTION if name in linear]
+            if not here:
+                raise SpecError(
+                    "this model has no attention projections with a known name; list the module names instead: "
+                    + ", ".join(sorted(linear)),
+                    field="method.target_modules",
+                )
+            return here
+        case names:
+            known = {name for name, _ in model.named_modules()}
+            for name in names:
+                if not any(full == name or full.endswith("." + name) for full in known):
+                    raise SpecError(
+                        f"the model has no module `{name}`; its linear layers are {', '.join(sorted(linear))}",
+                        field="method.target_modules",
+                    )
+            return names

@@ -1,0 +1,327 @@
+"""A batch run from order to artifacts: load → quantise → adapt → data → loop → evaluate → save."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, assert_never
+
+from torch import nn
+
+from core.data.rows import RowFormat
+from core.errors import SpecError
+from core.spec.job import JobSpec
+from core.spec.run import (
+    CHECKPOINTS,
+    EVENTS_FILE,
+    EXIT_CHECKPOINTED,
+    EXIT_FAILED,
+    EXIT_OK,
+    ORDER_FILE,
+    RunOrder,
+)
+from core.spec.runtime import HeldOut, NoEvaluation
+from core.spec.training import Full, LoRA, NoQuantization
+from core.train.checkpoint import store
+from core.train.checkpoint.rng import seed_all
+from core.train.data.dataset import BatchOrder, DataReport, TokenDataset, eval_batches, tokenise
+from core.train.data.reader import read_rows
+from core.train.data.render import Renderer
+from core.train.engine import Engine
+from core.train.events import EventWriter
+from core.train.export.artifacts import write_artifacts
+from core.train.failures import describe
+from core.train.lifeline import Stop
+from core.train.load import context_length, load_model, load_tokenizer, saved_dtype
+from core.train.loop import Ledger, Loop, StopRequested
+from core.train.optim.optimizers import build_optimizer
+from core.train.optim.schedules import build_schedule
+from core.train.placement import Placement, place
+from core.train.record import Environment, data_record
+from core.train.stages.sft import evaluate, sft_loss
+
+
+def run(run_dir: Path, stop: Stop | None = None) -> int:
+    """Do what `run_dir/run.json` orders; the answer is the exit code (core/spec/run.py). A failure is told in an error
+    event, with the traceback in the log. Set `stop.requested` (SIGTERM does) to checkpoint and leave."""
+    events = EventWriter(run_dir / EVENTS_FILE)
+    try:
+        order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+        _train(order, run_dir, events, stop or Stop())
+    except StopRequested:
+        return EXIT_CHECKPOINTED
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        events.write("error", **describe(error))
+        return EXIT_FAILED
+    finally:
+        events.close()
+    return EXIT_OK
+
+
+def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> None:
+    spec = order.spec
+
+    def leave_if_asked() -> None:
+        if stop.requested:
+            raise StopRequested
+
+    # --- load, quantise, adapt -----------------------------------------------------------------------
+    events.write("phase", phase="loading")
+    placement = place(spec.resources, spec.training.precision, spec.method)
+    if placement.notice:
+        events.write("notice", code="precision_fallback", message=placement.notice)
+    tokenizer = load_tokenizer(Path(order.model_dir))
+    data = _read_data(order, tokenizer, events, leave_if_asked)
+    model = load_model(Path(order.model_dir), placement.weights)
+    leave_if_asked()
+    _check_fit(model, tokenizer, data.longest, events)
+    seed_all(spec.training.seed)
+    model = _adapt(model, spec)
+    model.to(placement.device)
+    if spec.memory.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+    # --- engine --------------------------------------------------------------------------------------
+    training = spec.training
+    rows = BatchOrder(
+        len(data.train),
+        batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        seed=training.seed,
+    )
+    total_steps = rows.total_steps(training.num_train_epochs, training.max_steps)
+    ledger, environment = Ledger(), Environment(placement)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    engine = Engine(
+        model,
+        build_optimizer(spec.optimizer, {n: p for n, p in model.named_parameters() if p.requires_grad}),
+        build_schedule(spec.schedule, total_steps),
+        device=placement.device,
+        autocast=placement.autocast,
+        max_grad_norm=training.max_grad_norm,
+        pad_token_id=pad,
+        parts={"ledger": ledger, "environment": environment, "cursor": rows},
+    )
+    record = _record(order, placement, environment, data, engine, total_steps)
+    events.write("run_record", record=record)
+    _resume(engine, environment, order, run_dir, events)
+
+    # --- loop ----------------------------------------------------------------------------------------
+    held_out = spec.evaluation or NoEvaluation()
+
+    def evaluate_now() -> dict[str, float]:
+        if data.eval is None or isinstance(held_out, NoEvaluation):
+            raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
+        batches = eval_batches(data.eval, held_out.per_device_eval_batch_size, pad)
+        return evaluate(engine, batches, exact_match=data.completions, between=leave_if_asked)
+
+    loop = Loop(
+        engine=engine,
+        loss_function=sft_loss,
+        dataset=data.train,
+        order=rows,
+        total_steps=total_steps,
+        evaluation=held_out,
+        evaluate=evaluate_now,
+        checkpoint=spec.checkpoint,
+        ledger=ledger,
+        events=events,
+        stop=stop,
+        run_dir=run_dir,
+    )
+    loop.run()
+
+    # --- save ----------------------------------------------------------------------------------------
+    events.write("phase", phase="saving")
+    result = _result(ledger, engine, held_out)
+    artifacts = write_artifacts(
+        run_dir,
+        spec=spec,
+        model=engine.model,
+        tokenizer=tokenizer,
+        source=order.model_source,
+        model_dir=order.model_dir,
+        dtype=saved_dtype(Path(order.model_dir)),
+        record=record,
+        result=result,
+        metrics=ledger.metrics,
+        evaluations=ledger.evaluations,
+    )
+    events.write("result", result=result, artifacts=artifacts)
+
+
+def _adapt(model: nn.Module, spec: JobSpec) -> nn.Module:
+    match spec.quantization:
+        case NoQuantization():
+            pass
+        case _ as never:
+            assert_never(never)
+    match spec.method:
+        case LoRA():
+            from core.train.methods.lora import adapt_lora
+
+            return adapt_lora(model, spec.method)
+        case Full():
+            from core.train.methods.full import adapt_full
+
+            return adapt_full(model)
+        case _ as unknown:
+            assert_never(unknown)
+
+
+# --- data ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    train: TokenDataset
+    train_record: dict[str, Any]
+    eval: TokenDataset | None
+    eval_record: dict[str, Any] | None
+    completions: bool
+    """The loss is on completions, not on all tokens."""
+    longest: int
+
+
+def _read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Any) -> _Data:
+    spec = order.spec
+    rows, row_format = read_rows(Path(order.train_file), spec.data.train.format)
+    completions = _loss_on_completions(spec, row_format)
+    renderer = Renderer(tokenizer, all_tokens=not completions)
+    limit = spec.training.max_length
+    train, report = tokenise(rows, renderer, limit, between)
+    _tell(report, "training", limit, events)
+    held: TokenDataset | None = None
+    held_record: dict[str, Any] | None = None
+    longest = report.longest
+    if order.eval_file is not None and isinstance(spec.evaluation, HeldOut):
+        source = spec.data.eval.format if spec.data.eval is not None else "auto"
+        eval_rows, eval_format = read_rows(Path(order.eval_file), source)
+        if completions and eval_format == "text":
+            raise SpecError(
+                "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
+            )
+        held, held_report = tokenise(eval_rows, renderer, limit, between)
+        _tell(held_report, "held-out", limit, events)
+        held_record = data_record(Path(order.eval_file), eval_format, held_report)
+        longest = max(longest, held_report.longest)
+    train_record = data_record(Path(order.train_file), row_format, report)
+    return _Data(train, train_record, held, held_record, completions, min(longest, limit))
+
+
+def _loss_on_completions(spec: JobSpec, row_format: RowFormat) -> bool:
+    match spec.stage.loss_on:
+        case "completions" if row_format == "text":
+            raise SpecError("rows of raw text have no completion; set stage.loss_on to `all`", field="stage.loss_on")
+        case "completions":
+            return True
+        case "all":
+            return False
+        case None:
+            return row_format != "text"
+        case _ as never:
+            assert_never(never)
+
+
+def _tell(report: DataReport, which: str, limit: int, events: EventWriter) -> None:
+    if report.truncated:
+        message = f"{report.truncated} {which} rows are longer than max_length = {limit} tokens and lost their end"
+        if report.dropped:
+            message += f"; {report.dropped} of them had nothing left to learn and are left out"
+        events.write("notice", code="rows_truncated", message=f"{message} (the longest has {report.longest} tokens)")
+    if report.cut_prompts:
+        message = (
+            f"in {report.cut_prompts} {which} rows tokens merge across the end of the prompt; "
+            "end prompts with a space or a new line"
+        )
+        events.write("notice", code="prompt_boundary", message=message)
+
+
+def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) -> None:
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > embeddings:
+        raise SpecError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {embeddings}: they do not belong together",
+            field="model",
+        )
+    context = context_length(model)
+    if context is not None and longest > context:
+        events.write(
+            "notice",
+            code="beyond_context",
+            message=f"rows of {longest} tokens are longer than the {context} positions the model was built for",
+        )
+
+
+# --- state and record ------------------------------------------------------------------------------------
+
+
+def _resume(engine: Engine, environment: Environment, order: RunOrder, run_dir: Path, events: EventWriter) -> None:
+    """Go on from the furthest checkpoint that is whole, of this attempt or of those before."""
+    roots = [run_dir / CHECKPOINTS, *(Path(folder) / CHECKPOINTS for folder in order.resume_from)]
+    for found in store.newest_first(roots):
+        if wrong := store.fault(found.path):
+            kept = store.quarantine(found.path)
+            events.write(
+                "notice",
+                code="bad_checkpoint",
+                message=f"{found.path.name} is damaged ({wrong}); kept as {kept.name}, the one before it is tried",
+            )
+            continue
+        try:
+            engine.load(found.path)
+        except ValueError as error:
+            raise SpecError(f"{found.path.name} belongs to another run: {error}", code="checkpoint_mismatch") from error
+        events.write("resumed", step=found.step, micro_step=found.micro, path=str(found.path))
+        if drift := environment.drift():
+            message = f"not where it was before ({'; '.join(drift)}): the rest may differ in the last bits"
+            events.write("notice", code="drift", message=message)
+        return
+
+
+def _record(
+    order: RunOrder, placement: Placement, environment: Environment, data: _Data, engine: Engine, total_steps: int
+) -> dict[str, Any]:
+    total = sum(p.numel() for p in engine.model.parameters())
+    trained = sum(p.numel() for p in engine.trained_parameters.values())
+    return {
+        "job_id": order.job_id,
+        "attempt": order.attempt,
+        "model": order.model_source or {"path": order.model_dir},
+        "environment": environment.here,
+        "precision": {
+            "wanted": order.spec.training.precision,
+            "compute": placement.precision,
+            "weights": str(placement.weights).removeprefix("torch."),
+            "trained": "float32",
+            "notice": placement.notice,
+        },
+        "data": {
+            "train": data.train_record,
+            "eval": data.eval_record,
+            "loss_on": "completions" if data.completions else "all",
+        },
+        "parameters": {"total": total, "trained": trained},
+        "total_steps": total_steps,
+        "seed": order.spec.training.seed,
+        "spec": order.spec.model_dump(mode="json"),
+    }
+
+
+def _result(ledger: Ledger, engine: Engine, held_out: HeldOut | NoEvaluation) -> dict[str, Any]:
+    def values(step: int) -> dict[str, float] | None:
+        found = ledger.evaluated(step)
+        return None if found is None else {name: value for name, value in found.items() if name != "step"}
+
+    return {
+        "train_loss": ledger.loss_sum / max(1, engine.steps),
+        "steps": engine.steps,
+        "train_seconds": ledger.seconds,
+        "tokens_per_second": ledger.tokens / max(ledger.seconds, 1e-9),
+        "total_tokens": ledger.tokens,
+        "eval_before": values(0),
+        "eval_after": values(engine.steps) if isinstance(held_out, HeldOut) else None,
+    }

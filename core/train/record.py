@@ -1,0 +1,57 @@
+"""The run record: what one would need to know to do the run again."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import core
+from core.train.checkpoint.store import sha256
+from core.train.data.dataset import DataReport
+from core.train.placement import Placement
+
+PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+DRIFT = ("device", "device_name", "arch", "precision", "weights_dtype", "threads", "versions")
+"""What must be the same for a resumed run to be equal to the bit."""
+
+
+def versions() -> dict[str, str]:
+    found = {"eft": core.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+class Environment:
+    """A stateful part: remembers where the run was before, so that a change is told."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.here: dict[str, Any] = placement.as_dict() | {"versions": versions()}
+        self.before: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.here
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state
+
+    def drift(self) -> list[str]:
+        """What is not as it was, in words; empty for an exact resume."""
+        if self.before is None:
+            return []
+        changes: list[str] = []
+        for key in DRIFT:
+            then, now = self.before.get(key), self.here.get(key)
+            if isinstance(then, dict) and isinstance(now, dict):
+                changes += [f"{k} was {then.get(k)}, is {now[k]}" for k in now if then.get(k) != now[k]]
+            elif then != now:
+                changes.append(f"{key} was {then}, is {now}")
+        return changes
+
+
+def data_record(path: Any, row_format: str, report: DataReport) -> dict[str, Any]:
+    return {"sha256": sha256(path), "format": row_format} | report.as_dict()

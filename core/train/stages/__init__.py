@@ -1,0 +1,1 @@
+"""What is learned from a row: one file a stage."""
