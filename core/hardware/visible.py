@@ -1,0 +1,114 @@
+"""The four variables that hide GPUs: read once at a worker's start, written once for every child.
+
+How they add up on ROCm (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html, and clr's device start-up):
+ROCR_VISIBLE_DEVICES filters first and renumbers what is left from 0; HIP_VISIBLE_DEVICES, or when that is not set
+CUDA_VISIBLE_DEVICES, then counts among those. So the same number in two of them may leave nothing. A child gets
+exactly one of the four, counted from the whole box, and the other three are deleted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from core.errors import EftError
+
+ROCR, HIP, CUDA, OCL = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
+ALL = (ROCR, HIP, CUDA, OCL)
+NO_GPU = "-1"
+"""In CUDA_VISIBLE_DEVICES this hides every GPU from CUDA, and from HIP too where no other variable is set. (An empty
+HIP_VISIBLE_DEVICES would not do: HIP takes it for unset.)"""
+
+
+class HardwareError(EftError):
+    """What the worker was told about its GPUs does not fit the box. It must not start on a guess."""
+
+    code = "gpus_unavailable"
+    status = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as this box numbers it without any mask."""
+
+    index: int
+    """HIP's or nvidia-smi's ordinal."""
+    vendor: Literal["amd", "nvidia"]
+    uuid: str
+    """`GPU-…`, unique in the world; `BDF-…`, unique on this box only, for a card that has no serial number."""
+    bdf: str
+    """PCI address, `0000:03:00.0`."""
+    name: str
+    arch: str
+    """`gfx942`, `sm_90`: see arch.py."""
+    memory_bytes: int
+    """What programs may use in all; 0 when the driver does not say."""
+    integrated: bool = False
+    compute_units: int = 0
+    """0 when the driver does not say."""
+
+    @property
+    def visible_variable(self) -> str:
+        return HIP if self.vendor == "amd" else CUDA
+
+    @property
+    def visible_value(self) -> str:
+        """NVIDIA's cards go by UUID, since CUDA's ordinals are not nvidia-smi's where cards differ."""
+        return str(self.index) if self.vendor == "amd" else self.uuid
+
+
+def visible_env(environ: Mapping[str, str], gpu: Gpu | None) -> dict[str, str]:
+    """A copy of `environ` in which a child sees `gpu` alone, or no GPU at all (None: a CPU slot), by one variable."""
+    result = {name: value for name, value in environ.items() if name not in ALL}
+    if gpu is None:
+        result[CUDA] = NO_GPU
+    else:
+        result[gpu.visible_variable] = gpu.visible_value
+    return result
+
+
+def unmasked(cards: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[list[Gpu], list[str]]:
+    """(what an inherited mask leaves of the box's `cards`, in its order; notes). `cards` are of one vendor.
+
+    Raises HardwareError when a mask names a card that is not there, or one twice.
+    """
+    if not cards:
+        return [], []
+    if cards[0].vendor == "nvidia":
+        return _apply(CUDA, environ.get(CUDA), list(cards)), []
+    notes = []
+    left = _apply(ROCR, environ.get(ROCR), list(cards))
+    given = [name for name in (HIP, CUDA, OCL) if name in environ]
+    if len({environ[name] for name in given}) > 1:
+        notes.append(f"{' and '.join(given)} differ; {given[0]} counts")
+    if given:
+        left = _apply(given[0], environ[given[0]], left, renumbered=ROCR in environ)
+    return left, notes
+
+
+def _apply(variable: str, value: str | None, cards: list[Gpu], *, renumbered: bool = False) -> list[Gpu]:
+    if value is None:
+        return cards
+    result: list[Gpu] = []
+    for word in (word.strip() for word in value.split(",") if word.strip()):
+        if re.fullmatch(r"-\d+", word):
+            break  # hides everything from here on
+        card = _find(word, cards)
+        if card is None:
+            after = f", counted after {ROCR}, which renumbers from 0: set only one of the two" if renumbered else ""
+            there = ", ".join(f"{number} ({card.uuid})" for number, card in enumerate(cards)) or "none"
+            raise HardwareError(f"{variable}={value} names GPU {word}, which is not there{after}; there are: {there}")
+        if card in result:
+            raise HardwareError(f"{variable}={value} names GPU {word} twice")
+        result.append(card)
+    return result
+
+
+def _find(word: str, cards: list[Gpu]) -> Gpu | None:
+    """By ordinal, or by UUID as the drivers spell it (an unambiguous beginning will do for CUDA)."""
+    if word.isdecimal():
+        return cards[int(word)] if int(word) < len(cards) else None
+    found = [card for card in cards if word.lower().startswith("gpu-") and card.uuid.lower().startswith(word.lower())]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,58 @@
+"""Every row of the architecture table, against a second list written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.hardware.arch import ROWS, gfx_name, lookup, supports_bf16
+
+BF16 = {
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152",
+    "gfx1200", "gfx1201", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "cpu",
+}  # fmt: skip
+NO_BF16 = {
+    "gfx900", "gfx902", "gfx906", "gfx90c", "gfx1010", "gfx1011", "gfx1012", "gfx1030", "gfx1031", "gfx1032", "gfx1033",
+    "gfx1034", "gfx1035", "gfx1036", "sm_70", "sm_75",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.arch)
+def test_row(row: object) -> None:
+    from core.hardware.arch import ArchRow
+
+    assert isinstance(row, ArchRow)
+    assert lookup(row.arch) is row
+    assert row.arch in BF16 | NO_BF16
+    assert supports_bf16(row.arch) is (row.arch in BF16)
+    match row.vendor:
+        case "amd":
+            assert row.arch.startswith("gfx")
+            assert row.wave_size == (64 if row.arch.startswith("gfx9") else 32)
+        case "nvidia":
+            assert row.arch.startswith("sm_") and row.wave_size == 32
+        case "cpu":
+            assert row.arch == "cpu" and row.wave_size == 1
+    assert row.examples
+
+
+def test_every_arch_once() -> None:
+    assert len({row.arch for row in ROWS}) == len(ROWS) == len(BF16 | NO_BF16)
+
+
+def test_feature_suffixes_are_ignored() -> None:
+    assert lookup("gfx90a:sramecc+:xnack-") is lookup("gfx90a")
+    assert supports_bf16("gfx942:sramecc+:xnack-")
+
+
+@pytest.mark.parametrize("arch", ["gfx1300", "sm_200", "", "gfx"])
+def test_unknown(arch: str) -> None:
+    assert lookup(arch) is None and not supports_bf16(arch)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(90402, "gfx942"), (90010, "gfx90a"), (90500, "gfx950"), (90012, "gfx90c"), (100306, "gfx1036"),
+     (110000, "gfx1100"), (110501, "gfx1151"), (120001, "gfx1201")],
+)  # fmt: skip
+def test_gfx_name(number: int, name: str) -> None:
+    assert gfx_name(number) == name

@@ -1,0 +1,279 @@
+"""Boxes as file trees (fixtures/hardware), masks as environments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.hardware.discover import Box, Gpu, HardwareError, discover, visible_env
+
+FIXTURES = Path(__file__).parent / "fixtures" / "hardware"
+FOUR = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+def unpack(name: str, root: Path) -> Path:
+    path: Path | None = None
+    for line in (FIXTURES / f"{name}.txt").read_text().splitlines(keepends=True):
+        if line.startswith("==="):
+            path = root / line[4:].strip()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        elif path is not None:
+            with path.open("a") as file:
+                file.write(line)
+    return root
+
+
+def look(root: Path, environ: dict[str, str] | None = None, gpus: list[int] | None = None) -> Box:
+    return discover(root / "sys", {"PATH": str(root / "bin")} | (environ or {}), gpus, root / "dev")
+
+
+def fake_nvidia_smi(root: Path, csv: str, *, status: int = 0) -> None:
+    """A program that answers our query with the documented CSV, and nothing else."""
+    program = root / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    query = "--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id --format=csv,noheader,nounits"
+    program.write_text(
+        f'#!/bin/sh\n[ "$*" = "{query}" ] || {{ echo "bad query: $*"; exit 2; }}\n'
+        f"/bin/cat <<END\n{csv}END\nexit {status}\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def eight(tmp_path: Path) -> Path:
+    return unpack("mi300x-8", tmp_path)
+
+
+def indices(box: Box) -> list[int]:
+    return [gpu.index for gpu in box.gpus]
+
+
+def test_one_mi300x(tmp_path: Path) -> None:
+    box = look(unpack("mi300x", tmp_path))
+    assert box.notes == []
+    assert box.gpus == [
+        Gpu(
+            index=0, vendor="amd", uuid="GPU-5d2a8f0c1b3e4d71", bdf="0000:0c:00.0", name="AMD Instinct MI300X OAM",
+            arch="gfx942", memory_bytes=206141652992, compute_units=304,
+        )
+    ]  # fmt: skip
+    assert box.gpus[0].visible_variable == "HIP_VISIBLE_DEVICES"
+
+
+def test_eight_mi300x(eight: Path) -> None:
+    box = look(eight)
+    assert indices(box) == list(range(8))
+    assert len({gpu.uuid for gpu in box.gpus}) == len({gpu.bdf for gpu in box.gpus}) == 8
+    assert box.notes == []
+
+
+def test_more_than_nine_nodes_are_in_numeric_order(tmp_path: Path) -> None:
+    root = unpack("mi300x-8", tmp_path)
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    shutil.move(nodes / "1", nodes / "10")
+    assert look(root).gpus[-1].bdf == "0000:0c:00.0"
+
+
+def test_no_gpu(tmp_path: Path) -> None:
+    assert look(unpack("none", tmp_path)) == Box([], [])
+
+
+def test_desktop_leaves_the_igpu_out_and_keeps_hips_numbers(tmp_path: Path) -> None:
+    root = unpack("7900xtx-igpu", tmp_path)
+    box = look(root)
+    assert [(gpu.index, gpu.arch, gpu.bdf) for gpu in box.gpus] == [(1, "gfx1100", "0000:03:00.0")]
+    assert len(box.notes) == 1 and "2 compute units" in box.notes[0] and "--gpus 0" in box.notes[0]
+    asked = look(root, gpus=[0])
+    assert [gpu.arch for gpu in asked.gpus] == ["gfx1036"]
+    assert asked.gpus[0].uuid == "BDF-0000:11:00.0"
+
+
+def test_strix_halo_is_served_with_main_memory(tmp_path: Path) -> None:
+    (gpu,) = look(unpack("strix-halo", tmp_path)).gpus
+    assert gpu.arch == "gfx1151" and gpu.integrated and gpu.compute_units == 40
+    assert gpu.memory_bytes == 536870912 + 67108864000
+
+
+def test_laptop_igpu_only_when_asked(tmp_path: Path) -> None:
+    root = unpack("phoenix", tmp_path)
+    box = look(root)
+    assert box.gpus == [] and "12 compute units" in box.notes[0]
+    assert [gpu.arch for gpu in look(root, gpus=[0]).gpus] == ["gfx1103"]
+
+
+def test_unknown_architecture_is_served_and_said(tmp_path: Path) -> None:
+    root = unpack("mi300x", tmp_path)
+    properties = root / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    properties.write_text(properties.read_text().replace("gfx_target_version 90402", "gfx_target_version 130000"))
+    box = look(root)
+    assert box.gpus[0].arch == "gfx1300" and "no bf16" in box.notes[0]
+
+
+def test_no_device_files_no_gpu(tmp_path: Path) -> None:
+    root = unpack("mi300x", tmp_path)
+    (root / "dev/kfd").unlink()
+    box = look(root)
+    assert box.gpus == [] and "--device /dev/kfd" in box.notes[0]
+
+
+def test_a_container_with_one_of_eight_counts_from_zero(eight: Path) -> None:
+    for minor in range(128, 128 + 64, 8):
+        if minor != 152:
+            (eight / f"dev/dri/renderD{minor}").unlink()
+    box = look(eight)
+    assert [(gpu.index, gpu.uuid) for gpu in box.gpus] == [(0, "GPU-5d2a8f0c1b3e4d73")]
+    assert len(box.notes) == 7
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Path]:
+    """A folder that user 65534 may read; root is that user meanwhile, since root may open everything."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        yield root
+
+
+def test_without_permission(as_nobody: Path) -> None:
+    root = unpack("mi300x-8", as_nobody)
+    (root / "sys/class/kfd/kfd/topology/nodes/2/properties").chmod(0)  # what the kernel does to a container's user
+    (root / "dev/kfd").chmod(0o600)
+    as_root = os.geteuid() == 0
+    if as_root:
+        os.seteuid(65534)
+    else:
+        (root / "dev/kfd").chmod(0)
+    try:
+        box = look(root)
+    finally:
+        if as_root:
+            os.seteuid(0)
+    assert box.gpus == [] and len(box.notes) == 8
+    assert any("not readable" in note for note in box.notes)
+    assert any("groups render and video" in note for note in box.notes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "2"}, [2]),
+        ({"HIP_VISIBLE_DEVICES": "5,1"}, [5, 1]),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
+        ({"GPU_DEVICE_ORDINAL": "4"}, [4]),
+        ({"ROCR_VISIBLE_DEVICES": "6"}, [6]),
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "1"}, [5]),
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6", "CUDA_VISIBLE_DEVICES": "2,0"}, [6, 4]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-5d2a8f0c1b3e4d73"}, [3]),
+        ({"HIP_VISIBLE_DEVICES": "GPU-5D2A8F0C1B3E4D75,0"}, [5, 0]),
+        ({"HIP_VISIBLE_DEVICES": ""}, []),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+        ({"HIP_VISIBLE_DEVICES": "1,-1,2"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": " 0 , 7 "}, [0, 7]),
+    ],
+)
+def test_inherited_masks(eight: Path, environ: dict[str, str], expected: list[int]) -> None:
+    box = look(eight, environ)
+    assert indices(box) == expected
+    assert sum("hidden by the environment" in note for note in box.notes) == 8 - len(expected)
+    for gpu in box.gpus:
+        child = visible_env(environ | {"HOME": "/root"}, gpu)
+        assert {name: child[name] for name in FOUR if name in child} == {"HIP_VISIBLE_DEVICES": str(gpu.index)}
+        assert child["HOME"] == "/root"
+        # What the child sees of the box is that one card, wherever it was counted from before.
+        assert look(eight, child).gpus == [gpu]
+
+
+def test_masks_that_differ_are_said(eight: Path) -> None:
+    box = look(eight, {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2"})
+    assert indices(box) == [1] and "HIP_VISIBLE_DEVICES counts" in box.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "8"}, "GPU 8, which is not there"),
+        ({"ROCR_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"}, "set only one of the two"),
+        ({"HIP_VISIBLE_DEVICES": "0,0"}, "twice"),
+        ({"HIP_VISIBLE_DEVICES": "GPU-ffff"}, "not there"),
+        ({"HIP_VISIBLE_DEVICES": "GPU-5d2a"}, "not there"),  # eight cards begin so
+        ({"HIP_VISIBLE_DEVICES": "one"}, "not there"),
+    ],
+)
+def test_masks_that_cannot_be(eight: Path, environ: dict[str, str], words: str) -> None:
+    with pytest.raises(HardwareError, match=words):
+        look(eight, environ)
+
+
+def test_gpus_count_within_the_mask(eight: Path) -> None:
+    assert indices(look(eight, gpus=[0, 1])) == [0, 1]
+    assert indices(look(eight, {"HIP_VISIBLE_DEVICES": "2,6"}, gpus=[1])) == [6]
+    with pytest.raises(HardwareError, match="GPU 2, which is not there"):
+        look(eight, {"HIP_VISIBLE_DEVICES": "2,6"}, gpus=[2])
+    with pytest.raises(HardwareError, match="twice"):
+        look(eight, gpus=[1, 1])
+
+
+def test_a_mask_on_a_box_without_gpus(tmp_path: Path) -> None:
+    root = unpack("none", tmp_path)
+    assert look(root, {"CUDA_VISIBLE_DEVICES": "-1"}).gpus == []
+    assert look(root, {"HIP_VISIBLE_DEVICES": ""}).gpus == []
+    with pytest.raises(HardwareError, match="none was found"):
+        look(root, {"HIP_VISIBLE_DEVICES": "0"})
+    with pytest.raises(HardwareError, match="not there"):
+        look(root, gpus=[0])
+
+
+def test_h200(tmp_path: Path) -> None:
+    fake_nvidia_smi(tmp_path, (FIXTURES / "nvidia-smi-h200.csv").read_text())
+    (gpu,) = look(tmp_path).gpus
+    assert gpu.vendor == "nvidia" and gpu.arch == "sm_90" and gpu.name == "NVIDIA H200"
+    assert gpu.memory_bytes == 143771 << 20 and gpu.bdf == "0000:0a:00.0"
+    assert visible_env({"HIP_VISIBLE_DEVICES": "0", "X": "1"}, gpu) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-6f1b1c6e-6a3e-4a53-9f7c-0d6f4c2f8e11",
+        "X": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"), [("1", [1]), ("GPU-2222", [1]), ("1,0", [1, 0]), ("", []), ("GPU-1", [0])]
+)
+def test_nvidia_masks(tmp_path: Path, mask: str, expected: list[int]) -> None:
+    fake_nvidia_smi(tmp_path, (FIXTURES / "nvidia-smi-2x4090.csv").read_text())
+    box = look(tmp_path, {"CUDA_VISIBLE_DEVICES": mask})
+    assert indices(box) == expected
+    for gpu in box.gpus:
+        assert look(tmp_path, visible_env({"PATH": str(tmp_path / "bin")}, gpu)).gpus == [gpu]
+
+
+def test_a_broken_nvidia_driver_is_said(tmp_path: Path) -> None:
+    fake_nvidia_smi(
+        tmp_path, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", status=9
+    )
+    box = look(tmp_path)
+    assert box.gpus == [] and "couldn't communicate" in box.notes[0]
+
+
+def test_both_vendors(tmp_path: Path) -> None:
+    root = unpack("mi300x", tmp_path)
+    fake_nvidia_smi(root, (FIXTURES / "nvidia-smi-2x4090.csv").read_text())
+    box = look(root, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert [(gpu.vendor, gpu.index) for gpu in box.gpus] == [("amd", 0), ("nvidia", 1)]
+
+
+def test_a_cpu_slot_sees_no_gpu(eight: Path) -> None:
+    child = visible_env({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0", "A": "b"}, None)
+    assert child == {"CUDA_VISIBLE_DEVICES": "-1", "A": "b"}
+    assert look(eight, child).gpus == []
+
+
+def test_this_box_without_torch() -> None:
+    box = discover()
+    assert isinstance(box.notes, list)
