@@ -14,6 +14,7 @@ a row that fits two formats, or another one than the rows before it, is a fault.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -151,6 +152,11 @@ class RowChecker:
             self._faults.append(Fault("empty_file", f"the file has no rows; each line is a JSON object with {_SHAPES}"))
         return FileReport(self._rows, self._format, tuple(self._faults), self._fault_count)
 
+    @property
+    def fault_count(self) -> int:
+        """Faults so far: whoever streams need not go on for ever behind the first ones."""
+        return self._fault_count
+
     # --- lines ---------------------------------------------------------------------------------------
 
     def _append(self, part: bytes) -> None:
@@ -223,7 +229,7 @@ class RowChecker:
             return None
         if len(fits) > 1:
             names = " and ".join(f"`{name}`" for name in fits)
-            self._fault("ambiguous_row", f"the row fits the formats {names}; name one in the job's `data.train.format`")
+            self._fault("ambiguous_row", f"the row fits the formats {names}; name one of them as `format` (with the upload, or in the job)")
             return None
         if not fits:
             self._unknown(value)
@@ -312,8 +318,7 @@ class RowChecker:
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {double[:40]!r} stands twice in one object")
     return value
 
