@@ -7,9 +7,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -19,7 +20,7 @@ from eft import download as downloads
 from eft.config import load_config
 from eft.errors import EftClientError, LocalError, Unreachable, UsageFault
 from eft.sse import messages
-from eft.transport import FIRST_DELAY, LONGEST_DELAY, T, Transport, backoff
+from eft.transport import FIRST_DELAY, LONGEST_DELAY, Param, T, Transport, backoff
 from eft.types import Artifact, Event, File, Job, Page
 from eft.version import VERSION
 
@@ -30,8 +31,21 @@ STREAM_SILENCE = 60.0
 @dataclass(frozen=True, slots=True)
 class LogChunk:
     text: str
+    attempt: int
+    """Whose log it is; 0 before the first."""
     offset: int
     """Where the next chunk begins: pass it to `logs(offset=…)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at a running job."""
+
+    job: Job
+    events: list[Event]
+    """What happened since the look before."""
+    loss: float | None
+    """The latest; None before the first step."""
 
 
 class Client:
@@ -83,14 +97,20 @@ class Client:
     def jobs(
         self,
         *,
-        status: str | None = None,
+        status: Sequence[str] | None = None,
         name: str | None = None,
         created_after: str | None = None,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
         """Newest first; `after` is the `next` of the page before."""
-        params = {"status": status, "name": name, "created_after": created_after, "limit": limit, "after": after}
+        params: dict[str, Param] = {
+            "status": status,
+            "name": name,
+            "created_after": created_after,
+            "limit": limit,
+            "after": after,
+        }
         raw = self._transport.request("GET", "/jobs", params=params).json()
         return Page([Job.parse(item) for item in raw["data"]], raw.get("next"), raw)
 
@@ -115,8 +135,12 @@ class Client:
         """What the trainer printed. `tail`: the last so many lines; `offset`: from that byte on."""
         params = {"attempt": attempt, "tail": tail, "offset": offset}
         answer = self._transport.request("GET", f"{_job(job_id)}/logs", params=params)
-        end = int(answer.headers.get("x-log-offset", (offset or 0) + len(answer.content)))
-        return LogChunk(answer.content.decode(errors="replace"), end)
+        headers = answer.headers
+        return LogChunk(
+            answer.content.decode(errors="replace"),
+            attempt=int(headers.get("x-log-attempt", attempt or 0)),
+            offset=int(headers.get("x-log-offset", (offset or 0) + len(answer.content))),
+        )
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -175,9 +199,50 @@ class Client:
                 on_event(event)
         return self.persist(lambda: self.get(job_id), patience)
 
-    def persist(self, call: Callable[[], T], patience: float) -> T:
+    def follow(
+        self,
+        job_id: str,
+        *,
+        interval: float = 1.0,
+        patience: float = 300.0,
+        on_gap: Callable[[EftClientError], None] | None = None,
+    ) -> Iterator[Snapshot]:
+        """Look every `interval` seconds until the job has ended: its state, what is new, and the latest loss.
+
+        For a progress bar: steps and losses are no events (there may be millions of them). Every event comes once.
+        """
+        seen, step, loss = 0, -1, None
+        while True:
+            # The job first: its last event is then in the page that is asked for behind it.
+            job = self.persist(lambda: self.get(job_id), patience, on_gap)
+            events: list[Event] = []
+            while True:
+                page = self.persist(partial(self._event_page, job_id, seen), patience, on_gap)
+                events += [Event.parse(raw) for raw in page["data"]]
+                seen = events[-1].seq if events else seen
+                if not page["has_more"]:
+                    break
+            if job.progress is not None and job.progress.step != step:
+                step = job.progress.step
+                curve = self.persist(lambda: self.metrics(job_id, names=["loss"], points=2), patience, on_gap).get(
+                    "loss"
+                )
+                loss = curve[-1][1] if curve else loss
+            yield Snapshot(job, events, loss)
+            if job.finished:
+                return
+            time.sleep(interval)
+
+    def _event_page(self, job_id: str, after: int) -> dict[str, Any]:
+        params: dict[str, Param] = {"format": "json", "after": after, "limit": 1000}
+        page: dict[str, Any] = self._transport.request("GET", f"{_job(job_id)}/events", params=params).json()
+        return page
+
+    def persist(
+        self, call: Callable[[], T], patience: float, on_gap: Callable[[EftClientError], None] | None = None
+    ) -> T:
         """Make a call of this client again and again while the server is away, for at most `patience` seconds."""
-        return self._transport.persist(call, patience)
+        return self._transport.persist(call, patience, on_gap)
 
     # --- artifacts ----------------------------------------------------------------------------------
 

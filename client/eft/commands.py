@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from eft.client import Client
+from eft.client import Client, LogChunk
 from eft.errors import UsageFault
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
 from eft.live import Follower
@@ -80,7 +80,11 @@ def ls(
         after: str | None = None
         while len(jobs) < limit:
             page = client.jobs(
-                status=status, name=name, created_after=created_after, limit=min(limit - len(jobs), 100), after=after
+                status=status.split(",") if status else None,
+                name=name,
+                created_after=created_after,
+                limit=min(limit - len(jobs), 100),
+                after=after,
             )
             jobs += page.jobs
             after = page.next
@@ -139,33 +143,38 @@ def logs(
     """What the trainer printed. With --json: one object a chunk."""
     with session(as_json, url) as (client, output):
 
-        def put(text: str, of: int | None) -> None:
+        def put(text: str, of: int) -> None:
             if as_json:
                 output.json({"attempt": of, "text": text})
             elif text:
                 output.text(text)
 
         if not follow:
-            put(client.logs(job_id, attempt=attempt, tail=tail).text, attempt)
+            chunk = client.logs(job_id, attempt=attempt, tail=tail)
+            put(chunk.text, chunk.attempt)
             return
-        seen, offset = attempt, 0
-        first = True
+        seen, offset = 0, 0
         while True:
             job = client.persist(lambda: client.get(job_id), 300.0)
-            if attempt is None and job.attempt != seen:
-                if seen is not None and not first:
-                    output.note(f"--- attempt {job.attempt}")
-                seen, offset = job.attempt, 0
-            chunk = client.logs(
-                job_id, attempt=seen or None, tail=tail if first else None, offset=None if first else offset
-            )
-            first, offset = False, chunk.offset
+            current = attempt or job.attempt
+            if current != seen:
+                # The log of a new attempt is a new file.
+                if seen:
+                    output.note(f"--- attempt {current}")
+                seen, offset = current, 0
+            chunk = _log(client, job_id, seen, tail=tail, offset=offset)
+            tail, offset = None, chunk.offset
             if chunk.text:
                 put(chunk.text, seen)
             elif job.finished or (attempt is not None and job.attempt > attempt):
                 return
             else:
                 time.sleep(POLL_SECONDS)
+
+
+def _log(client: Client, job_id: str, attempt: int, *, tail: int | None, offset: int) -> LogChunk:
+    where = {"tail": tail} if tail is not None else {"offset": offset}
+    return client.persist(lambda: client.logs(job_id, attempt=attempt or None, **where), 300.0)
 
 
 def metrics(
@@ -259,7 +268,9 @@ def _chosen(artifacts: list[Artifact], paths: list[str]) -> list[Artifact]:
 def _follow(client: Client, output: Output, job_id: str, patience: float) -> Job:
     try:
         with Follower(output) as follower:
-            return client.wait(job_id, patience=patience, on_event=follower.feed, on_gap=follower.gap)
+            for snapshot in client.follow(job_id, patience=patience, on_gap=follower.gap):
+                follower.feed(snapshot)
+            return snapshot.job
     except KeyboardInterrupt:
         output.note(f"the job goes on; come back with: eft watch {job_id}")
         raise

@@ -5,28 +5,30 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
 
+from eft.client import Snapshot
 from eft.errors import EftClientError
 from eft.output import Output, duration, number
-from eft.types import Event
+from eft.types import Event, Progress
 
 PLAIN_SHARE = 0.1
 """In a pipe, a line of progress for every tenth of the way."""
 
 
 class Follower:
-    """Feed it a job's events. It draws on stderr: stdout belongs to the answer."""
+    """Feed it the looks of `Client.follow`. It draws on stderr: stdout belongs to the answer."""
 
     def __init__(self, output: Output) -> None:
         self._console = output.notes
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._told = -1.0
-        self._loss: float | None = None
-        self._phase = ""
+        self._step = -1
+        self._away = False
         wide = self._console.width >= 70
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None if wide else 10),
             TaskProgressColumn(),
@@ -47,28 +49,28 @@ class Follower:
 
     def gap(self, error: EftClientError) -> None:
         """The server is away; the client tries again by itself."""
-        self._describe("server away, waiting")
-        if not self._live:
+        self._describe("server away")
+        if not self._away:
             self._say(f"{error.message}; trying again")
+        self._away = True
 
-    def feed(self, event: Event) -> None:
+    def feed(self, snapshot: Snapshot) -> None:
+        self._away = False
+        self._describe(snapshot.job.status)
+        for event in snapshot.events:
+            self._tell(event)
+        progress = snapshot.job.progress
+        if progress is not None:
+            self._steps(progress, snapshot.loss)
+
+    def _tell(self, event: Event) -> None:
         data = event.data
         match event.type:
             case "status":
-                status = str(data.get("to", ""))
                 reason = data.get("reason")
-                self._describe(status)
-                self._say(f"{status}{f': {reason}' if reason else ''}")
+                self._say(f"{data.get('to')}{f': {reason}' if reason else ''}")
             case "phase":
-                self._phase = str(data.get("phase", ""))
-                self._describe(self._phase)
-                self._say(self._phase)
-            case "progress" if data.get("total_steps"):
-                self._steps(int(data["step"]), int(data["total_steps"]), data.get("seconds_left"))
-            case "progress" if data.get("total_bytes"):
-                self._bar.update(self._task, completed=data.get("bytes", 0), total=data["total_bytes"])
-            case "metrics":
-                self._loss = data.get("values", {}).get("loss", self._loss)
+                self._say(str(data.get("phase")))
             case "evaluation":
                 values = ", ".join(f"{key} {number(value)}" for key, value in data.get("values", {}).items())
                 self._say(f"evaluation at step {data.get('step')}: {values}")
@@ -79,16 +81,18 @@ class Follower:
             case "error":
                 self._say(f"error {data.get('code')}: {data.get('message')}")
             case _:
-                pass  # checkpoints and whatever a newer server tells: `--json` shows them
+                pass  # checkpoints, records, and whatever a newer server tells: `eft watch --json` shows them
 
-    def _steps(self, step: int, total: int, left: float | None) -> None:
-        loss = "" if self._loss is None else f"loss {self._loss:.3f}"
-        tail = "  ".join(part for part in (loss, "" if left is None else f"{duration(left)} left") if part)
+    def _steps(self, progress: Progress, loss: float | None) -> None:
+        step, total, left = progress.step, progress.total_steps, progress.seconds_left
+        words = ("" if loss is None else f"loss {loss:.3f}", "" if left is None else f"{duration(left)} left")
+        tail = "  ".join(word for word in words if word)
         self._bar.update(self._task, completed=step, total=total, tail=tail)
-        share = step / total
-        if not self._live and (share - self._told >= PLAIN_SHARE or step == total or share < self._told):
+        share = step / total if total else 0.0
+        if not self._live and (share - self._told >= PLAIN_SHARE or share < self._told or step == total > self._step):
             self._told = share
             self._say(f"step {step}/{total}  {tail}")
+        self._step = step
 
     def _describe(self, text: str) -> None:
         self._bar.update(self._task, description=escape(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ import httpx
 from eft.config import Config
 from eft.errors import ApiError, EftClientError, Fault, Unreachable
 
-Params = Mapping[str, str | int | float | bool | None]
+Param = str | int | float | bool | Sequence[str] | None
+Params = Mapping[str, Param]
 T = TypeVar("T")
 
 BUSY = frozenset({429, 502, 503, 504})
@@ -84,7 +85,7 @@ class Transport:
 
         `timeout` is the longest silence in seconds.
         """
-        given = {key: value for key, value in (params or {}).items() if value is not None}
+        given: Any = {key: value for key, value in (params or {}).items() if value is not None}
         try:
             with self._http.stream(
                 method,
@@ -107,7 +108,12 @@ class Transport:
         except (httpx.DecodingError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self.config.url} did not answer in HTTP that can be read: {error}") from error
 
-    def persist(self, attempt: Callable[[], T], patience: float | None = None) -> T:
+    def persist(
+        self,
+        attempt: Callable[[], T],
+        patience: float | None = None,
+        on_gap: Callable[[EftClientError], None] | None = None,
+    ) -> T:
         """Call `attempt` until it answers, the error is final, or the server was away for `patience` seconds."""
         patience = self.patience if patience is None else patience
         deadline = time.monotonic() + patience
@@ -119,6 +125,8 @@ class Transport:
                 pause = backoff(error, delay)
                 if pause is None or time.monotonic() + pause > deadline:
                     raise
+                if on_gap is not None:
+                    on_gap(error)
             time.sleep(pause)
             delay = min(delay * 2, LONGEST_DELAY)
 
