@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import socket
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+MAX_SOCKET_PATH = 106
+"""Bytes of a Unix socket's path (unix(7): 108, with its end and one to spare)."""
+
 PathList = Annotated[tuple[Path, ...], NoDecode]
+IntList = Annotated[tuple[int, ...] | None, NoDecode]
 
 
 class Settings(BaseSettings):
@@ -26,6 +33,12 @@ class Settings(BaseSettings):
     """Redis URL (`redis://…` or `redis+socket:///…`). Default: the embedded broker's socket."""
     node: str = Field(default_factory=socket.gethostname)
     """Name of this box; one worker a name."""
+    gpus: IntList = None
+    """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
+    sysfs: Path = Path("/sys")
+    """Where the kernel lists the devices. Tests point it at a made-up box; leave it alone otherwise."""
+    dev: Path = Path("/dev")
+    """Where the device files lie. As for `sysfs`."""
 
     host: str = "127.0.0.1"
     """Address the API listens on."""
@@ -69,6 +82,13 @@ class Settings(BaseSettings):
             return tuple(Path(part).expanduser() for part in value.split(":") if part)
         return value
 
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip()) or None
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if not self.renew_seconds < self.fence_seconds < self.lease_seconds:
@@ -84,6 +104,20 @@ class Settings(BaseSettings):
     @property
     def sqlalchemy_url(self) -> str:
         return self.database_url or f"sqlite:///{self.root / 'eft.db'}"
+
+    @property
+    def broker_socket(self) -> Path:
+        """Socket of the embedded broker: below the data root, or where that path is too long in a folder of this user."""
+        path = self.root / "broker" / "valkey.sock"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+            return path
+        name = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 -- box.broker checks whose the folder is
+        return runtime / f"eft-{os.getuid()}-{name}" / "valkey.sock"
+
+    @property
+    def celery_broker_url(self) -> str:
+        return self.broker_url or f"redis+socket://{quote(str(self.broker_socket))}"
 
 
 @cache

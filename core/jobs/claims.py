@@ -96,6 +96,17 @@ def _eligible(slot: Slot) -> list[ColumnElement[bool]]:
     return [*waiting, Job.prepared.is_not(None), Job.accelerator.in_(("any", slot.kind))]
 
 
+def runnable(session: Session) -> str | None:
+    """The oldest job that waits for nothing but a worker's look, or None."""
+    query = (
+        select(Job.id)
+        .where(Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now()))
+        .order_by(Job.created_at, Job.id)
+        .limit(1)
+    )
+    return session.execute(query).scalar_one_or_none()
+
+
 def renew(session: Session, token: Token, lease_seconds: float) -> str | None:
     """Extend the lease. Returns the stop that was asked for ("" for none), or None: the job is lost, kill the child."""
     row = session.execute(

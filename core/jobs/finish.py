@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, insert, null, select
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
@@ -33,6 +33,8 @@ class Failed:
     code: str
     message: str
     field: str | None = None
+    prepare_again: bool = False
+    """Its model has vanished: a retry begins by bringing it again."""
     kind: Literal["failed"] = "failed"
 
 
@@ -107,7 +109,8 @@ def _next(
                     Status.QUEUED,
                     f"tried again after a fault of the box ({outcome.message}); "
                     f"retry {failures} of {policy.max_machine_failures}",
-                    {"machine_failures": failures, "not_before": db_now() + wait},
+                    {"machine_failures": failures, "not_before": db_now() + wait}
+                    | ({"prepared": null()} if outcome.prepare_again else {}),
                     {"failure": failure},
                 )
             return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import insert, update
+from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
@@ -33,3 +33,9 @@ def heartbeat(session: Session, name: str, worker: str) -> bool:
         update(Node).where(Node.name == name, Node.worker == worker).values(heartbeat_at=db_now()).returning(Node.name)
     ).one_or_none()
     return row is not None
+
+
+def alive(session: Session, seconds: float) -> int:
+    """How many nodes were heard of in the last `seconds`."""
+    query = select(func.count()).select_from(Node).where(Node.heartbeat_at > db_now() - seconds)
+    return session.execute(query).scalar_one()

@@ -50,14 +50,18 @@ def read_batch(path: Path, offset: int) -> Batch:
     return Batch(offset + len(complete), lines)
 
 
-def relay(session: Session, token: Token, batch: Batch) -> bool:
-    """Write a batch and move the attempt's offset past it, in the caller's transaction. False: the job is lost."""
+def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None) -> bool:
+    """Write a batch and move the attempt's offset past it, in the caller's transaction. False: the job is lost.
+
+    `of` names an earlier attempt, whose worker went before it had told everything; the right to write is the token's.
+    """
+    attempt = token.attempt if of is None else of
     job = session.execute(select(Job).where(*token.holds())).scalar_one_or_none()
     if job is None:
         return False
     values: dict[str, Any] = {}
     for line in batch.lines:
-        if line["type"] == "progress":
+        if line["type"] == "progress" and of is None:
             values["progress"] = {key: value for key, value in line.items() if key not in ("seq", "time", "type")}
     # Metrics have a table of their own, and a bar's every tick is no news.
     told = [
@@ -65,25 +69,41 @@ def relay(session: Session, token: Token, batch: Batch) -> bool:
         for line in batch.lines
         if line["type"] not in ("metrics", "progress")
     ]
-    if not append_events(session, job, token.holds(), told, values):
+    if not append_events(session, job, token.holds(), told, values, attempt=attempt):
         return False
-    _metrics(session, job, token, [line for line in batch.lines if line["type"] in ("metrics", "evaluation")])
+    _metrics(session, job, attempt, [line for line in batch.lines if line["type"] in ("metrics", "evaluation")])
     record = next((line["record"] for line in batch.lines if line["type"] == "run_record"), None)
     session.execute(
         update(Attempt)
-        .where(Attempt.job_id == token.job_id, Attempt.attempt == token.attempt)
+        .where(Attempt.job_id == job.id, Attempt.attempt == attempt)
         .values(events_offset=batch.end, **({} if record is None else {"run_record": _json_safe(record)}))
     )
     return True
 
 
-def _metrics(session: Session, job: Job, token: Token, lines: Sequence[dict[str, Any]]) -> None:
+def told(session: Session, job_id: str, attempt: int) -> int:
+    """Bytes of the attempt's events.jsonl that are in the database."""
+    query = select(Attempt.events_offset).where(Attempt.job_id == job_id, Attempt.attempt == attempt)
+    return session.execute(query).scalar_one()
+
+
+def untold(session: Session, job_id: str, before: int) -> list[tuple[int, int]]:
+    """(attempt, offset) of the attempts before `before`: where each one's events.jsonl was read up to."""
+    rows = session.execute(
+        select(Attempt.attempt, Attempt.events_offset)
+        .where(Attempt.job_id == job_id, Attempt.attempt < before)
+        .order_by(Attempt.attempt)
+    )
+    return [(attempt, offset) for attempt, offset in rows]
+
+
+def _metrics(session: Session, job: Job, attempt: int, lines: Sequence[dict[str, Any]]) -> None:
     rows = {
         (name, line["step"]): {
-            "job_id": token.job_id,
+            "job_id": job.id,
             "owner_id": job.owner_id,
             "project_id": job.project_id,
-            "attempt": token.attempt,
+            "attempt": attempt,
             "name": name,
             "step": line["step"],
             "value": value,

@@ -79,8 +79,13 @@ def append_events(
     guards: Sequence[ColumnElement[bool]],
     events: Iterable[tuple[str, float, Mapping[str, Any]]],
     values: Mapping[str, Any] | None = None,
+    *,
+    attempt: int | None = None,
 ) -> bool:
-    """Add events (type, time by the node's clock, data); False: a guard failed and nothing is written."""
+    """Add events (type, time by the node's clock, data); False: a guard failed and nothing is written.
+
+    They are told of `attempt`; None stands for the one that runs.
+    """
     batch = list(events)
     row = session.execute(
         update(Job)
@@ -98,7 +103,7 @@ def append_events(
             "owner_id": job.owner_id,
             "project_id": job.project_id,
             "seq": first + number,
-            "attempt": row.attempt,
+            "attempt": row.attempt if attempt is None else attempt,
             "type": kind,
             "time": time,
             "data": dict(data),

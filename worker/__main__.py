@@ -1,0 +1,24 @@
+"""`python -m worker [--gpus 0,1]`: serve this box."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
+    parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (default: every one the box has, else its CPU)")
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    arguments = parser.parse_args()
+    if arguments.gpus is not None:
+        os.environ["EFT_GPUS"] = arguments.gpus  # before the settings are read
+
+    from core.settings import settings
+    from worker.app import app
+
+    app.start(["--quiet", "worker", "--hostname", f"eft@{settings().node}", "--loglevel", arguments.log_level])
+
+
+if __name__ == "__main__":
+    main()

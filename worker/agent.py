@@ -1,0 +1,190 @@
+"""The agent of a box: registers it, claims for its free slots, keeps its leases, and leaves in good order.
+
+Three kinds of threads: the pool's, each running at most one child (serve); the heartbeat, the one place that renews
+leases; and the one that takes leave, since a signal handler may not do that itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from core import __version__
+from core.db.engine import Database
+from core.hardware.discover import Gpu, discover
+from core.ids import new_id
+from core.jobs import claims, nodes
+from core.jobs.claims import Slot
+from core.settings import Settings
+from core.storage.layout import Layout
+from worker import node
+from worker.attempt import DATABASE_AWAY, Attempt, Site
+from worker.housekeeping import Housekeeper
+
+log = logging.getLogger("eft.worker")
+
+CPU_SLOT = Slot("cpu", "cpu")
+PREPARE_SLOT = Slot("prepare-0", "prepare")
+
+
+class Agent:
+    """Raises node.Refused or HardwareError when it may not serve this box."""
+
+    def __init__(self, settings: Settings) -> None:
+        box = discover(
+            sysfs=settings.sysfs, gpus=None if settings.gpus is None else list(settings.gpus), dev=settings.dev
+        )
+        self.settings = settings
+        self.worker = new_id("worker")
+        self.notes = box.notes
+        gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
+        train_slots = [Slot(uuid, "gpu") for uuid in gpus] or [CPU_SLOT]
+        self.slots = [*train_slots, PREPARE_SLOT]
+        layout = Layout(settings.root)
+        layout.create()
+        (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
+        self._lock_file = node.lock(layout.root, settings.node)
+        database = Database(settings.sqlalchemy_url)
+        node.check_schema(database)
+        node.probe(layout, database)
+        threads = max(1, len(os.sched_getaffinity(0)) // len(train_slots))
+        self.site = Site(settings, database, layout, settings.node, gpus, threads)
+        self._claiming = threading.Lock()
+        self._busy: dict[str, Attempt] = {}
+        self._idle = threading.Condition()
+        self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._housekeeper: Housekeeper | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self, publish: Callable[[str], None], backlog: Callable[[], int]) -> None:
+        """Take the box over. `publish` rings the workers' bell, `backlog` counts rings that nobody has heard yet."""
+        database, name = self.site.database, self.settings.node
+        node.clear_orphans(database, self.site.layout, name, self.worker)
+        with database.write() as session:
+            nodes.register(
+                session, name, self.worker, __version__, [self._describe(slot) for slot in self.slots], self.notes
+            )
+        for note in self.notes:
+            log.warning("%s", note)
+        self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
+        for target in (self._keep_leases, self._take_leave, self._housekeeper.run):
+            thread = threading.Thread(target=target, name=f"eft-{target.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))
+
+    def _describe(self, slot: Slot) -> dict[str, object]:
+        gpu = self.site.gpus.get(slot.id)
+        return {"id": slot.id, "kind": slot.kind} | ({} if gpu is None else {"gpu": asdict(gpu)})
+
+    # -- work
+
+    def serve(self) -> None:
+        """Run what this box can run, one job after another, until nothing can be claimed. One call a wake-up."""
+        while (attempt := self._claim()) is not None:
+            try:
+                attempt.run()
+            finally:
+                with self._idle:
+                    del self._busy[attempt.claim.slot.id]
+                    self._idle.notify_all()
+
+    def _claim(self) -> Attempt | None:
+        """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
+        with self._claiming:
+            for slot in self.slots:
+                if slot.id in self._busy or self.site.leaving.is_set():
+                    continue
+                try:
+                    with self.site.database.write() as session:
+                        claim = claims.claim(
+                            session, self.worker, self.settings.node, slot, self.settings.lease_seconds
+                        )
+                except DATABASE_AWAY as error:
+                    log.warning("cannot claim, database: %s", error)
+                    return None
+                if claim is not None:
+                    log.info(
+                        "%s: attempt %d (%s) on slot %s", claim.token.job_id, claim.token.attempt, claim.kind, slot.id
+                    )
+                    attempt = Attempt(self.site, claim)
+                    with self._idle:
+                        self._busy[slot.id] = attempt
+                    return attempt
+        return None
+
+    # -- leases
+
+    def _keep_leases(self) -> None:
+        while not self._stopped.wait(self.settings.renew_seconds):
+            try:
+                self._renew()
+            except DATABASE_AWAY as error:
+                # No renewal, no heartbeat: the children end themselves before their leases do.
+                log.warning("cannot renew leases, database: %s", error)
+            except Exception:
+                log.exception("cannot renew leases")
+
+    def _renew(self) -> None:
+        attempts = list(self._busy.values())
+        lease, began = self.settings.lease_seconds, _clock()
+        with self.site.database.write() as session:
+            held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
+            known = nodes.heartbeat(session, self.settings.node, self.worker)
+        # A heartbeat gives a child fence_seconds more, the renewal gave the lease lease_seconds from `began` on. When
+        # this process slept in between (a frozen machine), the byte would outlive the lease.
+        late = _clock() - began > 0.9 * (lease - self.settings.fence_seconds)
+        for attempt, holds in held.items():
+            if not holds:
+                if attempt in self._busy.values():
+                    log.warning("%s: the lease of attempt %d is lost", attempt.token.job_id, attempt.token.attempt)
+                    attempt.lose()
+            elif not late:
+                attempt.beat()
+        if not known:
+            log.critical("another worker serves node %s now; this one leaves (EFT_NODE)", self.settings.node)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # -- leaving
+
+    def leave(self) -> None:
+        """Claim nothing more and ask the children to checkpoint. Safe to call from a signal handler."""
+        self._leave.put("leave")  # SimpleQueue.put is reentrant; locks of ours are not
+
+    def _take_leave(self) -> None:
+        self._leave.get()
+        self.site.leaving.set()
+        attempts = list(self._busy.values())
+        log.info("leaving; %d at work", len(attempts))
+        for attempt in attempts:
+            attempt.hurry()
+
+    def stop(self) -> None:
+        """Leave, wait until every child is gone and every job is handed back, then give up the node."""
+        self.leave()
+        deadline = time.monotonic() + self.settings.stop_grace_seconds + 30.0
+        with self._idle:
+            while self._busy and time.monotonic() < deadline:
+                self._idle.wait(1.0)
+        self.site.abandon.set()
+        self._stopped.set()
+        if self._housekeeper is not None:
+            self._housekeeper.stop()
+        for thread in self._threads:
+            thread.join(5.0)
+        for attempt in list(self._busy.values()):
+            attempt.lose()
+        self.site.database.dispose()
+        os.close(self._lock_file)
+
+
+def _clock() -> float:
+    """Seconds that go on while the machine sleeps, as the lease in the database does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

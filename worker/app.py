@@ -1,0 +1,132 @@
+"""The Celery application: `celery -A worker.app worker`, or `python -m worker`, which is the same.
+
+Celery is the doorbell (docs/architecture.md, principle 2). A task is acknowledged at once and runs in a thread; what
+must not be lost is in the database. So: no result backend, no late acknowledgement, no redelivery, no revoking.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from celery import Celery, bootsteps, signals
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+import core
+from core.errors import EftError
+from core.settings import settings
+from worker.agent import Agent
+from worker.housekeeping import BrokerAway
+from worker.node import Refused
+
+QUEUE = "eft"
+EXIT_REFUSED = 78
+"""EX_CONFIG of sysexits.h: starting again will not help before somebody has changed something."""
+
+if Path(__file__).resolve().parent.parent != core.HOME:
+    sys.exit(f"`core` comes from {core.HOME}, not from this checkout: start it with `python -m worker` in the checkout")
+
+
+class EftCelery(Celery):  # type: ignore[misc]
+    """A worker without gossip and mingle however it is started: workers have nothing to say to one another."""
+
+    @cached_property
+    def Worker(self) -> Callable[..., Any]:  # noqa: N802 -- Celery's name
+        plain = self.subclass_with_self("celery.apps.worker:Worker")
+        return lambda **options: plain(**options | {"without_gossip": True, "without_mingle": True})
+
+
+app = EftCelery("eft", broker=settings().celery_broker_url, include=["worker.tasks"], set_as_current=True)
+app.conf.update(
+    worker_pool="threads",
+    task_acks_late=False,
+    worker_prefetch_multiplier=1,
+    worker_disable_prefetch=True,
+    task_ignore_result=True,
+    task_publish_retry=False,
+    worker_cancel_long_running_tasks_on_connection_loss=False,
+    broker_connection_retry_on_startup=True,
+    broker_connection_max_retries=None,
+    broker_transport_options={
+        "visibility_timeout": 3600,
+        "unacked_restore_interval": 10,
+        "unacked_restore_throttle": 1,
+        "socket_timeout": 10,
+        "socket_connect_timeout": 5,
+        "socket_keepalive": True,
+        "health_check_interval": 10,
+    },
+    task_default_queue=QUEUE,
+    task_serializer="json",
+    accept_content=["json"],
+    worker_hijack_root_logger=True,
+    worker_log_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+)
+
+_agent: Agent | None = None
+
+
+def agent() -> Agent:
+    """The agent of this process, once Celery has begun to start a worker."""
+    assert _agent is not None, "no worker runs in this process"
+    return _agent
+
+
+def publish(job_id: str) -> None:
+    """Ring the bell. Raises BrokerAway."""
+    try:
+        app.send_task("eft.wake", args=[job_id], retry=False)
+    except (OperationalError, RedisError, OSError) as error:
+        raise BrokerAway(str(error)) from error
+
+
+def backlog() -> int:
+    """Rings that no worker has heard yet. Raises BrokerAway."""
+    try:
+        with app.connection_for_write() as connection:
+            return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
+    except (OperationalError, RedisError, OSError) as error:
+        raise BrokerAway(str(error)) from error
+
+
+@signals.celeryd_init.connect  # type: ignore[untyped-decorator]
+def _prepare(conf: Any, **_: Any) -> None:
+    """Find the box's slots before the pool is made: one thread a slot."""
+    global _agent
+    try:
+        _agent = Agent(settings())
+    except (Refused, EftError) as refusal:
+        print(f"eft worker: {refusal}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_REFUSED) from None
+    conf.worker_concurrency = len(_agent.slots)
+
+
+@signals.worker_shutting_down.connect  # type: ignore[untyped-decorator]
+def _leave(**_: Any) -> None:
+    agent().leave()
+
+
+class AgentStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Starts before the first message is heard; stops after the last, while the pool's threads still hand back."""
+
+    requires = {"celery.worker.components:Pool"}  # noqa: RUF012 -- Celery's interface
+    name = "eft.Agent"
+
+    def start(self, parent: Any) -> None:
+        agent().start(publish, backlog)
+
+    def stop(self, parent: Any) -> None:
+        agent().stop()
+        # All is handed back; a broker that does not answer must not keep the process from ending.
+        threading.Timer(10.0, os._exit, args=(0,)).start()
+
+    terminate = stop
+
+
+app.steps["worker"].add(AgentStep)

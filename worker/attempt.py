@@ -1,0 +1,264 @@
+"""One claim, from its order to its end: spawn, relay, watch, stop, finish. Runs in the thread that won the claim."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.orm import Session
+
+from core.db.engine import Database
+from core.errors import EftError
+from core.hardware.discover import Gpu
+from core.jobs import claims, relay
+from core.jobs.claims import Claim
+from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, finish
+from core.settings import Settings
+from core.spec.run import EVENTS_FILE
+from core.storage.layout import Layout
+from worker import orders, outcome, processes
+from worker.child import Child, write_order
+from worker.environment import child_environment
+
+log = logging.getLogger("eft.worker")
+T = TypeVar("T")
+
+DATABASE_AWAY = (OperationalError, InterfaceError)
+MODULES = {"prepare": "core.train.prepare", "train": "core.train"}
+RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Site:
+    """What all attempts of a worker share."""
+
+    settings: Settings
+    database: Database
+    layout: Layout
+    node: str
+    gpus: Mapping[str, Gpu]
+    """The GPU slots by their ids; other slots have none."""
+    threads: int
+    """CPU threads of one trainer."""
+    leaving: threading.Event = field(default_factory=threading.Event)
+    abandon: threading.Event = field(default_factory=threading.Event)
+    """The worker ends now: whatever could not be written is left to the lease."""
+
+
+class Attempt:
+    """`lost` and `child` may be looked at, and `lose` called, from other threads."""
+
+    def __init__(self, site: Site, claim: Claim) -> None:
+        """`claim` was won just now: its lease still runs for all of its time."""
+        self.site = site
+        self.claim = claim
+        self.token = claim.token
+        self.folder = site.layout.attempt(claim.token.job_id, claim.token.attempt)
+        self.child: Child | None = None
+        self.lost = threading.Event()
+        """Somebody else may have the job: nothing may be written any more, and nothing of it may run."""
+        self._lock = threading.Lock()
+        self._offset = 0
+        self._unsure = False
+        self._last: dict[str, Any] | None = None
+        self._asked: str | None = None
+        self._deadline: float | None = None
+
+    def run(self) -> None:
+        """Never raises for what a job or the box does wrong: that becomes the job's outcome."""
+        out_of_memory_before = processes.oom_kills()
+        try:
+            self._catch_up()
+            self._spawn()
+            self._watch()
+        except _Ended as ended:
+            self._finish(ended.outcome, None)
+            return
+        except Exception as error:  # a defect of ours must not take the worker's thread, nor leave a child behind
+            log.exception("attempt %d of %s", self.token.attempt, self.token.job_id)
+            code = None if self.child is None else self.child.reap()
+            self._finish(
+                Failed("internal", "worker_error", f"the worker failed: {type(error).__name__}; see its log"), code
+            )
+            return
+        assert self.child is not None
+        code = self.child.reap()
+        killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
+        try:
+            self._persist(self._tell_rest)
+        except Exception as error:
+            log.exception("events of attempt %d of %s", self.token.attempt, self.token.job_id)
+            self._finish(Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code)
+            return
+        self._finish(outcome.read(code, self._last, asked=self._asked, out_of_memory=killed), code)
+
+    def lose(self) -> None:
+        """The lease is gone: end the child at once."""
+        self.lost.set()
+        with self._lock:
+            if self.child is not None:
+                self.child.kill()
+
+    def hurry(self) -> None:
+        """The worker is leaving: the child is to checkpoint and go."""
+        self._ask(f"worker on {self.site.node} is leaving")
+
+    def beat(self) -> None:
+        with self._lock:
+            if self.child is not None and not self.lost.is_set():
+                self.child.beat()
+
+    # -- the parts of run, in their order
+
+    def _catch_up(self) -> None:
+        """Tell what an earlier attempt wrote and its worker could not: the curve has no hole where a worker died."""
+        earlier = self._persist(self._reading(lambda s: relay.untold(s, self.token.job_id, self.token.attempt)))
+        for attempt, offset in earlier or ():
+            path = self.site.layout.attempt(self.token.job_id, attempt) / EVENTS_FILE
+            while self._catch_up_batch(path, attempt, offset):
+                offset = relay.read_batch(path, offset).end
+
+    def _catch_up_batch(self, path: Path, attempt: int, offset: int) -> bool:
+        batch = relay.read_batch(path, offset)
+        if not batch.lines:
+            return False
+        return bool(self._persist(self._writing(lambda session: relay.relay(session, self.token, batch, of=attempt))))
+
+    def _spawn(self) -> None:
+        settings, layout, slot = self.site.settings, self.site.layout, self.claim.slot
+        try:
+            if self.claim.kind == "prepare":
+                write_order(self.folder, orders.prepare_order(self.claim, settings, layout))
+            else:
+                write_order(self.folder, orders.run_order(self.claim, settings, layout))
+            environment = child_environment(
+                self.claim.kind, gpu=self.site.gpus.get(slot.id), threads=self.site.threads, root=layout.root
+            )
+            with self._lock:
+                if self.lost.is_set() or self.site.leaving.is_set():
+                    raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+                self.child = Child(self.folder, MODULES[self.claim.kind], environment)
+        except orders.ModelGone as error:
+            raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
+        except EftError as error:
+            raise _Ended(Failed("user", error.code, error.message, error.field)) from error
+        except ValidationError as error:
+            log.error("spec of %s: %s", self.token.job_id, error)
+            raise _Ended(
+                Failed("internal", "stale_spec", "this version cannot read the job's spec; submit it again")
+            ) from error
+        except OSError as error:
+            raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
+        pid, started = self.child.pid, self.child.started
+        self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started)))
+
+    def _watch(self) -> None:
+        """Until the child has ended: tell its events, pass on a wish to stop, and kill it when its grace is over."""
+        child = self.child
+        assert child is not None
+        while not child.exited(self.site.settings.relay_seconds):
+            try:
+                stop = self._tell()
+            except DATABASE_AWAY as error:
+                # Nothing to do but wait: without a renewed lease there is no heartbeat, and the child ends itself.
+                log.warning("database: %s", error)
+                continue
+            if stop is None:
+                log.warning("attempt %d of %s is lost", self.token.attempt, self.token.job_id)
+                self.lose()
+            elif stop:
+                self._ask(f"asked to {stop}")
+            elif self.site.leaving.is_set():
+                self.hurry()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                log.warning("%s did not leave within its grace; killed", self.token.job_id)
+                self._deadline = None
+                child.kill()
+
+    def _ask(self, why: str) -> None:
+        with self._lock:
+            if self.child is not None and self._asked is None:
+                self._asked = why
+                self._deadline = time.monotonic() + self.site.settings.stop_grace_seconds
+                self.child.ask()
+
+    def _tell(self) -> str | None:
+        """Relay what is new; the stop that is asked for ("" for none), or None when the job is lost."""
+        if self._unsure:
+            with self.site.database.read() as session:
+                self._offset = relay.told(session, self.token.job_id, self.token.attempt)
+            self._unsure = False
+        batch = relay.read_batch(self.folder / EVENTS_FILE, self._offset)
+        if not batch.lines:
+            with self.site.database.read() as session:
+                return claims.stop_requested(session, self.token)
+        self._last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self._last)
+        self._unsure = True  # an error of the commit does not say whether it was done
+        with self.site.database.write() as session:
+            claims.running(session, self.token)
+            if not relay.relay(session, self.token, batch):
+                return None
+            stop = claims.stop_requested(session, self.token)
+        self._unsure = False
+        self._offset = batch.end
+        return stop
+
+    def _tell_rest(self) -> bool:
+        while True:
+            before = self._offset
+            if self._tell() is None:
+                return False
+            if self._offset == before:
+                return True
+
+    def _finish(self, result: Outcome, code: int | None) -> None:
+        settings = self.site.settings
+        policy = RetryPolicy(settings.max_machine_failures, settings.retry_backoff_seconds)
+        after = self._persist(
+            self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
+        )
+        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.token.job_id, result, after or "lost")
+
+    # -- writing to a database that may be away for a while
+
+    def _reading(self, read: Callable[[Session], T]) -> Callable[[], T]:
+        def transaction() -> T:
+            with self.site.database.read() as session:
+                return read(session)
+
+        return transaction
+
+    def _writing(self, write: Callable[[Session], T]) -> Callable[[], T]:
+        def transaction() -> T:
+            with self.site.database.write() as session:
+                return write(session)
+
+        return transaction
+
+    def _persist(self, action: Callable[[], T]) -> T | None:
+        """Try until the database is there. None: the job was lost, or the worker had to end, before it was."""
+        told = False
+        while True:
+            try:
+                return action()
+            except DATABASE_AWAY as error:
+                if not told:
+                    log.warning("database: %s; trying again", error)
+                    told = True
+                if self.lost.is_set() or self.site.abandon.wait(RETRY_SECONDS):
+                    return None
+
+
+class _Ended(Exception):
+    """No child was started; this is the outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome

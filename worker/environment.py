@@ -1,0 +1,52 @@
+"""The environment of a child: an allow-list, made in this one function. No secret but its job's own reaches a child."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from core.hardware.discover import Gpu, visible_env
+from core.jobs.claims import Kind
+
+ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
+ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
+"""Tuning of the drivers and of torch's compilers."""
+ALLOWED_MORE = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_HOME"})
+ALLOWED_TO_PREPARE = frozenset(
+    {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
+    | {name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for name in (upper, upper.lower())}
+)
+"""What the download of a model needs, and a trainer does not."""
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|DATABASE_URL", re.IGNORECASE)
+
+
+def child_environment(
+    kind: Kind, *, gpu: Gpu | None, threads: int, root: Path, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables for one child, which sees `gpu` alone (None: no GPU).
+
+    `threads` is how many CPU threads it may use, always set, because the order of floating point sums, and with it a
+    resume to the bit, depends on their number.
+    """
+    source = os.environ if inherited is None else inherited
+    allowed = ALLOWED | ALLOWED_MORE | (ALLOWED_TO_PREPARE if kind == "prepare" else frozenset())
+    environment = {
+        name: value
+        for name, value in source.items()
+        if (name in allowed) or (ALLOWED_DEVICE.match(name) and not SECRET.search(name))
+    }
+    environment |= {
+        "HOME": str(root / "home"),  # caches of compiled kernels outlive an attempt
+        "HF_HOME": str(root / "home" / "huggingface"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if kind == "train":
+        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return visible_env(environment, gpu)

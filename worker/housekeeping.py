@@ -1,0 +1,120 @@
+"""What one worker does for the whole installation while it leads: ring the bell, take back expired leases."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+
+from core.db.engine import Database
+from core.jobs import claims, leader, nodes, outbox
+from core.settings import Settings
+
+log = logging.getLogger("eft.housekeeping")
+
+ROLE = "housekeeping"
+RELAY_SECONDS = 0.25
+
+
+class BrokerAway(Exception):
+    """The bell cannot be rung now; what was to be said stays in the outbox."""
+
+
+class Housekeeper:
+    """`publish` sends one wake-up with a job's id as a hint, `backlog` counts those that no worker has taken yet.
+
+    Both may raise BrokerAway.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        holder: str,
+        publish: Callable[[str], None],
+        backlog: Callable[[], int],
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._holder = holder
+        self._publish = publish
+        self._backlog = backlog
+        self._stopped = threading.Event()
+        self._lead_seconds = max(3 * settings.sweep_seconds, 10.0)
+        self._away: set[str] = set()
+        """What cannot be reached; told once an outage."""
+
+    def run(self) -> None:
+        leads_until = next_lead = next_sweep = 0.0
+        while not self._stopped.wait(RELAY_SECONDS):
+            now = time.monotonic()
+            if now >= next_lead:
+                next_lead = now + self._lead_seconds / 3
+                leads = self._guarded("database", self._lead)
+                leads_until = now + self._lead_seconds if leads else 0.0
+            if now >= leads_until:
+                continue
+            if now >= next_sweep:
+                next_sweep = now + self._settings.sweep_seconds
+                self._guarded("database", self._reap)
+                self._guarded("broker", self._wake)
+            self._guarded("broker", self._relay)
+
+    def stop(self) -> None:
+        """Let the next worker lead at once."""
+        self._stopped.set()
+        self._guarded("database", self._resign)
+
+    def _lead(self) -> bool:
+        return leader.lead(self._database, ROLE, self._holder, self._lead_seconds)
+
+    def _resign(self) -> bool:
+        leader.resign(self._database, ROLE, self._holder)
+        return True
+
+    def _reap(self) -> bool:
+        with self._database.write() as session:
+            count = claims.reap(session)
+        if count:
+            log.warning("took back %d job(s) whose worker was silent for longer than its lease", count)
+        return True
+
+    def _wake(self) -> bool:
+        """A lost message is made good here. One ring a node, and none while earlier ones still wait to be heard."""
+        with self._database.read() as session:
+            job_id = claims.runnable(session)
+            alive = nodes.alive(session, self._settings.lease_seconds)
+        if job_id is not None and self._backlog() == 0:
+            for _ in range(max(1, alive)):
+                self._publish(job_id)
+        return True
+
+    def _relay(self) -> bool:
+        outbox.relay(self._database, self._publish)
+        return True
+
+    def _guarded(self, what: str, action: Callable[[], bool]) -> bool:
+        """False when the action failed. It is done again at its next turn, so nothing is lost."""
+        try:
+            done = action()
+        except (OperationalError, InterfaceError) as error:
+            self._tell("database", error)
+            return False
+        except BrokerAway as error:
+            self._tell("broker", error)
+            return False
+        except Exception:
+            log.exception("housekeeping")
+            return False
+        if what in self._away:
+            self._away.discard(what)
+            log.warning("%s: back", what)
+        return done
+
+    def _tell(self, what: str, error: Exception) -> None:
+        if what not in self._away:
+            self._away.add(what)
+            log.error("%s cannot be reached, trying again: %s", what, error)

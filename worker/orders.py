@@ -1,0 +1,81 @@
+"""From a claim to the order its child gets: every path is made or checked here, on the box that will open it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import assert_never
+
+from core.errors import EftError, SpecError
+from core.jobs.claims import Claim
+from core.settings import Settings
+from core.spec.data import FileSource, PathSource
+from core.spec.job import JobSpec
+from core.spec.run import CHECKPOINTS, PrepareOrder, RunOrder
+from core.storage.layout import Layout
+
+
+class ModelGone(EftError):
+    """The prepared model is no longer on the data root."""
+
+    code = "model_gone"
+
+
+def prepare_order(claim: Claim, settings: Settings, layout: Layout) -> PrepareOrder:
+    return PrepareOrder(
+        job_id=claim.token.job_id,
+        attempt=claim.token.attempt,
+        model=JobSpec.model_validate(claim.spec).model,
+        models_dir=str(layout.models),
+        model_roots=[str(root) for root in settings.model_roots],
+        offline=settings.offline,
+        fence_seconds=settings.fence_seconds,
+    )
+
+
+def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
+    """Raises ModelGone, or another EftError for data that is not there or not allowed."""
+    spec = JobSpec.model_validate(claim.spec)
+    train, held_out = spec.data.train, spec.data.eval
+    prepared = claim.prepared
+    if prepared is None or not (Path(prepared["model_dir"]) / "config.json").is_file():
+        raise ModelGone("the prepared model is no longer on the data root")
+    return RunOrder(
+        job_id=claim.token.job_id,
+        attempt=claim.token.attempt,
+        spec=spec,
+        model_dir=prepared["model_dir"],
+        model_source=prepared.get("source", {}),
+        train_file=str(_file(train, "data.train", settings.data_roots, layout)),
+        eval_file=None if held_out is None else str(_file(held_out, "data.eval", settings.data_roots, layout)),
+        resume_from=[str(folder) for folder in _earlier(claim, layout)],
+        fence_seconds=settings.fence_seconds,
+    )
+
+
+def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], layout: Layout) -> Path:
+    match source:
+        case FileSource():
+            path = layout.file(source.id)
+            if not path.is_file():
+                raise SpecError(
+                    f"file `{source.id}` is gone; upload it again and submit the job anew", field=f"{field}.id"
+                )
+        case PathSource():
+            # Resolved here: a link may have been turned elsewhere since the job was accepted.
+            path = Path(source.path).expanduser().resolve()
+            if not any(path.is_relative_to(root.resolve()) for root in roots):
+                raise SpecError(
+                    f"`{source.path}` is not below a folder of EFT_DATA_ROOTS on this node", field=f"{field}.path"
+                )
+            if not path.is_file():
+                raise SpecError(f"there is no file `{source.path}` on this node", field=f"{field}.path")
+        case _ as never:
+            assert_never(never)
+    return path
+
+
+def _earlier(claim: Claim, layout: Layout) -> list[Path]:
+    """Run folders of earlier attempts that hold checkpoints, newest first."""
+    folders = (layout.attempt(claim.token.job_id, n) for n in range(claim.token.attempt - 1, 0, -1))
+    return [folder for folder in folders if (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())]
