@@ -38,7 +38,9 @@ def _expand_source(value: str) -> dict[str, Any]:
     return {"type": "file", "id": value} if value.startswith("file-") else {"type": "path", "path": value}
 
 
-Source = Annotated[FileSource | PathSource, Field(discriminator="type"), short_form(_expand_source, "file-01kar3v8x5m2h6n9qst4wyz0bc")]
+Source = Annotated[
+    FileSource | PathSource, Field(discriminator="type"), short_form(_expand_source, "file-01kar3v8x5m2h6n9qst4wyz0bc")
+]
 
 
 class Data(SpecModel):

@@ -115,6 +115,8 @@ def _fault(error: dict[str, Any]) -> Fault:
             return Fault("invalid_value", _pattern_words(path, error.get("input"), context), path)
         case "value_error":
             return Fault("invalid_value", str(context.get("error", error["msg"])), path)
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return Fault("invalid_value", f"must be an object, not {_kind(error.get('input'))}", path)
         case "finite_number":
             return Fault("invalid_value", "must be a finite number, not NaN or infinity", path)
         case _:

@@ -62,4 +62,8 @@ def _expand(value: str) -> dict[str, Any]:
     return {"type": "hub", "id": name} | ({"revision": revision} if at else {})
 
 
-Model = Annotated[HubModel | LocalModel | GGUFModel, Field(discriminator="type"), short_form(_expand, "HuggingFaceTB/SmolLM2-135M-Instruct")]
+Model = Annotated[
+    HubModel | LocalModel | GGUFModel,
+    Field(discriminator="type"),
+    short_form(_expand, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+]

@@ -27,9 +27,13 @@ def resolve(spec: JobSpec) -> JobSpec:
     if spec.optimizer.learning_rate is None:
         updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
     if spec.stage.loss_on is None:
-        loss_on = "all" if spec.data.train.format == "text" else None
-        if loss_on is not None:
-            updates["stage"] = spec.stage.model_copy(update={"loss_on": loss_on})
+        match spec.data.train.format:
+            case "text":
+                updates["stage"] = spec.stage.model_copy(update={"loss_on": "all"})
+            case "messages" | "prompt_completion" | "instruction":
+                updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
+            case "auto":
+                pass  # only whoever reads the rows can tell
     if spec.evaluation is None:
         updates["evaluation"] = HeldOut() if spec.data.eval is not None else NoEvaluation()
     return spec.model_copy(update=updates)

@@ -1,0 +1,74 @@
+"""`python -m api`: serve on the address of the settings until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from api.app import create_app
+from api.context import request_id
+from api.events.hub import Hub
+from core.db import migrate
+from core.settings import settings
+
+log = logging.getLogger("eft.api")
+
+GRACE_SECONDS = 10
+"""For requests under way when the server stops."""
+
+
+class _RequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = request_id.get()
+        return True
+
+
+LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "filters": {"request_id": {"()": _RequestId}},
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"}},
+    "handlers": {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]},
+    },
+    "root": {"level": "INFO", "handlers": ["stderr"]},
+}
+
+
+class Server(uvicorn.Server):
+    """Tells the hub of a signal: uvicorn waits for open replies, and an event stream would never end by itself."""
+
+    hub: Hub
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.hub.close_soon()
+
+
+def main() -> None:
+    logging.config.dictConfig(LOGGING)
+    app = create_app(settings())
+    here = app.state.installation
+    if migrate.current(here.database) != migrate.head():
+        log.warning("the database has another schema than this version; run `python -m core.db.migrate`")
+    config = uvicorn.Config(
+        app,
+        host=settings().host,
+        port=settings().port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    server = Server(config)
+    server.hub = here.hub
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The front door: `create_app()` puts routers, errors and the installation together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from api import errors, health
+from api.deps import Installation
+from api.events.hub import Hub
+from api.events.router import router as events_router
+from api.files.router import router as files_router
+from api.files.upload import remove_stale
+from api.jobs.router import router as jobs_router
+from api.jobs.schemas import openapi_schemas
+from api.middleware import RequestContext
+from core import __version__
+from core.db.engine import Database
+from core.settings import Settings
+from core.storage.layout import Layout
+
+DESCRIPTION = """\
+Send a job, it waits its turn, trains, and hands back a model.
+
+Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, message, field, faults, request id.
+"""
+TAGS = [
+    {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
+    {"name": "files", "description": "Training data."},
+    {"name": "service", "description": "For probes and monitors; no key needed."},
+]
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The whole application over one database and one data root."""
+    layout = Layout(settings.root)
+    layout.create()
+    database = Database(settings.sqlalchemy_url)
+    here = Installation(settings, database, layout, Hub(database))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        remove_stale(layout)
+        yield
+        here.hub.close()
+        database.dispose()
+
+    app = FastAPI(
+        title="eft",
+        version=__version__,
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
+        lifespan=lifespan,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    app.state.installation = here
+    app.add_middleware(RequestContext)
+    errors.install(app)
+    for router in (jobs_router, events_router, files_router, health.router):
+        app.include_router(router)
+    plain_openapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """FastAPI's, and the job spec, whose route reads its body by hand."""
+        document = plain_openapi()
+        document["components"]["schemas"].update(openapi_schemas())
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app

@@ -1,0 +1,82 @@
+"""What routes ask for: the running installation, who is asking, and well-formed parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from api.auth import service as auth
+from api.context import request_id
+from api.errors import printable
+from api.events.hub import Hub
+from core.db.engine import Database
+from core.errors import NotFound, Unauthorized
+from core.jobs.submit import Actor
+from core.settings import Settings
+from core.storage.layout import Layout
+
+_JOB_ID = re.compile(r"job-[0-9a-z]{26}")
+_FILE_ID = re.compile(r"file-[0-9a-z]{26}")
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What one API process holds for its whole life."""
+
+    settings: Settings
+    database: Database
+    layout: Layout
+    hub: Hub
+
+
+def installation(request: Request) -> Installation:
+    here: Installation = request.app.state.installation
+    return here
+
+
+Here = Annotated[Installation, Depends(installation)]
+
+_bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
+
+
+def actor(here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Actor:
+    """Who asks. Raises Unauthorized, in the same words for an unknown, a revoked and a mistyped key."""
+    if given is None:
+        raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
+    with here.database.read() as session:
+        owner = auth.authenticate(session, given.credentials)
+    if owner is None:
+        raise Unauthorized("this API key is not known here or has been revoked")
+    return Actor(owner.user_id, owner.project_id, request_id.get())
+
+
+Asking = Annotated[Actor, Depends(actor)]
+
+
+def _job_id(
+    job_id: Annotated[str, Path(description="Id of a job.", examples=["job-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise NotFound(f"there is no job `{printable(job_id)}` in this project", field="job_id")
+    return job_id
+
+
+def _file_id(
+    file_id: Annotated[str, Path(description="Id of a file.", examples=["file-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _FILE_ID.fullmatch(file_id):
+        raise NotFound(f"there is no file `{printable(file_id)}` in this project", field="file_id")
+    return file_id
+
+
+JobId = Annotated[str, Depends(_job_id)]
+FileId = Annotated[str, Depends(_file_id)]
+
+Limit = Annotated[int, Query(ge=1, le=200, description="Rows of a page.")]
+After = Annotated[
+    str | None, Query(max_length=64, pattern=r"^[a-z0-9-]+$", description="Id of the last row of the page before.")
+]

@@ -1,0 +1,145 @@
+"""One error shape for everything: {"error": {"code", "message", "field", "faults"?, "request_id"}}."""
+
+from __future__ import annotations
+
+import difflib
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from api.context import request_id
+from core.errors import EftError
+
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 415: "unsupported_media_type"}
+
+
+class FaultView(BaseModel):
+    """One thing wrong with one place of the input."""
+
+    code: str
+    message: str
+    field: str | None
+
+
+class ErrorView(BaseModel):
+    """`message` says what to do; `field` is the dotted path of the first fault."""
+
+    code: str
+    message: str
+    field: str | None
+    faults: list[FaultView] | None = None
+    request_id: str
+
+
+class ErrorBody(BaseModel):
+    """Every reply that is not a success."""
+
+    error: ErrorView
+
+
+class BadRequest(EftError):
+    """The request itself is wrong: a parameter, a header, its encoding."""
+
+    code = "invalid_request"
+    status = 422
+
+
+class UnsupportedMediaType(EftError):
+    code = "unsupported_media_type"
+    status = 415
+
+
+class RangeNotSatisfiable(EftError):
+    code = "range_not_satisfiable"
+    status = 416
+
+
+class Gone(EftError):
+    """The database knows it, the disk no longer has it."""
+
+    code = "gone"
+    status = 410
+
+
+class RequestTimeout(EftError):
+    code = "timeout"
+    status = 408
+
+
+def render(error: EftError, headers: dict[str, str] | None = None) -> JSONResponse:
+    return _body(error.status, error.as_dict(), headers)
+
+
+def internal() -> JSONResponse:
+    """A defect of ours: the log has the traceback under this request's id, the user has the id."""
+    message = "something went wrong on our side; the log has more under this request id"
+    return _body(500, {"code": "internal", "message": message, "field": None})
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(EftError, _eft_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: the error statuses it may answer, beside 401 and 500."""
+    return {
+        status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
+        for status in sorted({401, 500, *statuses})
+    }
+
+
+def nearest(word: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), options, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return "known here: " + ", ".join(f"`{option}`" for option in options)
+
+
+def printable(text: str) -> str:
+    """A user's text inside a message: short, and with nothing in it that a terminal would obey."""
+    safe = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[:80])
+    return safe + ("…" if len(text) > 80 else "")
+
+
+def _body(status: int, error: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": {**error, "request_id": request_id.get()}}, status, headers=headers)
+
+
+def _eft_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, EftError)
+    return render(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own: no such route, no such method."""
+    assert isinstance(error, HTTPException)
+    path = printable(request.url.path)
+    match error.status_code:
+        case 404:
+            message = f"there is no `{path}` here; /docs lists what there is"
+        case 405:
+            message = f"`{path}` does not answer {printable(request.method)}"
+        case _:
+            message = str(error.detail)
+    code = CODES.get(error.status_code, "invalid_request")
+    return _body(error.status_code, {"code": code, "message": message, "field": None}, dict(error.headers or {}))
+
+
+def _validation_error(_: Request, error: Exception) -> JSONResponse:
+    """FastAPI's own: a query parameter or header of the wrong form."""
+    assert isinstance(error, RequestValidationError)
+    faults = []
+    for item in error.errors()[:50]:
+        field = ".".join(str(part) for part in item["loc"][1:]) or None
+        message = str(item["msg"])
+        faults.append({"code": "invalid_value", "message": message[:1].lower() + message[1:], "field": field})
+    first = faults[0]
+    message = f"{first['field']}: {first['message']}" if first["field"] else str(first["message"])
+    return _body(422, {"code": "invalid_request", "message": message, "field": first["field"], "faults": faults})

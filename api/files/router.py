@@ -1,0 +1,224 @@
+"""`/files`: training data goes up in one stream, checked on its way, and never through memory or /tmp."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from api.deps import After, Asking, FileId, Here, Limit
+from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
+from api.files import schemas, service
+from api.files.form import Form
+from api.files.upload import Upload, checked_filename
+from api.ranges import FileReply
+from core.jobs import queries
+
+router = APIRouter(tags=["files"])
+
+RAW_TYPES = ("application/jsonl", "application/x-ndjson", "application/octet-stream")
+PURPOSES = ["fine-tune"]
+BATCH_BYTES = 1 << 20
+IDLE_SECONDS = 60.0
+"""An upload that brings nothing for so long is given up."""
+
+_ROW = '{"messages": [{"role": "user", "content": "lights on"}, {"role": "assistant", "content": "lights.on"}]}\n'
+_BODY = {
+    "required": True,
+    "description": "JSON Lines. As a form, or raw with `?filename=`.",
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file"],
+                "properties": {
+                    "format": {
+                        "type": "string",
+                        "enum": ["auto", "messages", "prompt_completion", "instruction", "text"],
+                        "description": "What every row shall be; needed only where rows fit two. Before `file`.",
+                    },
+                    "purpose": {"type": "string", "enum": PURPOSES},
+                    "file": {"type": "string", "format": "binary"},
+                },
+            },
+            "example": {"file": _ROW},
+        },
+        **{media_type: {"schema": {"type": "string", "format": "binary"}, "example": _ROW} for media_type in RAW_TYPES},
+    },
+}
+
+
+class Sink:
+    """Where the parser's findings go: the name is checked when it comes, the bytes go to the upload."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self.filename: str | None = None
+
+    def field(self, name: str, value: str) -> None:
+        match name:
+            case "format":
+                self._upload.declare(value)
+            case "purpose":
+                if value not in PURPOSES:
+                    raise BadRequest(
+                        f"unknown purpose `{printable(value)}`; {nearest(value, PURPOSES)}", field="purpose"
+                    )
+
+    def file(self, name: str | None) -> None:
+        self.filename = checked_filename(name)
+
+    def data(self, data: bytes) -> None:
+        self._upload.write(data)
+
+
+@router.post(
+    "/files",
+    status_code=201,
+    summary="Upload training data",
+    response_model=schemas.FileView,
+    response_class=JSONResponse,
+    responses=responses(408, 413, 415, 422, 507),
+    openapi_extra={"requestBody": _BODY},
+)
+async def upload_file(
+    request: Request,
+    asking: Asking,
+    here: Here,
+    filename: Annotated[str | None, Query(description="For raw bodies: how to call it.")] = None,
+    format: Annotated[str | None, Query(description="For raw bodies: what every row shall be.")] = None,
+) -> Response:
+    """Send a JSON Lines file. Every line is checked while it comes in; the reply has its row count and SHA-256.
+
+    A row is a chat (`messages`), `prompt` and `completion`, `instruction`, `input` and `output`, or `text`; a file has
+    one kind of row. A file with faults is refused, line by line, and nothing of it is kept.
+    """
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "multipart/form-data" and media_type not in RAW_TYPES:
+        raise UnsupportedMediaType(
+            f"send multipart/form-data with the field `file`, or raw bytes as {RAW_TYPES[0]} with `?filename=`",
+            field="content-type",
+        )
+    announced = request.headers.get("content-length", "0")
+    raw = media_type in RAW_TYPES
+    raw_name = checked_filename(filename) if raw else None
+    upload = await asyncio.to_thread(
+        Upload, here.layout, here.settings, announced=int(announced) if raw and announced.isdecimal() else 0
+    )
+    kept = False
+    try:
+        if raw:
+            if format is not None:
+                upload.declare(format)
+            async for batch in _batches(request):
+                await asyncio.to_thread(upload.write, batch)
+        else:
+            sink = Sink(upload)
+            form = Form(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
+            async for batch in _batches(request):
+                await asyncio.to_thread(form.feed, batch)
+            form.finish()
+            raw_name = sink.filename
+        stored = await asyncio.to_thread(upload.finish)
+        assert raw_name is not None
+        view = await asyncio.to_thread(service.record, here.database, asking, stored, raw_name)
+        kept = True
+    finally:
+        if not kept:  # refused, broken off, or the client has left
+            upload.abort()
+    return JSONResponse(view, 201, headers={"location": view["links"]["self"]})
+
+
+async def _batches(request: Request) -> AsyncIterator[bytes]:
+    """The body in pieces of about a MiB, so that few of them change threads."""
+    stream = request.stream()
+    batch = bytearray()
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            raise RequestTimeout(f"the upload brought nothing for {IDLE_SECONDS:.0f} seconds") from error
+        if chunk is None:
+            break
+        batch += chunk
+        if len(batch) >= BATCH_BYTES:
+            yield bytes(batch)
+            batch.clear()
+    if batch:
+        yield bytes(batch)
+
+
+@router.get(
+    "/files",
+    summary="List files",
+    response_model=schemas.FilePage,
+    response_class=JSONResponse,
+    responses=responses(400, 422),
+)
+def list_files(asking: Asking, here: Here, limit: Limit = 20, after: After = None) -> Response:
+    """The project's files, newest first, a page at a time."""
+    with here.database.read() as session:
+        page = queries.files_page(session, asking.project_id, after=after, limit=limit)
+    following = page.items[-1].id if page.has_more else None
+    data = [schemas.file_view(file) for file in page.items]
+    return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
+
+
+@router.get(
+    "/files/{file_id}",
+    summary="Show a file",
+    response_model=schemas.FileView,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def show_file(file_id: FileId, asking: Asking, here: Here) -> Response:
+    """Name, size, hash, and what its rows are."""
+    with here.database.read() as session:
+        return JSONResponse(schemas.file_view(queries.find_file(session, asking.project_id, file_id)))
+
+
+@router.head("/files/{file_id}/content", include_in_schema=False)
+@router.get(
+    "/files/{file_id}/content",
+    summary="Download a file",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The bytes as they were sent.",
+            "content": {"application/jsonl": {"schema": {"type": "string", "format": "binary"}, "example": _ROW}},
+        },
+        206: {"description": "The range asked for."},
+        304: {"description": "The client's copy is the same (If-None-Match)."},
+        **responses(404, 410, 416),
+    },
+)
+def get_file(request: Request, file_id: FileId, asking: Asking, here: Here) -> Response:
+    """The file as it was uploaded, with `Range` to go on after an interruption; the ETag is its SHA-256."""
+    with here.database.read() as session:
+        row = queries.find_file(session, asking.project_id, file_id)
+    return FileReply(
+        request,
+        here.layout.file(file_id),
+        size=row.bytes,
+        sha256=row.sha256,
+        filename=row.filename,
+        media_type="application/jsonl",
+    )
+
+
+@router.delete(
+    "/files/{file_id}",
+    summary="Delete a file",
+    response_model=schemas.FileDeleted,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def delete_file(file_id: FileId, asking: Asking, here: Here) -> Response:
+    """Refused while a job that is not over trains or evaluates on it."""
+    service.remove(here.database, here.layout, asking, file_id)
+    return JSONResponse({"id": file_id, "deleted": True})

@@ -1,0 +1,70 @@
+"""What the API says about files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from api.jobs.schemas import iso
+from core.db.tables import File
+
+_ID = "file-01kar3v8x5m2h6n9qst4wyz0bc"
+_FILE: dict[str, Any] = {
+    "id": _ID,
+    "filename": "train.jsonl",
+    "bytes": 10472,
+    "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "rows": 84,
+    "format": "messages",
+    "created_at": "2026-11-21T09:20:55.004000Z",
+    "links": {"self": f"/files/{_ID}", "content": f"/files/{_ID}/content"},
+}
+
+
+class FileView(BaseModel):
+    """An uploaded, checked file."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_FILE]})
+    id: str
+    filename: str
+    """As it was named by whoever sent it."""
+    bytes: int
+    sha256: str
+    rows: int
+    format: str
+    """What its rows are: messages, prompt_completion, instruction, text."""
+    created_at: str
+    links: dict[str, str]
+
+
+class FilePage(BaseModel):
+    """Newest first."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"data": [_FILE], "has_more": False, "next": None}]},
+    )
+    data: list[FileView]
+    has_more: bool
+    next: str | None
+    """Give it as `after` for the next page; null on the last one."""
+
+
+class FileDeleted(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": _ID, "deleted": True}]})
+    id: str
+    deleted: bool
+
+
+def file_view(file: File) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "filename": file.filename,
+        "bytes": file.bytes,
+        "sha256": file.sha256,
+        "rows": file.rows,
+        "format": file.format,
+        "created_at": iso(file.created_at),
+        "links": {"self": f"/files/{file.id}", "content": f"/files/{file.id}/content"},
+    }

@@ -1,0 +1,53 @@
+"""Files of a project: the row after the bytes when it is made, before the bytes when it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import delete, select
+
+from api.files.schemas import file_view
+from api.files.upload import Stored
+from core.db.engine import Database
+from core.db.tables import File
+from core.errors import Conflict
+from core.jobs import queries
+from core.jobs.submit import Actor
+from core.storage.layout import Layout
+
+
+def record(database: Database, actor: Actor, stored: Stored, filename: str) -> dict[str, Any]:
+    """The bytes lie at their place; from here on the project has the file."""
+    with database.write() as session:
+        session.add(
+            File(
+                id=stored.id,
+                owner_id=actor.user_id,
+                project_id=actor.project_id,
+                filename=filename,
+                bytes=stored.bytes,
+                sha256=stored.sha256,
+                rows=stored.rows,
+                format=stored.format,
+            )
+        )
+        session.flush()
+        row = session.execute(
+            select(File).where(File.id == stored.id).execution_options(populate_existing=True)
+        ).scalar_one()
+        return file_view(row)
+
+
+def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> None:
+    """Raises NotFound, or Conflict while a job that is not over needs the file."""
+    with database.write() as session:
+        queries.find_file(session, actor.project_id, file_id, lock=True)
+        users = queries.jobs_using_file(session, actor.project_id, file_id)
+        if users:
+            raise Conflict(
+                f"{', '.join(users)} still needs this file; wait for the end of the job or cancel it",
+                code="file_in_use",
+                field="file_id",
+            )
+        session.execute(delete(File).where(File.id == file_id))
+    layout.file(file_id).unlink(missing_ok=True)

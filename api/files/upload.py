@@ -1,0 +1,165 @@
+"""One upload on its way to the disk: hashed, counted and checked line by line while it comes in."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import time
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from api.errors import BadRequest, nearest, printable
+from core.data.rows import MAX_FAULTS, RowChecker, RowFormat
+from core.errors import DataError, NoSpace, TooLarge
+from core.ids import new_id
+from core.settings import Settings
+from core.storage.layout import Layout, fsync_folder
+
+log = logging.getLogger("eft.api.files")
+
+SPACE_CHECK_BYTES = 64 << 20
+STALE_SECONDS = 24 * 3600.0
+FORMATS = ("auto", *get_args(RowFormat))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checked file at its place on the data root."""
+
+    id: str
+    bytes: int
+    sha256: str
+    rows: int
+    format: RowFormat
+
+
+class Upload:
+    """`write` until the end, then `finish`; `abort` in every other case. Keeps nothing of a refused file."""
+
+    def __init__(self, layout: Layout, settings: Settings, *, announced: int = 0) -> None:
+        """Raises TooLarge or NoSpace for what is announced, before a byte is read."""
+        self._layout, self._settings = layout, settings
+        self._too_large = TooLarge(
+            f"a file has at most {settings.max_upload_bytes} bytes here; split it, or ask the administrator "
+            "(EFT_MAX_UPLOAD_BYTES)",
+            field="file",
+        )
+        if announced > settings.max_upload_bytes:
+            raise self._too_large
+        layout.require_space(settings.min_free_bytes, announced)
+        self.id = new_id("file")
+        self._part = layout.uploads / f"{self.id}.part"
+        self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._hash = hashlib.sha256()
+        self._checker: RowChecker | None = None
+        self._bytes = 0
+        self._space_checked = 0
+
+    def declare(self, row_format: str) -> None:
+        """The format that all rows shall have. Raises BadRequest for one that does not exist, or too late."""
+        if row_format not in FORMATS:
+            raise BadRequest(
+                f"unknown format `{printable(row_format)}`; {nearest(row_format, list(FORMATS))}", field="format"
+            )
+        if self._bytes:
+            raise BadRequest("send `format` before `file`: the rows are checked as they come", field="format")
+        declared: RowFormat | Literal["auto"] = row_format  # type: ignore[assignment]
+        self._checker = RowChecker(declared)
+
+    def write(self, data: bytes) -> None:
+        """Raises TooLarge, NoSpace, or DataError as soon as there are more faults than are told."""
+        self._bytes += len(data)
+        if self._bytes > self._settings.max_upload_bytes:
+            raise self._too_large
+        if self._bytes - self._space_checked > SPACE_CHECK_BYTES:
+            self._space_checked = self._bytes
+            self._layout.require_space(self._settings.min_free_bytes)
+        self._checker = self._checker or RowChecker()
+        self._checker.feed(data)
+        if self._checker.fault_count > MAX_FAULTS:
+            self._refuse(self._checker)
+        self._hash.update(data)
+        with _disk_errors():
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+    def finish(self) -> Stored:
+        """Make it last and give it its name. Raises DataError for a faulty file, NoSpace."""
+        checker = self._checker or RowChecker()
+        report = checker.finish()
+        if not report.ok or report.format is None:
+            self._refuse(checker)
+        assert report.format is not None
+        with _disk_errors():
+            os.fsync(self._descriptor)
+            self._close()
+            self._part.replace(self._layout.file(self.id))
+            fsync_folder(self._layout.files)
+        return Stored(self.id, self._bytes, self._hash.hexdigest(), report.rows, report.format)
+
+    def abort(self) -> None:
+        """Leave nothing behind, not even a file that has its name already."""
+        self._close()
+        self._part.unlink(missing_ok=True)
+        self._layout.file(self.id).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _refuse(self, checker: RowChecker) -> None:
+        report = checker.finish()
+        first = report.faults[0]
+        more = f" (and {report.fault_count - 1} more)" if report.fault_count > 1 else ""
+        where = f"{first.field}: " if first.field else ""
+        raise DataError(f"{where}{first.message}{more}", field=first.field, faults=report.faults)
+
+
+class _disk_errors:  # noqa: N801 -- reads as a word behind `with`
+    """A full disk or quota is an answer for the user, not a defect."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpace(f"the data root is full ({error.strerror}); nothing of the file was kept") from error
+
+
+def checked_filename(name: str | None) -> str:
+    """A name to show again. Raises BadRequest for one that could pass for a path or for another name."""
+    if name is None:
+        raise BadRequest("the file has no name: give `filename`", field="filename")
+    if not name or name in (".", ".."):
+        raise BadRequest("a file's name is not empty, `.` or `..`", field="filename")
+    if len(name.encode(errors="surrogatepass")) > 255:
+        raise BadRequest("a file's name has at most 255 bytes", field="filename")
+    for char in name:
+        if char in "/\\":
+            raise BadRequest("a file's name has no `/` and no `\\`: it is no path", field="filename")
+        kind = unicodedata.category(char)
+        if kind in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            raise BadRequest(
+                f"a file's name has no control, direction or half characters; this one has U+{ord(char):04X}",
+                field="filename",
+            )
+    return name
+
+
+def remove_stale(layout: Layout, older_than: float = STALE_SECONDS) -> list[Path]:
+    """Parts that a killed process left behind. An upload that is still going on has been written to since."""
+    removed = []
+    for part in layout.uploads.glob("file-*.part"):
+        try:
+            if time.time() - part.stat().st_mtime > older_than:
+                part.unlink()
+                removed.append(part)
+        except FileNotFoundError:
+            continue  # its own process was quicker
+    return removed

@@ -1,0 +1,324 @@
+"""`/jobs`: submit, list, look, measure, read, fetch, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from datetime import UTC, datetime
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from api.deps import After, Asking, Here, JobId, Limit
+from api.errors import BadRequest, nearest, printable, responses
+from api.jobs import logs, schemas
+from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
+from api.ranges import FileReply
+from core.errors import Fault, NotFound, TooLarge
+from core.jobs import queries
+from core.jobs.states import Status
+from core.jobs.submit import cancel, find
+from core.spec.run import LOG_FILE
+
+router = APIRouter(tags=["jobs"])
+
+_BODY = {
+    "required": True,
+    "description": "A job: only `model` and `data` must be there. Plain strings are short forms of their axis.",
+    "content": {
+        **{
+            media_type: {
+                "schema": {"$ref": "#/components/schemas/JobSpec"},
+                "examples": {
+                    "short": {"summary": "Short forms and defaults", "value": schemas.SPEC_SHORT},
+                    "full": {"summary": "Every choice spelt out", "value": schemas.SPEC_LONG},
+                },
+            }
+            for media_type in JSON_TYPES
+        },
+        **{
+            media_type: {
+                "schema": {"$ref": "#/components/schemas/JobSpec"},
+                "examples": {"short": {"summary": "A job file", "value": schemas.SPEC_YAML}},
+            }
+            for media_type in YAML_TYPES
+        },
+    },
+}
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    summary="Submit a job",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses={
+        200: {"model": schemas.DryRun, "description": "With `dry_run=true`."},
+        **responses(413, 415, 422, 507),
+    },
+    openapi_extra={"requestBody": _BODY},
+)
+async def create_job(
+    request: Request,
+    asking: Asking,
+    here: Here,
+    dry_run: Annotated[bool, Query(description="Check and resolve the job, store nothing.")] = False,
+    idempotency_key: Annotated[
+        str | None, Header(description="A retry with the same key and body makes no second job.", examples=["3f2c…"])
+    ] = None,
+) -> Response:
+    """Check a job and put it in the queue.
+
+    The body is a job spec in JSON or YAML (docs/spec.md). What is wrong with it comes back as 422 with a fault for
+    every wrong field. The reply shows the spec as it will run, with every default written out.
+    """
+    body = await _read_body(request, here.settings.max_body_bytes)
+    sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)
+    jobs = Jobs(here.database, here.settings, here.layout)
+    answer = await asyncio.to_thread(jobs.create, asking, sent, dry_run=dry_run)
+    headers = {"idempotency-replayed": "true"} if answer.replayed else {}
+    if answer.status == 201:
+        headers["location"] = answer.body["links"]["self"]
+    return JSONResponse(answer.body, answer.status, headers=headers)
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    """The body, never more than `most` bytes of it in memory. Raises TooLarge, before reading when it is announced."""
+    error = TooLarge(f"a request has at most {most} bytes here; data goes to `POST /files`")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > most:
+        raise error
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise error
+    return bytes(body)
+
+
+def _statuses(words: list[str]) -> list[Status]:
+    known = [status.value for status in Status]
+    for word in words:
+        if word not in known:
+            message = f"unknown status `{printable(word)}`; {nearest(word, known)}"
+            raise BadRequest(
+                message, field="status", code="unknown_value", faults=(Fault("unknown_value", message, "status"),)
+            )
+    return [Status(word) for word in words]
+
+
+@router.get(
+    "/jobs",
+    summary="List jobs",
+    response_model=schemas.JobPage,
+    response_class=JSONResponse,
+    responses=responses(400, 422),
+)
+def list_jobs(
+    asking: Asking,
+    here: Here,
+    status: Annotated[list[str] | None, Query(description="Only these; may be given several times.")] = None,
+    name: Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00]*$", description="Only of this name.")] = None,
+    created_after: Annotated[datetime | None, Query(description="Only younger ones; ISO 8601.")] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> Response:
+    """The project's jobs, newest first, a page at a time: ask again with `after` = `next` while `has_more`."""
+    since = None
+    if created_after is not None:
+        since = (created_after if created_after.tzinfo else created_after.replace(tzinfo=UTC)).timestamp()
+    with here.database.read() as session:
+        page = queries.jobs_page(
+            session,
+            asking.project_id,
+            statuses=_statuses(status or []),
+            name=name,
+            created_after=since,
+            after=after,
+            limit=limit,
+        )
+    data = [schemas.job_view(job) for job in page.items]
+    following = page.items[-1].id if page.has_more else None
+    return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
+
+
+@router.get(
+    "/jobs/{job_id}",
+    summary="Show a job",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def show_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """Status with its reason, progress, and in the end result or failure."""
+    with here.database.read() as session:
+        return JSONResponse(schemas.job_view(find(session, asking, job_id)))
+
+
+@router.post(
+    "/jobs/{job_id}/cancel",
+    summary="Cancel a job",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def cancel_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.job_view(cancel(session, asking, job_id)))
+
+
+@router.get(
+    "/jobs/{job_id}/metrics",
+    summary="Metrics of a job",
+    response_model=dict[str, list[tuple[int, float]]],
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Per name the pairs of step and value.",
+            "content": {
+                "application/json": {"example": {"loss": [[1, 2.91], [2, 2.44]], "learning_rate": [[1, 0.0001]]}},
+                "text/csv": {"schema": {"type": "string"}, "example": "name,step,value\nloss,1,2.91\n"},
+            },
+        },
+        **responses(404, 422),
+    },
+)
+def job_metrics(
+    request: Request,
+    job_id: JobId,
+    asking: Asking,
+    here: Here,
+    names: Annotated[
+        str | None, Query(max_length=2000, pattern=r"^[^\x00]*$", description="Only these, with commas between.")
+    ] = None,
+    points: Annotated[int | None, Query(ge=2, le=100_000, description="At most so many of each.")] = None,
+    format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
+) -> Response:
+    """Loss, learning rate, gradient norm, tokens per second and what else the trainer measures, by optimizer step.
+
+    With `points` every series is thinned out by min-max buckets: the first and the last point stay, and of each
+    of (points - 2) / 2 runs of equal length the smallest and the largest value, so that no spike is lost. Where
+    several attempts did a step, the latest one's value stands.
+    """
+    wanted = [name for name in (names or "").split(",") if name]
+    with here.database.read() as session:
+        find(session, asking, job_id)
+        series = queries.metric_series(session, job_id, wanted)
+    if points is not None:
+        series = {name: queries.thin_out(values, points) for name, values in series.items()}
+    if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(("name", "step", "value"))
+        writer.writerows((name, step, value) for name, values in series.items() for step, value in values)
+        return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
+    return JSONResponse(series)
+
+
+@router.get(
+    "/jobs/{job_id}/logs",
+    summary="Log of a job",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "What the trainer printed.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": "loading the model …\n"}},
+            "headers": {
+                "x-log-attempt": {"description": "Whose log it is; 0 before the first.", "schema": {"type": "integer"}},
+                "x-log-offset": {"description": "Ask for this `offset` next.", "schema": {"type": "integer"}},
+                "x-log-size": {"description": "Bytes of the whole log now.", "schema": {"type": "integer"}},
+            },
+        },
+        **responses(404, 422),
+    },
+)
+def job_logs(
+    job_id: JobId,
+    asking: Asking,
+    here: Here,
+    attempt: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Default: the newest.")] = None,
+    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only so many lines, the last ones.")] = None,
+    offset: Annotated[int | None, Query(ge=0, le=2**62, description="From this byte on, to follow.")] = None,
+) -> Response:
+    """The trainer's output as text, at most 1 MiB a reply: the end of it, or what follows `offset`.
+
+    To follow a log, ask again with `attempt` and the `offset` from the headers `x-log-attempt` and `x-log-offset`.
+    """
+    if tail is not None and offset is not None:
+        raise BadRequest("give `tail` or `offset`, not both", field="tail")
+    with here.database.read() as session:
+        newest = find(session, asking, job_id).attempt
+    if attempt is not None and attempt > newest:
+        raise NotFound(f"the job has had {newest} attempts", field="attempt")
+    number = attempt or newest
+    window = logs.Window("", 0, 0)
+    if number > 0:
+        window = logs.read(here.layout.attempt(job_id, number) / LOG_FILE, offset=offset, tail=tail)
+    headers = {
+        "x-log-attempt": str(number),
+        "x-log-offset": str(window.offset),
+        "x-log-size": str(window.size),
+        "cache-control": "no-store",
+    }
+    return Response(window.text, media_type="text/plain; charset=utf-8", headers=headers)
+
+
+@router.get(
+    "/jobs/{job_id}/artifacts",
+    summary="What a job hands back",
+    response_model=schemas.ArtifactList,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def list_artifacts(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """Adapter or model, model card, plots and records, each with size, SHA-256 and where to get it."""
+    with here.database.read() as session:
+        find(session, asking, job_id)
+        return JSONResponse({"data": [schemas.artifact_view(row) for row in queries.artifacts(session, job_id)]})
+
+
+_DOWNLOAD: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file.",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}, "example": "…"}},
+    },
+    206: {"description": "The range asked for."},
+    304: {"description": "The client's copy is the same (If-None-Match)."},
+    **responses(404, 410, 416),
+}
+
+
+@router.head("/jobs/{job_id}/artifacts/{path:path}", include_in_schema=False)
+@router.get(
+    "/jobs/{job_id}/artifacts/{path:path}", summary="Download an artifact", response_class=Response, responses=_DOWNLOAD
+)
+def get_artifact(
+    request: Request,
+    job_id: JobId,
+    path: Annotated[str, Path(max_length=512, description="As listed.", examples=["adapter/adapter_config.json"])],
+    asking: Asking,
+    here: Here,
+) -> Response:
+    """One file, with `Range` to go on after an interruption; the ETag is the file's SHA-256."""
+    with here.database.read() as session:
+        find(session, asking, job_id)
+        if "\x00" in path:
+            raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
+        row = queries.find_artifact(session, job_id, path)
+    folder = here.layout.artifacts(job_id, row.attempt)
+    file = folder / row.path
+    if not file.resolve().is_relative_to(folder.resolve()):  # the list came from a child process
+        raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
+    return FileReply(
+        request,
+        file,
+        size=row.bytes,
+        sha256=row.sha256,
+        filename=FilePath(row.path).name,
+        media_type="application/octet-stream",
+    )

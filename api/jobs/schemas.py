@@ -1,0 +1,190 @@
+"""What the API says about jobs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict
+
+from core.db.tables import Artifact, Job
+from core.spec.job import JobSpec
+
+_ID = "job-01kar3v8x5m2h6n9qst4wyz0bc"
+_FILE = "file-01kar3v8x5m2h6n9qst4wyz0bc"
+
+SPEC_SHORT: dict[str, Any] = {
+    "name": "voice intents",
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "data": {"train": _FILE, "eval": _FILE.replace("bc", "bd")},
+    "method": "lora",
+}
+SPEC_LONG: dict[str, Any] = {
+    "version": 1,
+    "model": {"type": "hub", "id": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": "main"},
+    "data": {"train": {"type": "file", "id": _FILE, "format": "messages"}},
+    "stage": {"type": "sft", "loss_on": "completions"},
+    "method": {"type": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+    "optimizer": {"type": "adamw", "learning_rate": 1e-4},
+    "schedule": {"type": "cosine", "warmup_ratio": 0.05},
+    "training": {"num_train_epochs": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "resources": {"type": "single", "accelerator": "gpu"},
+}
+SPEC_YAML = f"""\
+name: voice intents
+model: HuggingFaceTB/SmolLM2-135M-Instruct
+data:
+  train: {_FILE}
+method:
+  type: lora
+  r: 16
+optimizer:
+  type: adamw
+  learning_rate: 1e-4
+"""
+
+_LINKS = {name: f"/jobs/{_ID}/{name}" for name in ("events", "metrics", "logs", "artifacts", "cancel")}
+_JOB: dict[str, Any] = {
+    "id": _ID,
+    "name": "voice intents",
+    "status": "running",
+    "reason": "runs on box-1",
+    "attempt": 2,
+    "created_at": "2026-11-21T09:20:55.004000Z",
+    "started_at": "2026-11-21T09:20:57.120000Z",
+    "finished_at": None,
+    "progress": {"step": 12, "total_steps": 66, "epoch": 0.55, "seconds_left": 81.5},
+    "result": None,
+    "failure": None,
+    "spec": SPEC_LONG,
+    "node": "box-1",
+    "links": {"self": f"/jobs/{_ID}", **_LINKS},
+}
+
+
+class JobView(BaseModel):
+    """A job as it is now."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_JOB]})
+
+    id: str
+    name: str | None
+    status: str
+    """queued, preparing, starting, running, stopping; and final: succeeded, failed, cancelled."""
+    reason: str
+    """Why it is in this state, for people."""
+    attempt: int
+    """How many times a worker has taken it up; preparing the model counts as one."""
+    created_at: str
+    """ISO 8601, UTC, as all times."""
+    started_at: str | None
+    finished_at: str | None
+    progress: dict[str, Any] | None
+    """The trainer's latest: step, total_steps, epoch, seconds_left (null while unknown)."""
+    result: dict[str, Any] | None
+    """Of a job that succeeded."""
+    failure: dict[str, Any] | None
+    """Of a job that failed: class (user, memory, machine, internal), code, message, field."""
+    spec: dict[str, Any]
+    """Resolved: every default is written out (schema JobSpec)."""
+    node: str | None
+    """The box that has it now."""
+    links: dict[str, str]
+
+
+class JobPage(BaseModel):
+    """Newest first."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"data": [_JOB], "has_more": True, "next": _ID}]},
+    )
+    data: list[JobView]
+    has_more: bool
+    next: str | None
+    """Give it as `after` for the next page; null on the last one."""
+
+
+class DryRun(BaseModel):
+    """What would run; nothing was stored."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True, json_schema_extra={"examples": [{"spec": SPEC_LONG, "dry_run": True}]}
+    )
+    spec: dict[str, Any]
+    """Resolved: every default is written out (schema JobSpec)."""
+    dry_run: bool
+
+
+_ARTIFACT: dict[str, Any] = {
+    "path": "adapter/adapter_model.safetensors",
+    "kind": "adapter",
+    "bytes": 19560664,
+    "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "url": f"/jobs/{_ID}/artifacts/adapter/adapter_model.safetensors",
+}
+
+
+class ArtifactView(BaseModel):
+    """One file the job hands back."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    path: str
+    kind: str
+    bytes: int
+    sha256: str
+    url: str
+
+
+class ArtifactList(BaseModel):
+    """Empty until the job has succeeded."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_ARTIFACT]}]})
+    data: list[ArtifactView]
+
+
+def job_view(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "name": job.name,
+        "status": job.status,
+        "reason": job.reason,
+        "attempt": job.attempt,
+        "created_at": iso(job.created_at),
+        "started_at": iso(job.started_at),
+        "finished_at": iso(job.finished_at),
+        "progress": job.progress,
+        "result": job.result,
+        "failure": job.failure,
+        "spec": job.spec,
+        "node": job.node,
+        "links": {
+            "self": f"/jobs/{job.id}",
+            **{name: f"/jobs/{job.id}/{name}" for name in ("events", "metrics", "logs", "artifacts", "cancel")},
+        },
+    }
+
+
+def artifact_view(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "path": artifact.path,
+        "kind": artifact.kind,
+        "bytes": artifact.bytes,
+        "sha256": artifact.sha256,
+        "url": f"/jobs/{artifact.job_id}/artifacts/{quote(artifact.path)}",
+    }
+
+
+def iso(seconds: float | None) -> str | None:
+    """2026-11-21T09:20:57.120000Z"""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def openapi_schemas() -> dict[str, Any]:
+    """JobSpec and all it is made of, as OpenAPI components: the body of `POST /jobs`, short forms included."""
+    schema = JobSpec.model_json_schema(mode="validation", ref_template="#/components/schemas/{model}")
+    parts: dict[str, Any] = schema.pop("$defs")
+    return {**parts, "JobSpec": schema}

@@ -1,0 +1,229 @@
+"""From a request body to a queued job: parse, look up, resolve, refuse what cannot run, store once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from api.errors import BadRequest, UnsupportedMediaType, printable
+from api.jobs.schemas import job_view
+from core.db.engine import Database
+from core.db.tables import File, IdempotencyKey
+from core.errors import EftError, Fault, NotFound, SpecError
+from core.jobs import queries
+from core.jobs.submit import Actor, submit
+from core.plan.compatibility import check
+from core.settings import Settings
+from core.spec.data import FileSource, PathSource
+from core.spec.job import JobSpec
+from core.spec.load import load_json, load_yaml, parse_job
+from core.spec.model import GGUFModel, HubModel, LocalModel
+from core.spec.resolve import resolve
+from core.storage.layout import Layout
+
+JSON_TYPES = ("application/json",)
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+_KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
+
+
+class IdempotencyKeyReused(EftError):
+    """The same key came with another body."""
+
+    code = "idempotency_key_reused"
+    status = 422
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What came over the wire."""
+
+    body: bytes
+    content_type: str
+    path: str
+    idempotency_key: str | None = None
+
+    def fingerprint(self) -> str:
+        parts = (self.path.encode(), self.content_type.encode(), self.body)
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: dict[str, Any]
+    replayed: bool = False
+
+
+class Jobs:
+    """Making jobs in one installation."""
+
+    def __init__(self, database: Database, settings: Settings, layout: Layout) -> None:
+        self._database = database
+        self._settings = settings
+        self._layout = layout
+
+    def create(self, actor: Actor, sent: Submission, *, dry_run: bool = False) -> Answer:
+        """Raises SpecError, NoSpace, BadRequest, UnsupportedMediaType, IdempotencyKeyReused; nothing is stored then."""
+        if sent.idempotency_key is not None and not _KEY.fullmatch(sent.idempotency_key):
+            raise BadRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field="idempotency-key")
+        if dry_run:
+            return Answer(200, {"spec": self.resolved(actor, sent).model_dump(mode="json"), "dry_run": True})
+        # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
+        if sent.idempotency_key is not None:
+            with self._database.read() as session:
+                known = _known_answer(session, actor, sent)
+            if known is not None:
+                return known
+        spec = self.resolved(actor, sent)
+        self._layout.require_space(self._settings.min_free_bytes)
+        with self._database.write() as session:
+            if sent.idempotency_key is not None and not _take(session, actor, sent):
+                known = _known_answer(session, actor, sent)
+                assert known is not None  # the row that kept us from taking the key
+                return known
+            for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
+                if isinstance(source, FileSource):
+                    _file(session, actor, source, field, lock=True)
+            body = job_view(submit(session, actor, spec))
+            if sent.idempotency_key is not None:
+                session.execute(
+                    update(IdempotencyKey)
+                    .where(IdempotencyKey.project_id == actor.project_id, IdempotencyKey.key == sent.idempotency_key)
+                    .values(body=body)
+                )
+            return Answer(201, body)
+
+    def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
+        """The spec as it would run. Raises SpecError, with a fault for every wrong field."""
+        spec = self._with_formats(actor, parse_job(decode(sent.body, sent.content_type)))
+        faults = [*self._path_faults(spec)]
+        spec = resolve(spec)
+        faults += check(spec)
+        if faults:
+            first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise SpecError(
+                f"{first.field}: {first.message}{more}", field=first.field, faults=tuple(faults), code=first.code
+            )
+        return spec
+
+    def _with_formats(self, actor: Actor, spec: JobSpec) -> JobSpec:
+        """Uploaded files are looked up, and what their rows are is written into the spec."""
+        updates: dict[str, Any] = {}
+        files: dict[str, File] = {}
+        with self._database.read() as session:
+            for field, source in _sources(spec):
+                if isinstance(source, FileSource):
+                    row = _file(session, actor, source, field)
+                    files[field] = row
+                    if source.format not in ("auto", row.format):
+                        words = f"the rows of this file are `{row.format}`, not `{source.format}`; leave `format` out"
+                        raise _refused(Fault("format_mismatch", words, f"{field}.format"))
+                    updates[field.removeprefix("data.")] = source.model_copy(update={"format": row.format})
+        if len(files) == 2 and files["data.train"].sha256 == files["data.eval"].sha256:
+            words = "these are the training rows; held-out rows must be others, or the evaluation says nothing"
+            raise _refused(Fault("same_rows", words, "data.eval"))
+        return spec.model_copy(update={"data": spec.data.model_copy(update=updates)})
+
+    def _path_faults(self, spec: JobSpec) -> list[Fault]:
+        """What the job names by path must lie below the roots, symbolic links followed."""
+        faults: list[Fault | None] = []
+        match spec.model:
+            case LocalModel(path=path):
+                faults.append(_path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
+            case GGUFModel(path=str(path)):
+                faults.append(_path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
+            case GGUFModel() | HubModel():
+                pass
+        for field, source in _sources(spec):
+            if isinstance(source, PathSource):
+                faults.append(_path_fault(source.path, self._settings.data_roots, f"{field}.path", "EFT_DATA_ROOTS"))
+        return [fault for fault in faults if fault is not None]
+
+
+def decode(body: bytes, content_type: str) -> Any:
+    """The document that a body of this media type holds."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type in JSON_TYPES:
+        return load_json(body)
+    if media_type in YAML_TYPES:
+        return load_yaml(body)
+    named = f"not `{printable(media_type)}`" if media_type else "and the request has none"
+    raise UnsupportedMediaType(
+        f"a job is sent as `Content-Type: application/json` or `application/yaml`, {named}", field="content-type"
+    )
+
+
+def _sources(spec: JobSpec) -> list[tuple[str, FileSource | PathSource]]:
+    found = [("data.train", spec.data.train)]
+    return [*found, ("data.eval", spec.data.eval)] if spec.data.eval is not None else found
+
+
+def _file(session: Session, actor: Actor, source: FileSource, field: str, *, lock: bool = False) -> File:
+    try:
+        return queries.find_file(session, actor.project_id, source.id, field=field, lock=lock)
+    except NotFound as error:
+        raise _refused(Fault("file_not_found", error.message, field)) from error
+
+
+def _path_fault(path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
+    if not roots:
+        words = f"paths are not allowed here; the administrator can allow folders with {setting}"
+        return Fault("path_not_allowed", words, field)
+    if not path.startswith("/"):
+        return Fault("path_not_allowed", "give the full path, from `/` on", field)
+    real = Path(os.path.realpath(path))
+    for root in roots:
+        real_root = Path(os.path.realpath(root))
+        if real.is_relative_to(real_root):
+            # A root that only the workers have cannot be looked into from here.
+            if real_root.is_dir() and not real.exists():
+                return Fault("path_not_found", f"there is nothing at `{printable(path)}`", field)
+            return None
+    return Fault("path_not_allowed", f"`{printable(path)}` is below none of the folders in {setting}", field)
+
+
+def _refused(fault: Fault) -> SpecError:
+    return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)
+
+
+def _known_answer(session: Session, actor: Actor, sent: Submission) -> Answer | None:
+    row = session.execute(
+        select(IdempotencyKey).where(
+            IdempotencyKey.project_id == actor.project_id, IdempotencyKey.key == sent.idempotency_key
+        )
+    ).scalar_one_or_none()
+    if row is None:
+        return None
+    if row.request_sha256 != sent.fingerprint():
+        raise IdempotencyKeyReused(
+            "this Idempotency-Key came before with another body; take a new key for a new job", field="idempotency-key"
+        )
+    return Answer(row.status, row.body, replayed=True)
+
+
+def _take(session: Session, actor: Actor, sent: Submission) -> bool:
+    """Insert the key. A second request with it waits here for the first one's commit, and then gets False."""
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    taken = session.execute(
+        dialect.insert(IdempotencyKey)
+        .values(
+            project_id=actor.project_id,
+            owner_id=actor.user_id,
+            key=sent.idempotency_key,
+            request_sha256=sent.fingerprint(),
+            status=201,
+            body={},
+        )
+        .on_conflict_do_nothing()
+        .returning(IdempotencyKey.key)
+    ).one_or_none()
+    return taken is not None

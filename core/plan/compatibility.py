@@ -1,0 +1,136 @@
+"""What goes together: one table of rules over the axes of a job, with a reason for every refusal and a way out.
+
+Pure data and pure functions. The API checks a job with it at submit (422), the worker again before a start; docs and
+tests are generated from it. An axis takes its values from the spec's arms, so a new arm appears here by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from core.errors import Fault
+from core.spec.data import FORMATS
+from core.spec.job import JobSpec
+from core.spec.runtime import SingleDevice
+from core.spec.training import Training
+
+
+def _arms(annotation: Any) -> tuple[str, ...]:
+    """Discriminators of an axis, in the order of its union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return (annotation.model_fields["type"].default,)
+    return tuple(arm for part in get_args(annotation) for arm in _arms(part))
+
+
+def _field(name: str) -> tuple[str, ...]:
+    return _arms(JobSpec.model_fields[name].annotation)
+
+
+AXES: dict[str, tuple[str, ...]] = {
+    "stage": _field("stage"),
+    "loss on": ("default", "completions", "all"),
+    "method": _field("method"),
+    "quantization": _field("quantization"),
+    "optimizer": _field("optimizer"),
+    "schedule": _field("schedule"),
+    "precision": get_args(Training.model_fields["precision"].annotation),
+    "memory": _field("memory"),
+    "strategy": _field("resources"),
+    "accelerator": get_args(SingleDevice.model_fields["accelerator"].annotation),
+    "train rows": ("auto", *FORMATS),
+    "eval rows": ("absent", "auto", *FORMATS),
+    "evaluation": ("default", *_field("evaluation")),
+}
+"""Every axis and its values. `auto` rows are in a file that only the worker can read; it checks again."""
+
+Values = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Refuses every job whose axes all have one of the values in `when`."""
+
+    code: str
+    when: Mapping[str, tuple[str, ...]]
+    field: str
+    """Where the user can change it."""
+    reason: str
+    way_out: str
+
+    def refuses(self, values: Values) -> bool:
+        return all(values[axis] in among for axis, among in self.when.items())
+
+    @property
+    def message(self) -> str:
+        return f"{self.reason}; {self.way_out}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "no_completions",
+        {"loss on": ("completions",), "train rows": ("text",)},
+        "stage.loss_on",
+        "raw text has no prompt, so no token of it is more of a completion than another",
+        "take `all`, or rows with `prompt` and `completion`",
+    ),
+    Rule(
+        "no_completions_in_eval",
+        {"loss on": ("completions",), "eval rows": ("text",)},
+        "data.eval",
+        "the training loss is on completions, and raw text to evaluate on has none",
+        "evaluate on rows that have completions, or set `stage.loss_on` to `all`",
+    ),
+    Rule(
+        "nothing_held_out",
+        {"evaluation": ("held_out",), "eval rows": ("absent",)},
+        "evaluation",
+        "a held-out evaluation needs held-out rows",
+        "give `data.eval`, or leave `evaluation` out",
+    ),
+    Rule(
+        "eval_unused",
+        {"evaluation": ("none",), "eval rows": ("auto", *FORMATS)},
+        "evaluation",
+        "`data.eval` is given and would never be read",
+        "leave `evaluation` out to evaluate on it, or leave `data.eval` out",
+    ),
+)
+"""Everything the spec can say and the trainer cannot do. What is slow or falls back (bf16 on an old CPU) is no
+refusal: it runs, and says so in the job's events."""
+
+
+def values_of(spec: JobSpec) -> dict[str, str]:
+    """Where a job stands on every axis."""
+    return {
+        "stage": spec.stage.type,
+        "loss on": spec.stage.loss_on or "default",
+        "method": spec.method.type,
+        "quantization": spec.quantization.type,
+        "optimizer": spec.optimizer.type,
+        "schedule": spec.schedule.type,
+        "precision": spec.training.precision,
+        "memory": spec.memory.type,
+        "strategy": spec.resources.type,
+        "accelerator": spec.resources.accelerator,
+        "train rows": spec.data.train.format,
+        "eval rows": spec.data.eval.format if spec.data.eval is not None else "absent",
+        "evaluation": spec.evaluation.type if spec.evaluation is not None else "default",
+    }
+
+
+def check(spec: JobSpec) -> tuple[Fault, ...]:
+    """One fault for every rule that refuses the job; none: it can run."""
+    values = values_of(spec)
+    return tuple(Fault(rule.code, rule.message, rule.field) for rule in RULES if rule.refuses(values))
+
+
+def cells(*axes: str) -> Iterator[tuple[dict[str, str], tuple[Rule, ...]]]:
+    """Every combination of values of some axes with the rules that refuse it whatever the other axes say."""
+    for combination in product(*(AXES[axis] for axis in axes)):
+        values = dict(zip(axes, combination, strict=True))
+        yield values, tuple(rule for rule in RULES if rule.when.keys() <= values.keys() and rule.refuses(values))
