@@ -1,0 +1,66 @@
+"""What every bench shares: figures in turn, ratios with their spread, one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def hardware() -> str:
+    """Processor, cores and memory, in words; benches that use a GPU add its name."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB"
+
+
+def in_turn(ours: Callable[[], float], peer: Callable[[], float], runs: int) -> dict[str, Any]:
+    """Run ours and the peer alternately (order swapped every time), so that both meet the machine's moods alike.
+
+    Each call returns its own figure. The ratio is taken pair by pair; its spread is that of the pairs.
+    """
+    mine, theirs = [], []
+    for run in range(runs):
+        if run % 2 == 0:
+            mine.append(ours())
+            theirs.append(peer())
+        else:
+            theirs.append(peer())
+            mine.append(ours())
+    return compare(mine, theirs)
+
+
+def compare(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Medians of two paired series, and the ratio of the pairs with its spread."""
+    ratios = sorted(a / b for a, b in zip(mine, theirs, strict=True))
+    return {
+        "ours": statistics.median(mine),
+        "peer": statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "ratio_min": ratios[0],
+        "ratio_max": ratios[-1],
+        "runs": len(ratios),
+        "hardware": hardware(),
+    }
+
+
+def show(name: str, figures: dict[str, Any], unit: str) -> None:
+    spread = f"{figures['ratio_min']:.3f} to {figures['ratio_max']:.3f}, {figures['runs']} runs"
+    print(
+        f"{name:<52} ours {figures['ours']:10.4g} {unit}   peer {figures['peer']:10.4g} {unit}   "
+        f"ratio {figures['ratio']:.3f} ({spread})",
+        flush=True,
+    )
+
+
+def finish(results: dict[str, dict[str, Any]]) -> None:
+    """The last line: one JSON object."""
+    print(json.dumps(results, sort_keys=True))
