@@ -36,6 +36,7 @@ LOGGING: dict[str, Any] = {
         "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]},
     },
     "root": {"level": "INFO", "handlers": ["stderr"]},
+    "loggers": {"alembic": {"level": "WARNING"}},
 }
 
 

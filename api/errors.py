@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from api.context import request_id
 from core.errors import EftError
@@ -128,8 +129,21 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
             message = f"`{path}` does not answer {printable(request.method)}"
         case _:
             message = str(error.detail)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_methods(request))
     code = CODES.get(error.status_code, "invalid_request")
-    return _body(error.status_code, {"code": code, "message": message, "field": None}, dict(error.headers or {}))
+    return _body(error.status_code, {"code": code, "message": message, "field": None}, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Every method that some route has for this path; Starlette names only those of the first one it finds."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
 
 
 def _validation_error(_: Request, error: Exception) -> JSONResponse:

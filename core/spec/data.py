@@ -21,6 +21,7 @@ class FileSource(SpecModel):
 
     type: Literal["file"] = "file"
     id: FileId
+    """As `POST /files` answered."""
     format: Format = "auto"
     """What a row is: chat `messages`, `prompt`/`completion`, `instruction`/`input`/`output`, or `text`."""
 
@@ -30,6 +31,7 @@ class PathSource(SpecModel):
 
     type: Literal["path"] = "path"
     path: LocalPath
+    """Full path of the file."""
     format: Format = "auto"
     """As for an uploaded file."""
 

@@ -31,6 +31,7 @@ class LocalModel(SpecModel):
 
     type: Literal["local"] = "local"
     path: LocalPath
+    """Full path of the folder."""
 
 
 class GGUFModel(SpecModel):
@@ -44,6 +45,7 @@ class GGUFModel(SpecModel):
     file: LocalPath | None = None
     """File name inside the hub repository."""
     revision: Revision = "main"
+    """Branch, tag or commit of that repository."""
 
     @model_validator(mode="after")
     def _one_source(self) -> GGUFModel:

@@ -59,6 +59,7 @@ class HeldOut(SpecModel):
     at_start: bool = True
     """Evaluate the untrained model too, so that before and after can be compared."""
     per_device_eval_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Rows of one forward pass while evaluating."""
 
 
 Evaluation = Annotated[NoEvaluation | HeldOut, Field(discriminator="type"), short_form(by_type)]

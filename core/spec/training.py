@@ -78,7 +78,9 @@ class AdamW(SpecModel):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay; biases and norms are exempt."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)  # a list, as JSON has no tuples
+    """Decay of the running means of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the denominator."""
 
 
 Optimizer = Annotated[AdamW, short_form(by_type)]

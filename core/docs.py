@@ -1,0 +1,190 @@
+"""The generated pages of docs/: `python -m core.docs` writes them, `--check` fails when one is stale."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from core import HOME
+from core.plan import docs as plan_docs
+from core.settings import Settings
+from core.spec.job import JobSpec
+
+# --- docs/spec.md ----------------------------------------------------------------------------------
+
+
+def spec_page() -> str:
+    """The reference of every field of a job, from the models' docstrings and bounds."""
+    schema = JobSpec.model_json_schema(mode="validation")
+    parts: dict[str, Any] = schema["$defs"]
+    lines = [
+        "# The job spec",
+        "",
+        "Generated from `core/spec` by `make docs`. `POST /jobs` takes it as JSON or YAML. Only `model` and `data` must",
+        "be given; unknown fields are errors. A plain string is the short form of an axis: `method: lora` stands for",
+        "`method: {type: lora}`. `POST /jobs?dry_run=true` answers with every default written out.",
+        "",
+        "```yaml",
+        "model: HuggingFaceTB/SmolLM2-135M-Instruct",
+        "data:",
+        "  train: file-01kar3v8x5m2h6n9qst4wyz0bc",
+        "method:",
+        "  type: lora",
+        "  r: 16",
+        "```",
+        "",
+        *_fields(schema, parts),
+    ]
+    for name, field in schema["properties"].items():
+        models = _models(field)
+        if not models:
+            continue
+        lines += ["", f"## {name}"]
+        if all("type" in parts[model]["properties"] for model in models):
+            lines += ["", field["description"]]
+        for model in models:
+            lines += _section(name, model, parts)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, model: str, parts: dict[str, Any]) -> list[str]:
+    """One arm of an axis, and behind it what its fields are made of."""
+    part = parts[model]
+    arm = part["properties"].get("type", {}).get("const")
+    title = [f"### {path}: {arm}", ""] if arm else []
+    lines = ["", *title, _flat(part["description"])]
+    table = _fields(part, parts)
+    lines += ["", *table] if len(table) > 2 else []
+    for name, field in part["properties"].items():
+        for inner in _models(field):
+            if f"{path}.{name}" != "data.eval":  # the same arms as data.train
+                lines += _section(f"{path}.{name}", inner, parts)
+    return lines
+
+
+def _flat(text: str) -> str:
+    """For one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _fields(part: dict[str, Any], parts: dict[str, Any]) -> list[str]:
+    required = part.get("required", ())
+    rows = [
+        f"| `{name}` | {_kind(field, parts)} | {'required' if name in required else _default(field)} "
+        f"| {_flat(field['description'])} |"
+        for name, field in part["properties"].items()
+        if "const" not in field or name != "type"
+    ]
+    return ["| field | value | default | |", "|---|---|---|---|", *rows]
+
+
+def _models(field: dict[str, Any]) -> list[str]:
+    """Names of the models a field may hold, in the order of the union."""
+    if "$ref" in field:
+        return [field["$ref"].rpartition("/")[2]]
+    return [name for key in ("anyOf", "oneOf") for option in field.get(key, ()) for name in _models(option)]
+
+
+def _kind(field: dict[str, Any], parts: dict[str, Any]) -> str:
+    models = _models(field)
+    if models:
+        arms = [parts[model]["properties"].get("type", {}).get("const") for model in models]
+        return ", ".join(f"`{arm}`" for arm in arms) if all(arms) else "object"
+    if "anyOf" in field:
+        return " or ".join(_kind(option, parts) for option in field["anyOf"])
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    match field["type"]:
+        case "array":
+            if "prefixItems" in field:
+                return f"list of {len(field['prefixItems'])}, each a {_kind(field['prefixItems'][0], parts)}"
+            return f"list of {_kind(field['items'], parts)}s"
+        case kind:
+            return f"{kind}{_bounds(field)}"
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    found = [f"{sign} {field[key]:,}".replace(",", " ") for key, sign in signs.items() if key in field]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default(field: dict[str, Any]) -> str:
+    default = field.get("default")
+    if isinstance(default, dict):
+        return f"`{default['type']}`" if "type" in default else ""
+    return "" if default is None else f"`{default}`".replace("True", "true").replace("False", "false")
+
+
+# --- docs/settings.md ------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """Every setting, from the docstrings of `Settings`."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated from `core/settings.py` by `make docs`. All of them are environment variables; the defaults run a",
+        "bare machine.",
+        "",
+        "| variable | type | default | |",
+        "|---|---|---|---|",
+    ]
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default in (PydanticUndefined, None, "", ()) else f"`{_shown(field.default)}`"
+        description = _flat(field.description or "")
+        lines.append(f"| `EFT_{name.upper()}` | {_type_name(field.annotation)} | {default} | {description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    names = {"Path": "path", "str": "text", "int": "integer", "float": "number", "bool": "true or false"}
+    if isinstance(annotation, type) and annotation.__name__ in names:
+        return names[annotation.__name__]
+    inner = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
+    return f"list of {_type_name(inner[0])}s".replace("list of list of", "list of").replace("ss", "s")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "spec.md": spec_page,
+    "settings.md": settings_page,
+    "compatibility.md": plan_docs.render,
+}
+
+
+def stale() -> list[str]:
+    """Names of the pages that are not what the code says."""
+    folder = HOME / "docs"
+    return [
+        name
+        for name, render in PAGES.items()
+        if not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != render()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m core.docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is stale")
+    if parser.parse_args().check:
+        for name in stale():
+            print(f"docs/{name} is stale: run `make docs`", file=sys.stderr)
+        return int(bool(stale()))
+    for name in stale():
+        (HOME / "docs" / name).write_text(PAGES[name](), encoding="utf-8")
+        print(f"docs/{name} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
