@@ -107,7 +107,7 @@ class Settings(BaseSettings):
 
     @property
     def broker_socket(self) -> Path:
-        """Socket of the embedded broker: below the data root, or where that path is too long in a folder of this user."""
+        """The embedded broker's: below the data root, or where that path is too long in a folder of this user."""
         path = self.root / "broker" / "valkey.sock"
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
             return path

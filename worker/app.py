@@ -23,9 +23,11 @@ from core.errors import EftError
 from core.settings import settings
 from worker.agent import Agent
 from worker.housekeeping import BrokerAway
-from worker.node import Refused
+from worker.node import NotNow, Refused
 
 QUEUE = "eft"
+EXIT_NOT_NOW = 75
+"""EX_TEMPFAIL of sysexits.h."""
 EXIT_REFUSED = 78
 """EX_CONFIG of sysexits.h: starting again will not help before somebody has changed something."""
 
@@ -103,7 +105,7 @@ def _prepare(conf: Any, **_: Any) -> None:
         _agent = Agent(settings())
     except (Refused, EftError) as refusal:
         print(f"eft worker: {refusal}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_REFUSED) from None
+        raise SystemExit(EXIT_NOT_NOW if isinstance(refusal, NotNow) else EXIT_REFUSED) from None
     conf.worker_concurrency = len(_agent.slots)
 
 
@@ -124,7 +126,9 @@ class AgentStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, parent: Any) -> None:
         agent().stop()
         # All is handed back; a broker that does not answer must not keep the process from ending.
-        threading.Timer(10.0, os._exit, args=(0,)).start()
+        last_resort = threading.Timer(10.0, os._exit, args=(0,))
+        last_resort.daemon = True
+        last_resort.start()
 
     terminate = stop
 

@@ -26,6 +26,10 @@ class Refused(Exception):
     """This worker may not serve; the message says why, and what to do."""
 
 
+class NotNow(Refused):
+    """The reason may pass by itself: worth another start."""
+
+
 def lock(root: Path, node: str) -> int:
     """Hold the node's name for as long as this process lives. Raises Refused while another worker has it."""
     folder = root / "nodes"
@@ -72,7 +76,7 @@ def check_schema(database: Database) -> None:
     try:
         current, head = migrate.current(database), migrate.head()
     except SQLAlchemyError as error:
-        raise Refused(f"the database cannot be reached ({error}); see EFT_DATABASE_URL") from error
+        raise NotNow(f"the database cannot be reached ({error}); see EFT_DATABASE_URL") from error
     if current != head:
         raise Refused(
             f"the database has schema {current or 'none'}, this version needs {head}: run `python -m core.db.migrate`"

@@ -8,6 +8,7 @@ from typing import assert_never
 
 from core.errors import EftError, SpecError
 from core.jobs.claims import Claim
+from core.plan import compatibility
 from core.settings import Settings
 from core.spec.data import FileSource, PathSource
 from core.spec.job import JobSpec
@@ -36,6 +37,9 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout) -> PrepareOr
 def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
     """Raises ModelGone, or another EftError for data that is not there or not allowed."""
     spec = JobSpec.model_validate(claim.spec)
+    refused = compatibility.check(spec)
+    if refused:
+        raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
     train, held_out = spec.data.train, spec.data.eval
     prepared = claim.prepared
     if prepared is None or not (Path(prepared["model_dir"]) / "config.json").is_file():

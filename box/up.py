@@ -1,0 +1,291 @@
+"""The whole service on one machine: `python -m box.up` (or `eft up`).
+
+A supervisor of three processes: the embedded broker, the API and one worker. Each in a session of its own, started
+again when it ends, and told by the kernel when the supervisor ends. The first SIGTERM or SIGINT stops them in order
+(the worker checkpoints its jobs, then the API, then the broker); a second one does not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from box import broker
+from box.instance import AlreadyRunning, Instance
+from box.process import Member, bound
+from core import HOME, __version__
+from core.db import migrate
+from core.db.engine import Database
+from core.db.tables import Node
+from core.settings import Settings
+from core.storage.layout import Layout
+
+LOOK_SECONDS = 0.1
+MAX_FAILURES = 5
+SOON_SECONDS = 10.0
+"""A process that ends sooner than this after its start has failed to start."""
+MAX_BACKOFF_SECONDS = 10.0
+READY_SECONDS = 120.0
+EXIT_CONFIG = 78
+"""A member that ends with it (sysexits.h) would only do so again."""
+
+
+class GivesUp(Exception):
+    """The service cannot be kept up; the message says why."""
+
+
+class Supervisor:
+    """Runs until told to stop. Keep it free of threads: a member's death signal is tied to the thread that began it."""
+
+    def __init__(self, settings: Settings, instance: Instance, key_file: Path | None) -> None:
+        self.settings = settings
+        self.layout = Layout(settings.root)
+        self.instance = instance
+        self.key_file = key_file
+        self.url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
+        self.stops = 0
+        """Signals to stop so far."""
+        self.environment = os.environ | {
+            "EFT_DATA": str(settings.root),
+            "EFT_HOST": settings.host,
+            "EFT_PORT": str(settings.port),
+            "EFT_NODE": settings.node,
+        }
+        self.members: list[Member] = []
+        self._log_look = 0.0
+        self._since = 0.0
+        """This start, by the database's clock."""
+        self._slots: list[Any] | None = None
+
+    # -- up
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop_signal)
+        try:
+            self._database()
+            key = self._first_key()
+            if not self.settings.broker_url:
+                self._start_broker()
+            self._start("api", "api")
+            self._start("worker", "worker")
+            if self._wait_until_ready():
+                self._say_ready(key)
+            while not self.stops:
+                self._look()
+                time.sleep(LOOK_SECONDS)
+            print("stopping: running jobs write a checkpoint and wait for the next start", flush=True)
+            return 0
+        except GivesUp as reason:
+            print(f"eft: {reason}", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            self._stop()
+
+    def _stop_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stops += 1
+
+    def _database(self) -> None:
+        self.layout.create()
+        database = Database(self.settings.sqlalchemy_url)
+        try:
+            migrate.upgrade(database)
+            self._since = database.now()
+        except SQLAlchemyError as error:
+            raise GivesUp(f"the database cannot be used ({error}); see EFT_DATABASE_URL") from error
+        finally:
+            database.dispose()
+
+    def _first_key(self) -> str | None:
+        """The key to show: made now, or made by a start that ended before it could show it."""
+        path = self.key_file or self.layout.root / "first.key"
+        command = ["-m", "api.auth.keys", "create", "--project", "default", "--user", "admin", "--name", "first"]
+        made = subprocess.run(
+            [sys.executable, *command, "--if-none", str(path)],
+            cwd=HOME,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode != 0:
+            raise GivesUp(f"no API key could be made:\n{made.stderr.strip()}")
+        if made.stdout.strip():
+            return made.stdout.strip()
+        return path.read_text().strip() if self.key_file is None and path.exists() else None
+
+    def _start_broker(self) -> None:
+        data, path = self.layout.root / "broker", self.settings.broker_socket
+        try:
+            broker.prepare(data, path)
+        except (OSError, broker.UnsafeFolder) as error:
+            raise GivesUp(str(error)) from error
+        self._add(Member("broker", broker.command(data, path), self.environment, data, self._log_path("broker")))
+        deadline = time.monotonic() + READY_SECONDS
+        while not self.stops and not broker.answers(path):
+            if time.monotonic() > deadline:
+                raise GivesUp(f"the broker does not answer; its log ends with\n{self.members[-1].tail()}")
+            self._look()
+            time.sleep(0.02)
+
+    def _start(self, name: str, module: str) -> None:
+        if not self.stops:
+            self._add(Member(name, [sys.executable, "-m", module], self.environment, HOME, self._log_path(name)))
+
+    def _add(self, member: Member) -> None:
+        member.inherit = (self.instance.descriptor,)
+        member.start()
+        self.members.append(member)
+        self._record()
+
+    def _log_path(self, name: str) -> Path:
+        folder = self.layout.root / "logs"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / f"{name}.log"
+
+    def _record(self) -> None:
+        pids = {member.name: member.pid for member in self.members}
+        self.instance.record({"url": self.url, "pids": {"up": os.getpid(), **pids}})
+
+    # -- staying up
+
+    def _look(self) -> None:
+        """Start again what has ended; raises GivesUp when that does not help."""
+        now = time.monotonic()
+        for member in self.members:
+            if member.process is not None and member.process.poll() is not None:
+                self._ended(member, now)
+            if member.process is None and now >= member.next_start:
+                member.start()
+                self._record()
+        if now >= self._log_look:
+            self._log_look = now + 10.0
+            for member in self.members:
+                bound(member.log)
+
+    def _ended(self, member: Member, now: float) -> None:
+        assert member.process is not None
+        code = member.process.returncode
+        member.process = None
+        member.failures = member.failures + 1 if now - member.began < SOON_SECONDS else 1
+        if member.failures >= MAX_FAILURES or code == EXIT_CONFIG:
+            times = "" if code == EXIT_CONFIG else f" {MAX_FAILURES} times in a row, each soon after its start"
+            raise GivesUp(
+                f"the {member.name} ended{times} (exit status {code}); {member.log} ends with\n{member.tail()}"
+            )
+        wait = min(MAX_BACKOFF_SECONDS, 0.25 * 2 ** (member.failures - 1))
+        member.next_start = now + wait
+        print(f"the {member.name} ended (exit status {code}); starting it again in {wait:g} s", flush=True)
+
+    def _wait_until_ready(self) -> bool:
+        """False: told to stop meanwhile."""
+        database = Database(self.settings.sqlalchemy_url)
+        deadline = time.monotonic() + READY_SECONDS
+        try:
+            while not (self._api_answers() and self._worker_serves(database)):
+                if self.stops:
+                    return False
+                if time.monotonic() > deadline:
+                    raise GivesUp(f"not ready after {READY_SECONDS:g} s; see the logs in {self.layout.root / 'logs'}")
+                self._look()
+                time.sleep(LOOK_SECONDS)
+        finally:
+            database.dispose()
+        return True
+
+    def _api_answers(self) -> bool:
+        any_address = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- compared, not bound
+        host = any_address.get(self.settings.host, self.settings.host)
+        connection = http.client.HTTPConnection(host, self.settings.port, timeout=2.0)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _worker_serves(self, database: Database) -> bool:
+        with database.read() as session:
+            self._slots = session.execute(
+                select(Node.slots).where(Node.name == self.settings.node, Node.started_at >= self._since)
+            ).scalar_one_or_none()
+        return self._slots is not None
+
+    def _say_ready(self, key: str | None) -> None:
+        slots = ", ".join(slot["id"] for slot in self._slots or [] if slot["kind"] != "prepare")
+        print(f"eft {__version__} is up at {self.url}   (docs: {self.url}/docs)")
+        print(f"  data {self.layout.root}   node {self.settings.node}: {slots}   logs {self.layout.root / 'logs'}")
+        if key is not None and self.key_file is None:
+            print(f"  your API key, shown this once: {key}")
+        elif self.key_file is not None:
+            print(f"  API key: in {self.key_file}")
+        print("  try:")
+        print(f"    export EFT_URL={self.url} EFT_API_KEY={key if key and self.key_file is None else '…'}")
+        print("    eft submit examples/voice-intents/job.yaml --wait")
+        print("  Ctrl+C stops it; running jobs go on at the next start.", flush=True)
+        if self.key_file is None:
+            (self.layout.root / "first.key").unlink(missing_ok=True)
+
+    # -- down
+
+    def _stop(self) -> None:
+        """Worker, API, broker, one after the other; a second signal hurries. Nothing is left when this returns."""
+        for name, grace in (("worker", self.settings.stop_grace_seconds + 45.0), ("api", 20.0), ("broker", 20.0)):
+            for member in self.members:
+                if member.name == name:
+                    self._end(member, grace)
+        self.instance.forget()
+
+    def _end(self, member: Member, grace: float) -> None:
+        member.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while not member.ended():
+            if self.stops > 1 or time.monotonic() > deadline:
+                member.signal(signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m box.up", description="The whole service on this machine.")
+    parser.add_argument("--host", help="address to listen on (EFT_HOST; default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")
+    parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (EFT_GPUS; default: all)")
+    parser.add_argument("--key-file", type=Path, help="keep the first API key here instead of showing it")
+    given = parser.parse_args()
+    for name in ("host", "port", "gpus"):
+        if getattr(given, name) is not None:
+            os.environ[f"EFT_{name.upper()}"] = str(getattr(given, name))
+    settings = Settings()
+    if settings.port == 0:
+        settings = settings.model_copy(update={"port": free_port(settings.host)})
+    settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        instance = Instance.take(settings.root, patience=settings.stop_grace_seconds + 60.0)
+    except AlreadyRunning as error:
+        print(f"eft: {error}", file=sys.stderr)
+        return 1
+    return Supervisor(settings, instance, given.key_file.absolute() if given.key_file else None).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
