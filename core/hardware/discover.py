@@ -41,15 +41,15 @@ def discover(
     sysfs: Path = Path("/sys"),
     environ: Mapping[str, str] = os.environ,
     gpus: list[int] | None = None,
-    dev: Path = Path("/dev"),
+    dev: Path | None = None,
 ) -> Box:
     """The GPUs this process may serve, in order, after any inherited mask.
 
     `gpus` (from `--gpus 0,1`) picks by ordinal as a program under the inherited mask would count, integrated ones
-    included; without it, integrated GPUs that are not made for such work are left out.
+    included; without it, integrated GPUs that are not made for such work are left out. `dev` lies beside `sysfs`.
     Raises HardwareError when the mask or `gpus` names one that is not there.
     """
-    amd, notes = _amd(sysfs, dev)
+    amd, notes = _amd(sysfs, dev or sysfs.parent / "dev")
     nvidia, more = _nvidia(environ)
     notes += more
     masks = dict(environ)

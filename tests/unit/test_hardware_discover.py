@@ -31,7 +31,7 @@ def unpack(name: str, root: Path) -> Path:
 
 
 def look(root: Path, environ: dict[str, str] | None = None, gpus: list[int] | None = None) -> Box:
-    return discover(root / "sys", {"PATH": str(root / "bin")} | (environ or {}), gpus, root / "dev")
+    return discover(root / "sys", {"PATH": str(root / "bin")} | (environ or {}), gpus)
 
 
 def fake_nvidia_smi(root: Path, csv: str, *, status: int = 0) -> None:
