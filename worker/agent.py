@@ -53,7 +53,7 @@ class Agent:
         database = Database(settings.sqlalchemy_url)
         node.check_schema(database)
         node.probe(layout, database)
-        threads = max(1, len(os.sched_getaffinity(0)) // len(train_slots))
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
         self._claiming = threading.Lock()
         self._busy: dict[str, Attempt] = {}

@@ -19,7 +19,7 @@ from core.errors import EftError
 from core.hardware.discover import Gpu
 from core.jobs import claims, relay
 from core.jobs.claims import Claim
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, finish
+from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
 from core.spec.run import EVENTS_FILE
 from core.storage.layout import Layout
@@ -224,7 +224,8 @@ class Attempt:
         after = self._persist(
             self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
         )
-        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.token.job_id, result, after or "lost")
+        words = result.kind if isinstance(result, Succeeded) else str(result)
+        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.token.job_id, words, after or "lost")
 
     # -- writing to a database that may be away for a while
 

@@ -45,7 +45,7 @@ EventType = Literal[
     "resumed",  # {"step", "path"}
     "notice",  # {"code", "message"}: a fallback or a limit the user should know of
     "run_record",  # {"record": {versions, device, dtype, threads, model revision, data hashes, …}}
-    "result",  # last on success: {"result": {…}, "artifacts": [{"path", "bytes", "sha256", "kind"}]}
+    "result",  # last on success: {"result": {…}, "artifacts": [{"path" below artifacts/, "bytes", "sha256", "kind"}]}
     "error",  # last on failure: {"failure": FailureClass, "code", "message", "field": str | null}
 ]
 

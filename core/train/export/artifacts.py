@@ -33,7 +33,7 @@ def write_artifacts(
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Write everything the job hands back, synced, and list it: path in the run folder, bytes, sha256, kind."""
+    """Write everything the job hands back, synced, and list it: path below the artifacts folder, bytes, sha256, kind."""
     folder = run_dir / ARTIFACTS
     if folder.exists():
         shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
@@ -46,13 +46,13 @@ def write_artifacts(
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
     plot_loss(metrics, evaluations, folder / "loss.png")
-    return [_entry(run_dir, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def _entry(run_dir: Path, path: Path) -> dict[str, Any]:
+def _entry(folder: Path, path: Path) -> dict[str, Any]:
     sync(path)
     return {
-        "path": path.relative_to(run_dir).as_posix(),
+        "path": path.relative_to(folder).as_posix(),
         "bytes": path.stat().st_size,
         "sha256": sha256(path),
         "kind": _kind(path),
