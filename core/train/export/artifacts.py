@@ -33,7 +33,7 @@ def write_artifacts(
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Write everything the job hands back, synced, and list it: path below the artifacts folder, bytes, sha256, kind."""
+    """Write everything the job hands back, synced, and list it: path below artifacts/, bytes, sha256, kind."""
     folder = run_dir / ARTIFACTS
     if folder.exists():
         shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
