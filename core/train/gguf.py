@@ -11,6 +11,7 @@ transformers reads the file (https://huggingface.co/docs/transformers/gguf). Two
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections import Counter
@@ -35,6 +36,8 @@ AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
+ALIGNMENT = 32
+MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Header:
 
 def read_header(path: Path, *, field: str) -> Header:
     """Torch-free; ModelError when this is no GGUF file that transformers could read."""
-    from gguf.constants import GGMLQuantizationType
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -67,14 +70,24 @@ def read_header(path: Path, *, field: str) -> Header:
                 if value is not None:
                     metadata[key] = value
             types: Counter[str] = Counter()
+            need = 0
             for _ in range(tensor_count):
                 _, position = _string(data, position)
                 (dimensions,) = struct.unpack_from("<I", data, position)
+                if dimensions > MAX_DIMENSIONS:
+                    raise ValueError(f"a tensor of {dimensions} dimensions")
+                shape = struct.unpack_from(f"<{dimensions}Q", data, position + 4)
                 position += 4 + 8 * dimensions
-                (kind,) = struct.unpack_from("<I", data, position)
-                types[GGMLQuantizationType(kind).name] += 1
+                kind, offset = struct.unpack_from("<IQ", data, position)
                 position += 12
-    except (struct.error, ValueError, IndexError) as error:
+                types[GGMLQuantizationType(kind).name] += 1
+                values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+                need = max(need, offset + math.prod(shape) // values * size)
+            alignment = metadata.get("general.alignment", ALIGNMENT)
+            need += -(-position // alignment) * alignment
+            if need > len(data):
+                raise unreadable(f"{path.name} is cut short: {len(data)} bytes of {need}", field)
+    except (struct.error, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise unreadable(f"{path.name} has a broken GGUF header ({error})", field) from error
     return Header(metadata, dict(types))
 
