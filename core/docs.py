@@ -25,9 +25,9 @@ def spec_page() -> str:
     lines = [
         "# The job spec",
         "",
-        "Generated from `core/spec` by `make docs`. `POST /jobs` takes it as JSON or YAML. Only `model` and `data` must",
-        "be given; unknown fields are errors. A plain string is the short form of an axis: `method: lora` stands for",
-        "`method: {type: lora}`. `POST /jobs?dry_run=true` answers with every default written out.",
+        "Generated from `core/spec` by `make docs`. `POST /jobs` takes it as JSON or YAML. Only `model` and `data`",
+        "must be given; unknown fields are errors. A plain string is the short form of an axis: `method: lora` stands",
+        "for `method: {type: lora}`. `POST /jobs?dry_run=true` answers with every default written out.",
         "",
         "```yaml",
         "model: HuggingFaceTB/SmolLM2-135M-Instruct",

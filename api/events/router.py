@@ -58,10 +58,9 @@ class EventPage(BaseModel):
 class EventStream(Response):
     """Sends what the hub tells and leaves it at once when the client does."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        headers = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(headers=headers)
         del self.headers["content-length"]
         self._events = events
 

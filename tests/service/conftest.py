@@ -1,0 +1,209 @@
+"""A real API process on a free port, over a data root and a database of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from api.auth import keys
+from core import HOME
+from core.db.engine import Database
+from core.db.migrate import upgrade
+from core.db.tables import Job
+from core.jobs.claims import Slot, claim, running
+from core.jobs.finish import Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.relay import Batch, relay
+from core.jobs.submit import Actor, cancel
+from core.jobs.transitions import Token
+from core.storage.layout import Layout
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"lamp {number} on"}, {"role": "assistant", "content": "lamp.on"}]}
+    for number in range(3)
+]
+EVAL_ROWS = [{"prompt": f"lamp {number} off", "completion": "lamp.off"} for number in range(2)]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@dataclass
+class Api:
+    """A running API, and what a test needs to look behind it."""
+
+    url: str
+    root: Path
+    database_url: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+    database: Database
+    key: str = ""
+    _clients: list[httpx.Client] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.root)
+
+    @property
+    def http(self) -> httpx.Client:
+        """A client of the first key's owner."""
+        return self._clients[0]
+
+    def client(self, project: str, user: str = "ada") -> httpx.Client:
+        """A client with a new key."""
+        key = keys.create(self.database, project=project, user=user, name="test")
+        assert key is not None
+        return self.with_key(key)
+
+    def with_key(self, key: str | None) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        client = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+        self._clients.append(client)
+        return client
+
+    def upload(self, data: bytes, filename: str = "rows.jsonl", client: httpx.Client | None = None) -> dict[str, Any]:
+        reply = (client or self.http).post("/files", files={"file": (filename, data)})
+        assert reply.status_code == 201, reply.text
+        return dict(reply.json())
+
+    def submit(self, client: httpx.Client | None = None, **spec: Any) -> dict[str, Any]:
+        client = client or self.http
+        if "data" not in spec:
+            spec["data"] = self.upload(jsonl(ROWS), client=client)["id"]
+        reply = client.post("/jobs", json={"model": MODEL, **spec})
+        assert reply.status_code == 201, reply.text
+        return dict(reply.json())
+
+    # --- what a worker would do, through the functions it calls ---
+
+    def start_job(self, **spec: Any) -> tuple[str, Token]:
+        """A job that has been prepared and runs as its attempt 2. Jobs that other tests left waiting are cancelled."""
+        with self.database.write() as session:
+            waiting = session.execute(select(Job).where(Job.status == "queued")).scalars().all()
+            for job in waiting:
+                cancel(session, Actor(job.owner_id, job.project_id), job.id)
+        job_id = self.submit(**spec)["id"]
+        with self.database.write() as session:
+            first = claim(session, "wrk-test", "box", Slot(f"prepare-{job_id}", "prepare"), 600)
+            assert first is not None and first.token.job_id == job_id
+            finish(session, first.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
+        return job_id, self.go_on(job_id)
+
+    def go_on(self, job_id: str) -> Token:
+        """Claim the waiting job for training."""
+        with self.database.write() as session:
+            found = claim(session, "wrk-test", "box", Slot(f"cpu-{job_id}", "cpu"), 600)
+            assert found is not None and found.token.job_id == job_id
+            running(session, found.token)
+            return found.token
+
+    def tell(self, token: Token, *lines: dict[str, Any]) -> None:
+        """Lines of a trainer's events.jsonl."""
+        told = [{"seq": number, "time": time.time(), **line} for number, line in enumerate(lines, 1)]
+        with self.database.write() as session:
+            assert relay(session, token, Batch(0, told))
+
+    def end(self, token: Token, outcome: Outcome) -> None:
+        with self.database.write() as session:
+            finish(session, token, "train", outcome, 0, RetryPolicy())
+
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def stop(self, sig: int = signal.SIGTERM) -> float:
+        """Seconds from the signal to the end."""
+        began = time.monotonic()
+        self.process.send_signal(sig)
+        self.process.wait(30)
+        return time.monotonic() - began
+
+
+StartApi = Callable[..., AbstractContextManager[Api]]
+
+
+@contextlib.contextmanager
+def _running(folder: Path, database_url: str | None = None, *, migrate: bool = True, **settings: Any) -> Iterator[Api]:
+    root = folder / "data"
+    database_url = database_url or f"sqlite:///{root / 'eft.db'}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    database = Database(database_url)
+    if migrate:
+        upgrade(database)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    environment |= {"EFT_DATA": str(root), "EFT_DATABASE_URL": database_url, "EFT_PORT": str(port)}
+    environment |= {f"EFT_{name.upper()}": str(value) for name, value in {"min_free_bytes": 0, **settings}.items()}
+    log_file = folder / "api.log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "api"], cwd=HOME, env=environment, stderr=log, stdout=log)
+    api = Api(f"http://127.0.0.1:{port}", root, database_url, process, log_file, database)
+    try:
+        _wait(api)
+        if migrate:
+            api.key = keys.create(database, project="lab", user="ada", name="test") or ""
+            api.with_key(api.key)
+        yield api
+    finally:
+        for client in api._clients:
+            client.close()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        database.dispose()
+
+
+def _wait(api: Api) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if httpx.get(f"{api.url}/healthz").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        if api.process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"the API did not start:\n{api.log()}")
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One API for all tests of a process, on each database."""
+    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else None
+    with _running(tmp_path_factory.mktemp(f"api-{request.param}"), url) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def sqlite_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """For what has nothing to do with the database."""
+    with _running(tmp_path_factory.mktemp("api")) as running:
+        yield running
+
+
+@pytest.fixture
+def start_api(tmp_path: Path) -> StartApi:
+    """An API of the test's own: `with start_api(max_upload_bytes=1000) as api`."""
+    return lambda **settings: _running(tmp_path, **settings)
