@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from api.errors import Gone
+
 MAX_BYTES = 1 << 20
 """Of one reply."""
 
@@ -28,6 +30,8 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return Window("", 0, 0)
+    except OSError as error:  # a link, say
+        raise Gone("the log on the data root is not a file that may be shown") from error
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - MAX_BYTES) if offset is None else min(offset, size)
@@ -38,7 +42,7 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
         if cut == 0 and start > 0:
             cut = data.find(b"\n") + 1  # begin with a whole line
         data = data[cut:]
-    whole = data[: len(data) - _unfinished(data)] or data
+    whole = data[: len(data) - _unfinished(data)]
     end = (size if offset is None else start + len(data)) - (len(data) - len(whole))
     return Window(whole.decode("utf-8", "replace"), end, size)
 

@@ -1,4 +1,4 @@
-"""`/jobs`: submit, list, look, measure, read, fetch, cancel."""
+"""`/jobs`: submit, list, look, measure, read, fetch, pause, resume, cancel, retry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from api.ranges import FileReply
 from core.errors import Fault, NotFound, TooLarge
 from core.jobs import queries
 from core.jobs.states import Status
-from core.jobs.submit import cancel, find
+from core.jobs.submit import cancel, find, pause, resume, retry
 from core.spec.run import LOG_FILE
 
 router = APIRouter(tags=["jobs"])
@@ -170,6 +170,48 @@ def cancel_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
     with here.database.write() as session:
         return JSONResponse(schemas.job_view(cancel(session, asking, job_id)))
+
+
+@router.post(
+    "/jobs/{job_id}/pause",
+    summary="Pause a job",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def pause_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """Free its slot and keep what it has done: the trainer writes a checkpoint and leaves. Asking twice is fine."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.job_view(pause(session, asking, job_id)))
+
+
+@router.post(
+    "/jobs/{job_id}/resume",
+    summary="Resume a paused job",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def resume_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """Queue a paused job again. It goes on from its checkpoint and ends with the weights of an undisturbed run."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.job_view(resume(session, asking, job_id)))
+
+
+@router.post(
+    "/jobs/{job_id}/retry",
+    summary="Try a failed or cancelled job again",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def retry_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+    """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
+
+    Asked again while that job has not failed too, it answers that job.
+    """
+    with here.database.write() as session:
+        return JSONResponse(schemas.job_view(retry(session, asking, job_id)))
 
 
 @router.get(

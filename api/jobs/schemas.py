@@ -44,7 +44,7 @@ optimizer:
   learning_rate: 1e-4
 """
 
-_LINKS = {name: f"/jobs/{_ID}/{name}" for name in ("events", "metrics", "logs", "artifacts", "cancel")}
+_LINKS = {name: f"/jobs/{_ID}/{name}" for name in ACTIONS}
 _JOB: dict[str, Any] = {
     "id": _ID,
     "name": "voice intents",
@@ -159,9 +159,10 @@ def job_view(job: Job) -> dict[str, Any]:
         "failure": job.failure,
         "spec": job.spec,
         "node": job.node,
+        "retry_of": job.retry_of,
         "links": {
             "self": f"/jobs/{job.id}",
-            **{name: f"/jobs/{job.id}/{name}" for name in ("events", "metrics", "logs", "artifacts", "cancel")},
+            **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS},
         },
     }
 
