@@ -63,6 +63,7 @@ app.conf.update(
         "socket_connect_timeout": 5,
         "socket_keepalive": True,
         "health_check_interval": 10,
+        "max_retries": 0,  # of one publishing; a consumer reconnects for ever (above)
     },
     task_default_queue=QUEUE,
     task_serializer="json",
@@ -92,7 +93,7 @@ def backlog() -> int:
     """Rings that no worker has heard yet. Raises BrokerAway."""
     try:
         with app.connection_for_write() as connection:
-            return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
+            return int(connection.default_channel.client.llen(QUEUE))
     except (OperationalError, RedisError, OSError) as error:
         raise BrokerAway(str(error)) from error
 

@@ -80,6 +80,8 @@ def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], la
 
 
 def _earlier(claim: Claim, layout: Layout) -> list[Path]:
-    """Run folders of earlier attempts that hold checkpoints, newest first."""
-    folders = (layout.attempt(claim.token.job_id, n) for n in range(claim.token.attempt - 1, 0, -1))
+    """Run folders of earlier attempts, and of the jobs this one is a retry of, that hold checkpoints; newest first."""
+    runs = [(claim.token.job_id, claim.token.attempt - 1)]
+    runs += [(earlier["job"], earlier["attempts"]) for earlier in reversed(claim.resume_from)]
+    folders = (layout.attempt(job_id, n) for job_id, attempts in runs for n in range(attempts, 0, -1))
     return [folder for folder in folders if (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())]

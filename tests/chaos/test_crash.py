@@ -1,0 +1,206 @@
+"""kill -9 of everything in mid-job: it ends well, with bitwise the weights of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.jobs.states import TRANSITIONS, Status
+from tests.support.service import ROOT, Service, running, wait_for
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    yield from running(tmp_path_factory.mktemp("chaos"), {"EFT_MODEL_ROOTS": str(models)})
+
+
+@pytest.fixture(scope="module")
+def spec(service: Service, models: Path) -> dict[str, Any]:
+    rows = service.folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "completion": f" it is {n * n}"}) + "\n" for n in range(96))
+    )
+    return {
+        "model": str(models / "tiny"),
+        "data": service.upload(rows),
+        "method": {"type": "lora", "lora_dropout": 0.1},
+        "training": {"max_steps": STEPS, "per_device_train_batch_size": 4, "max_length": 64},
+        "checkpoint": {"type": "disk", "save_steps": 10},
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: Service, spec: dict[str, Any]) -> bytes:
+    job_id = service.submit(spec)
+    with Watch(service, job_id) as watch:
+        service.wait(job_id, "succeeded", "failed")
+    watch.check(["queued", "preparing", "queued", "starting", "running", "succeeded"])
+    return weights(service, job_id)
+
+
+def weights(service: Service, job_id: str) -> bytes:
+    return service.artifact(job_id, "adapter/adapter_model.safetensors")
+
+
+class Watch:
+    """Looks at a job ten times a second: its state over HTTP, its trainers in /proc, its state again."""
+
+    def __init__(self, service: Service, job_id: str) -> None:
+        self.service, self.job_id = service, job_id
+        self.seen: list[str] = []
+        self.faults: list[str] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(0.1):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        try:
+            before = self.service.job(self.job_id)
+            trainers = self.service.trainers(self.job_id)
+            after = self.service.job(self.job_id)
+        except Exception:
+            return  # the API is being killed; there is nothing to see
+        for job in (before, after):
+            if not self.seen or self.seen[-1] != job["status"]:
+                self.seen.append(job["status"])
+        if len(trainers) > 1:
+            self.faults.append(f"{len(trainers)} trainers at once: {trainers}")
+        # Both looks in one waiting or final state, and of one attempt: the process list between them belongs to it.
+        same = before["status"] == after["status"] and before["attempt"] == after["attempt"]
+        if same and before["status"] in ("queued", "preparing", "succeeded", "failed", "cancelled") and trainers:
+            self.faults.append(f"{before['status']}, and there are trainers: {trainers}")
+
+    def check(self, expected: list[str]) -> None:
+        """The history is `expected`; what was seen is a path of the transition table and, some states being too short
+        to be seen, a part of that history in its order."""
+        assert not self.faults, self.faults
+        history = self.service.statuses(self.job_id)
+        assert history == expected, self.service.describe(self.job_id)
+        for one, next_one in zip(history, history[1:], strict=False):
+            assert Status(next_one) in TRANSITIONS[Status(one)]
+        rest = iter(history)
+        assert all(status in rest for status in self.seen), (self.seen, history)
+
+
+def trainer_of(service: Service, job_id: str) -> int:
+    (pid,) = service.trainers(job_id)
+    return pid
+
+
+def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit(spec)
+    with Watch(service, job_id) as watch:
+        service.wait_for_step(job_id, 25)
+        os.kill(trainer_of(service, job_id), signal.SIGKILL)
+        job = service.wait(job_id, "succeeded", "failed")
+    again = ["starting", "running"]
+    watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
+    assert weights(service, job_id) == undisturbed
+    assert job["attempt"] == 3
+    curve = service.client.get(f"/jobs/{job_id}/metrics", params={"names": "loss"}).json()["loss"]
+    assert [step for step, _ in curve] == list(range(1, STEPS + 1))
+
+
+def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit(spec)
+    with Watch(service, job_id) as watch:
+        service.wait_for_step(job_id, 25)
+        trainer = trainer_of(service, job_id)
+        worker = service.pid("worker")
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: trainer not in service.trainers(job_id), 5, "the trainer to end after its worker")
+        service.wait(job_id, "succeeded", "failed")
+    again = ["starting", "running"]
+    watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
+    assert weights(service, job_id) == undisturbed
+    assert service.pid("worker") != worker
+    curve = service.client.get(f"/jobs/{job_id}/metrics", params={"names": "loss"}).json()["loss"]
+    assert [step for step, _ in curve] == list(range(1, STEPS + 1)), "a hole where the worker died"
+
+
+def test_kill_9_of_the_api(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit(spec)
+    service.wait_for_step(job_id, 15)
+    api, trainer = service.pid("api"), trainer_of(service, job_id)
+    os.kill(api, signal.SIGKILL)
+    wait_for(lambda: service.pid("api") != api, 20, "another API")
+    wait_for(lambda: answers(service), 20, "the API to answer")
+    assert service.trainers(job_id) in ([trainer], []), "the job was disturbed"
+    service.wait(job_id, "succeeded", "failed")
+    assert service.statuses(job_id) == ["queued", "preparing", "queued", "starting", "running", "succeeded"]
+    assert weights(service, job_id) == undisturbed
+
+
+def answers(service: Service) -> bool:
+    try:
+        return service.client.get("/healthz").status_code == 200
+    except Exception:
+        return False
+
+
+def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit(spec)
+    with Watch(service, job_id) as watch:
+        service.wait_for_step(job_id, 13)
+        worker = service.pid("worker")
+        began = time.monotonic()
+        os.kill(worker, signal.SIGTERM)
+        wait_for(lambda: not Path(f"/proc/{worker}").exists(), 30, "the worker to leave")
+        assert time.monotonic() - began < 15
+        service.wait(job_id, "succeeded", "failed")
+    again = ["starting", "running"]
+    watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
+    assert weights(service, job_id) == undisturbed
+    reasons = [event["data"].get("reason", "") for event in events(service, job_id) if event["type"] == "status"]
+    assert any("is leaving" in reason for reason in reasons)
+    assert not any(event["type"] == "resumed" and event["data"]["step"] % 10 == 0 for event in events(service, job_id)), (
+        "it went on from the last regular checkpoint, not from the one written on leaving"
+    )
+
+
+def events(service: Service, job_id: str) -> list[dict[str, Any]]:
+    return service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"]
+
+
+def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit({**spec, "training": {**spec["training"], "max_steps": 5000}})
+    waiting = service.submit(spec)  # for the one slot
+    with Watch(service, job_id) as watch:
+        service.wait_for_step(job_id, 2)
+        assert service.client.post(f"/jobs/{job_id}/cancel").status_code == 200
+        service.wait(job_id, "cancelled", timeout=20)
+        assert service.trainers(job_id) == []
+    watch.check(["queued", "preparing", "queued", "starting", "running", "stopping", "cancelled"])
+    service.wait(waiting, "succeeded", "failed")
+    assert weights(service, waiting) == undisturbed

@@ -1,0 +1,179 @@
+"""The real service for a test: `python -m box.up` in a folder of its own, driven over HTTP, watched through /proc."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+SHORT = {
+    "EFT_LEASE_SECONDS": "6",
+    "EFT_RENEW_SECONDS": "1",
+    "EFT_FENCE_SECONDS": "4",
+    "EFT_RELAY_SECONDS": "0.2",
+    "EFT_SWEEP_SECONDS": "1",
+    "EFT_RETRY_BACKOFF_SECONDS": "0.2",
+    "EFT_STOP_GRACE_SECONDS": "30",
+    "EFT_MIN_FREE_BYTES": "1000000",
+    "OMP_NUM_THREADS": "1",
+}
+"""Leases of seconds, so that a test of what happens after one does not take minutes."""
+
+
+class Service:
+    """Everything below `folder`: data root, key, output of the supervisor."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("EFT_")},
+            **SHORT,
+            "EFT_DATA": str(self.data),
+            "EFT_NODE": f"node-{folder.name}",
+            **(environment or {}),
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self.key = ""
+        self.client = httpx.Client()
+
+    def start(self) -> Service:
+        key_file = self.folder / "key"
+        with (self.folder / "up.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(key_file)],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        seen = self.log().count(" is up at ")
+        wait_for(lambda: self.log().count(" is up at ") > seen or self.process.poll() is not None, 60, "up")
+        assert self.process.poll() is None, self.log()
+        self.key = key_file.read_text().strip()
+        self.client = httpx.Client(
+            base_url=self.note()["url"], headers={"Authorization": f"Bearer {self.key}"}, timeout=30, trust_env=False
+        )
+        return self
+
+    def log(self) -> str:
+        return (self.folder / "up.log").read_text()
+
+    def note(self) -> dict[str, Any]:
+        return json.loads((self.data / "up.json").read_text())
+
+    def pid(self, name: str) -> int:
+        return self.note()["pids"][name]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 60) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(timeout)
+        self.client.close()
+
+    # -- over HTTP
+
+    def upload(self, path: Path) -> str:
+        reply = self.client.post("/files", files={"file": (path.name, path.read_bytes())})
+        assert reply.status_code == 201, reply.text
+        return reply.json()["id"]
+
+    def submit(self, spec: Mapping[str, Any]) -> str:
+        reply = self.client.post("/jobs", json=spec)
+        assert reply.status_code == 201, reply.text
+        return reply.json()["id"]
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        reply = self.client.get(f"/jobs/{job_id}")
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def statuses(self, job_id: str) -> list[str]:
+        """The states the job has had, from its events."""
+        reply = self.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000})
+        assert reply.status_code == 200, reply.text
+        return [event["data"]["to"] for event in reply.json()["data"] if event["type"] == "status"]
+
+    def wait(self, job_id: str, *wanted: str, timeout: float = 90) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            job = self.job(job_id)
+            return job if job["status"] in wanted else None
+
+        return wait_for(look, timeout, f"{job_id} to be {' or '.join(wanted)}", lambda: self.describe(job_id))
+
+    def wait_for_step(self, job_id: str, step: int, timeout: float = 90) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            job = self.job(job_id)
+            assert job["status"] not in ("failed", "cancelled", "succeeded"), self.describe(job_id)
+            return job if (job["progress"] or {}).get("step", 0) >= step else None
+
+        return wait_for(look, timeout, f"step {step} of {job_id}", lambda: self.describe(job_id))
+
+    def artifact(self, job_id: str, path: str) -> bytes:
+        reply = self.client.get(f"/jobs/{job_id}/artifacts/{path}")
+        assert reply.status_code == 200, reply.text
+        return reply.content
+
+    def describe(self, job_id: str) -> str:
+        """For the message of a failed test."""
+        logs = sorted((self.data / "runs" / job_id).glob("*/log.txt")) + sorted((self.data / "logs").glob("*.log"))
+        tails = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
+        return f"{json.dumps(self.job(job_id), indent=1)}\n{tails}\n{self.log()[-2000:]}"
+
+    # -- through /proc
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of this service, by their environment or command line, less this one."""
+        found = {}
+        marker = os.fsencode(self.data)
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes()
+                if marker in command or b"EFT_DATA=" + marker in (entry / "environ").read_bytes().split(b"\0"):
+                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                        found[int(entry.name)] = command.replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue  # it has just ended
+        return found
+
+    def trainers(self, job_id: str = "") -> list[int]:
+        """Trainer processes (of one job)."""
+        return [pid for pid, command in self.processes().items() if f"-m core.train {self.data}/runs/{job_id}" in command]
+
+
+def wait_for(look: Callable[[], Any], timeout: float, what: str, describe: Callable[[], str] = str) -> Any:
+    """The first true answer of `look`."""
+    deadline = time.monotonic() + timeout
+    while True:
+        answer = look()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{describe()}"
+        time.sleep(0.05)
+
+
+def running(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Service]:
+    """For a fixture: a service that is up, and of which nothing is left afterwards."""
+    service = Service(folder, environment)
+    try:
+        yield service.start()
+    finally:
+        service.stop()
+        left = service.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"left running: {left}"
