@@ -43,6 +43,7 @@ def fill(database: Database, count: int) -> None:
             "status": "queued",
             "reason": "",
             "prepared": {"model_dir": "/m"},
+            "resume_from": [],
             **OWNED,
         }
         for start in range(0, count, 1000):

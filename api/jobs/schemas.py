@@ -44,6 +44,7 @@ optimizer:
   learning_rate: 1e-4
 """
 
+ACTIONS = ("events", "metrics", "logs", "artifacts", "pause", "resume", "cancel", "retry")
 _LINKS = {name: f"/jobs/{_ID}/{name}" for name in ACTIONS}
 _JOB: dict[str, Any] = {
     "id": _ID,
@@ -59,6 +60,7 @@ _JOB: dict[str, Any] = {
     "failure": None,
     "spec": SPEC_LONG,
     "node": "box-1",
+    "retry_of": None,
     "links": {"self": f"/jobs/{_ID}", **_LINKS},
 }
 
@@ -71,7 +73,7 @@ class JobView(BaseModel):
     id: str
     name: str | None
     status: str
-    """queued, preparing, starting, running, stopping; and final: succeeded, failed, cancelled."""
+    """queued, preparing, starting, running, pausing, paused, stopping; and final: succeeded, failed, cancelled."""
     reason: str
     """Why it is in this state, for people."""
     attempt: int
@@ -90,6 +92,8 @@ class JobView(BaseModel):
     """Resolved: every default is written out (schema JobSpec)."""
     node: str | None
     """The box that has it now."""
+    retry_of: str | None
+    """The job that this one tries again."""
     links: dict[str, str]
 
 

@@ -80,6 +80,9 @@ class Job(Owned, Base):
     accelerator: Mapped[str] = mapped_column(String(8))
     """Kind of slot it asks for: any, gpu, cpu."""
     request_id: Mapped[str | None] = mapped_column(String(64))
+    retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"))
+    resume_from: Mapped[list[Any]]
+    """Earlier jobs whose checkpoints it may go on from, oldest first: [{"job", "attempts"}]."""
 
     status: Mapped[str] = mapped_column(String(16))
     """Written by core.jobs.transitions alone."""

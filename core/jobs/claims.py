@@ -41,6 +41,8 @@ class Claim:
     project_id: str
     spec: dict[str, Any]
     prepared: dict[str, Any] | None
+    resume_from: list[dict[str, Any]]
+    """Earlier jobs that it is a retry of, oldest first: {"job", "attempts"}."""
 
 
 def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: float) -> Claim | None:
@@ -64,12 +66,15 @@ def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: f
         if kind == "prepare"
         else (Status.STARTING, f"starts on {node}, slot {slot.id}")
     )
-    owner_id, project_id, spec, prepared, attempt = (
+    won = Claim(
+        Token(job.id, job.attempt + 1, worker),
+        kind,
+        slot,
         job.owner_id,
         job.project_id,
         job.spec,
         job.prepared,
-        job.attempt + 1,
+        job.resume_from,
     )
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
@@ -80,13 +85,17 @@ def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: f
     }
     if kind == "train" and job.started_at is None:
         values["started_at"] = db_now()
-    job_id = job.id
     if not move(session, job, after, reason=words, data={"node": node, "slot": slot.id}, values=values):
         return None
-    ids = {"job_id": job_id, "attempt": attempt, "owner_id": owner_id, "project_id": project_id}
+    ids = {
+        "job_id": won.token.job_id,
+        "attempt": won.token.attempt,
+        "owner_id": won.owner_id,
+        "project_id": won.project_id,
+    }
     session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=slot.id))
     session.execute(insert(Allocation).values(**ids, node=node, slot=slot.id))
-    return Claim(Token(job_id, attempt, worker), kind, slot, owner_id, project_id, spec, prepared)
+    return won
 
 
 def _eligible(slot: Slot) -> list[ColumnElement[bool]]:
@@ -163,6 +172,8 @@ def lose(session: Session, job: Job, why: str) -> None:
     job_id, attempt = job.id, job.attempt
     if Status(job.status) is Status.STOPPING:
         moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})")
+    elif Status(job.status) is Status.PAUSING:
+        moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True})
     else:
         moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data={"lost": True})
         if moved:

@@ -88,11 +88,16 @@ def _next(
     """State, words, columns and event data that follow from an outcome."""
     if Status(job.status) is Status.STOPPING:
         return Status.CANCELLED, "cancelled by its owner", {}, {}
+    pausing = Status(job.status) is Status.PAUSING
     match outcome:
+        case Succeeded() if kind == "prepare" and pausing:
+            return Status.PAUSED, "paused by its owner; its model is ready", {"prepared": outcome.result}, {}
         case Succeeded() if kind == "prepare":
             return Status.QUEUED, "its model is ready; waits for a slot", {"prepared": outcome.result}, {}
         case Succeeded():
             return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
+        case HandedBack() if pausing:
+            return Status.PAUSED, "paused by its owner", {}, {}
         case HandedBack():
             return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
         case Failed():
@@ -104,13 +109,16 @@ def _next(
             }
             failures = job.machine_failures + (outcome.failure == "machine")
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
+                again = {"prepared": null()} if outcome.prepare_again else {}
+                if pausing:
+                    words = f"paused by its owner, after a fault of the box ({outcome.message})"
+                    return Status.PAUSED, words, {"machine_failures": failures} | again, {"failure": failure}
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (
                     Status.QUEUED,
                     f"tried again after a fault of the box ({outcome.message}); "
                     f"retry {failures} of {policy.max_machine_failures}",
-                    {"machine_failures": failures, "not_before": db_now() + wait}
-                    | ({"prepared": null()} if outcome.prepare_again else {}),
+                    {"machine_failures": failures, "not_before": db_now() + wait} | again,
                     {"failure": failure},
                 )
             return (

@@ -25,8 +25,11 @@ class Actor:
     request_id: str | None = None
 
 
-def submit(session: Session, actor: Actor, spec: JobSpec) -> Job:
-    """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction."""
+def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | None = None) -> Job:
+    """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
+
+    With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
+    """
     job_id = new_id("job")
     session.add(
         Job(
@@ -37,6 +40,10 @@ def submit(session: Session, actor: Actor, spec: JobSpec) -> Job:
             spec=spec.model_dump(mode="json"),
             accelerator=spec.resources.accelerator,
             request_id=actor.request_id,
+            retry_of=None if retry_of is None else retry_of.id,
+            resume_from=[]
+            if retry_of is None
+            else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
             status=Status.QUEUED.value,
             reason="waits for a worker to prepare its model",
             event_seq=1,
@@ -54,7 +61,7 @@ def submit(session: Session, actor: Actor, spec: JobSpec) -> Job:
             data={
                 "from": None,
                 "to": "queued",
-                "reason": "submitted",
+                "reason": "submitted" if retry_of is None else f"submitted as a retry of {retry_of.id}",
                 "actor": actor.user_id,
                 "request_id": actor.request_id,
             },
@@ -79,22 +86,72 @@ def cancel(session: Session, actor: Actor, job_id: str) -> Job:
     Asking twice is fine. Raises Conflict for a job that has succeeded or failed.
     """
     job = find(session, actor, job_id, lock=True)
-    status = Status(job.status)
-    who = {"actor": actor.user_id, "request_id": actor.request_id}
-    if status in (Status.CANCELLED, Status.STOPPING):
-        return job
-    if status in FINAL:
-        raise Conflict(f"the job has already {status.value}; there is nothing to cancel", code="already_final")
-    if status is Status.QUEUED:
-        move(session, job, Status.CANCELLED, reason="cancelled by its owner", data=who)
-    else:
-        move(
-            session,
-            job,
-            Status.STOPPING,
-            reason="cancelled by its owner",
-            data=who,
-            values={"stop_requested": "cancel"},
-        )
+    match Status(job.status):
+        case Status.CANCELLED | Status.STOPPING:
+            return job
+        case Status.QUEUED | Status.PAUSED:
+            _ask(session, actor, job, Status.CANCELLED, "cancelled by its owner")
+        case status if status in FINAL:
+            raise Conflict(f"the job has already {status.value}; there is nothing to cancel", code="already_final")
+        case _:
+            _ask(session, actor, job, Status.STOPPING, "cancelled by its owner", stop="cancel")
     session.refresh(job)
     return job
+
+
+def pause(session: Session, actor: Actor, job_id: str) -> Job:
+    """Free what a job holds and keep what it has done: its trainer writes a checkpoint and leaves.
+
+    Asking twice is fine. Raises Conflict for a job that has ended or is being cancelled.
+    """
+    job = find(session, actor, job_id, lock=True)
+    match Status(job.status):
+        case Status.PAUSED | Status.PAUSING:
+            return job
+        case Status.QUEUED:
+            _ask(session, actor, job, Status.PAUSED, "paused by its owner")
+        case Status.PREPARING | Status.STARTING | Status.RUNNING:
+            _ask(session, actor, job, Status.PAUSING, "paused by its owner", stop="pause")
+        case status:
+            raise Conflict(f"the job is {status.value}; there is nothing to pause", code="not_pausable")
+    session.refresh(job)
+    return job
+
+
+def resume(session: Session, actor: Actor, job_id: str) -> Job:
+    """Queue a paused job again; it goes on from its newest checkpoint. Raises Conflict for one that is not paused."""
+    job = find(session, actor, job_id, lock=True)
+    match Status(job.status):
+        case Status.PAUSED:
+            _ask(session, actor, job, Status.QUEUED, "resumed by its owner; waits for a slot")
+            outbox.ring(session, job_id)
+        case Status.PAUSING:
+            raise Conflict("the job is still writing its checkpoint; resume it once it is paused", code="still_pausing")
+        case Status.QUEUED | Status.PREPARING | Status.STARTING | Status.RUNNING:
+            return job
+        case status:
+            raise Conflict(f"the job is {status.value}; only a paused one can be resumed", code="not_paused")
+    session.refresh(job)
+    return job
+
+
+def retry(session: Session, actor: Actor, job_id: str) -> Job:
+    """A new job with the spec of one that failed or was cancelled, going on from that one's newest checkpoint.
+
+    A new job, since an end is an end: whoever saw the old one fail, saw right. Asked again while that one has not
+    failed too, it answers the same. Raises Conflict for a job in any other state.
+    """
+    old = find(session, actor, job_id, lock=True)
+    if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
+        raise Conflict(f"the job is {old.status}; only a failed or cancelled one can be tried again", code="not_ended")
+    query = select(Job).where(Job.retry_of == job_id, Job.status.not_in((Status.FAILED, Status.CANCELLED)))
+    going = session.execute(query.limit(1)).scalar_one_or_none()
+    if going is not None:
+        return going
+    return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old)
+
+
+def _ask(session: Session, actor: Actor, job: Job, after: Status, reason: str, *, stop: str | None = None) -> None:
+    data = {"actor": actor.user_id, "request_id": actor.request_id}
+    values = {} if stop is None else {"stop_requested": stop}
+    move(session, job, after, reason=reason, data=data, values=values)

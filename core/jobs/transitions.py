@@ -45,9 +45,9 @@ def move(
     check(before, after)
     changes: dict[str, Any] = {"status": after.value, "reason": reason}
     if after not in LEASED:
-        changes |= {"worker": None, "node": None, "lease_until": None}
+        changes |= {"worker": None, "node": None, "lease_until": None, "stop_requested": None}
     if after in FINAL:
-        changes |= {"finished_at": db_now(), "stop_requested": None}
+        changes |= {"finished_at": db_now()}
     changes |= dict(values or {})
     row = session.execute(
         update(Job)

@@ -96,6 +96,8 @@ def upgrade() -> None:
     sa.Column('spec', sa.JSON(none_as_null=True), nullable=False),
     sa.Column('accelerator', sa.String(length=8), nullable=False),
     sa.Column('request_id', sa.String(length=64), nullable=True),
+    sa.Column('retry_of', sa.String(length=40), nullable=True),
+    sa.Column('resume_from', sa.JSON(none_as_null=True), nullable=False),
     sa.Column('status', sa.String(length=16), nullable=False),
     sa.Column('reason', sa.Text(), nullable=False),
     sa.Column('stop_requested', sa.String(length=16), nullable=True),
@@ -117,6 +119,7 @@ def upgrade() -> None:
     sa.Column('project_id', sa.String(length=40), nullable=False),
     sa.ForeignKeyConstraint(['owner_id'], ['users.id'], name=op.f('fk_jobs_owner_id')),
     sa.ForeignKeyConstraint(['project_id'], ['projects.id'], name=op.f('fk_jobs_project_id')),
+    sa.ForeignKeyConstraint(['retry_of'], ['jobs.id'], name=op.f('fk_jobs_retry_of')),
     sa.PrimaryKeyConstraint('id', name=op.f('pk_jobs'))
     )
     with op.batch_alter_table('jobs', schema=None) as batch_op:
