@@ -95,18 +95,28 @@ def read_header(path: Path, *, field: str) -> Header:
 def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
     """Write `folder`; returns what to record: {"dtype", "tensor_types", "transformers"}. Imports torch.
 
+    Uses a folder "source" beside `folder`, where nothing but the file itself can be found.
+
     ModelError when transformers cannot read this architecture, or nobody knows how its tokenizer splits text.
     """
     import transformers
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging
 
     header = read_header(path, field=field)
     architecture = header.metadata.get("general.architecture")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # A config.json or tokenizer_config.json that happens to lie beside the file would be taken into account.
+    alone = folder.parent / "source"
+    alone.mkdir(parents=True, exist_ok=True)
+    link = alone / "model.gguf"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.resolve())
     try:
-        tokenizer = _tokenizer(path, header, field)
-        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+        tokenizer = _tokenizer(link, header, field)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            alone, gguf_file=link.name, dtype="float32", quantization_config=GgufConfig(dequantize=True)
+        )
     except (ValueError, NotImplementedError, KeyError) as error:
         raise ModelError(
             f"transformers cannot convert {path.name} (architecture {architecture}): {error}; "
@@ -114,9 +124,6 @@ def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
             field=field,
             code="model_unsupported",
         ) from error
-    # Loaded through a quantiser that has already dequantised; what is left of it would forbid saving plain weights.
-    del model.config.quantization_config
-    model.hf_quantizer = None
     dtype = _smallest_exact_dtype(model)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -141,7 +148,7 @@ def _tokenizer(path: Path, header: Header, field: str) -> PreTrainedTokenizerBas
             )
         elif name not in AS_GPT2 and name not in GGUF_PRE_TOKENIZER_SPLITS:
             raise ModelError(
-                f"{path.name} names a text split that is not known here (tokenizer.ggml.pre = {name!r}), so its "
+                f"the file names a text split that is not known here (tokenizer.ggml.pre = {name!r}), so its "
                 "tokens would not be those the model was trained on; give the model in safetensors instead",
                 field=field,
                 code="model_unsupported",

@@ -62,6 +62,9 @@ class ModelCache:
             return Entry(folder / MODEL, manifest["source"], manifest["summary"])
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"notice: {folder / MANIFEST} is damaged ({error})", file=sys.stderr, flush=True)
+            return None
 
     @contextmanager
     def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[Path]:
@@ -154,7 +157,8 @@ class ModelCache:
             fd = os.open(self.root / ".locks" / f"{work.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(work)
+                if work.exists():
+                    shutil.rmtree(work)
             except BlockingIOError:
                 pass  # someone is at work on it
             finally:
@@ -177,7 +181,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _touched(work: Path) -> float:
-    return max((path.stat().st_mtime for path in (work, *work.rglob("*"))), default=0.0)
+    """When anything below `work` was last changed; now, if it vanishes meanwhile (it has just become an entry)."""
+    try:
+        return max(path.stat().st_mtime for path in (work, *work.rglob("*")))
+    except FileNotFoundError:
+        return time.time()
 
 
 def _flat(key: str) -> str:

@@ -132,6 +132,19 @@ def test_same_bytes_are_converted_once_wherever_they_lie(tmp_path: Path) -> None
     assert phases == [] and again.model_dir == first.model_dir and again.source["path"] == str(other)
 
 
+def test_what_lies_beside_the_file_does_not_matter(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", Kind.F32)
+    expected = prepare(path, tmp_path / "cache-1").model_dir
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x", "auto_map": {"AutoTokenizer": ["e.E", null]}}')
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/evil"}')
+    (tmp_path / "chat_template.jinja").write_text("evil")
+    found = prepare(path, tmp_path / "cache-2").model_dir
+    assert {file.name: file.read_bytes() for file in found.iterdir()} == {
+        file.name: file.read_bytes() for file in expected.iterdir()
+    }
+
+
 def test_half_a_conversion_is_not_a_model(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", Kind.F32)
     cache = tmp_path / "cache"
