@@ -1,0 +1,1 @@
+"""Operators over quantised weights: one interface, portable torch behind it; later backends share it."""
