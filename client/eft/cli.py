@@ -32,6 +32,9 @@ for verb in (
     commands.logs,
     commands.metrics,
     commands.download,
+    commands.pause,
+    commands.resume,
+    commands.retry,
     commands.cancel,
 ):
     app.command()(verb)

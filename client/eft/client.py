@@ -117,6 +117,18 @@ class Client:
     def cancel(self, job_id: str) -> Job:
         return Job.parse(self._transport.request("POST", f"{_job(job_id)}/cancel").json())
 
+    def pause(self, job_id: str) -> Job:
+        """Free its slot and keep what it has done."""
+        return Job.parse(self._transport.request("POST", f"{_job(job_id)}/pause").json())
+
+    def resume(self, job_id: str) -> Job:
+        """Queue a paused job again; it goes on from its checkpoint."""
+        return Job.parse(self._transport.request("POST", f"{_job(job_id)}/resume").json())
+
+    def retry(self, job_id: str) -> Job:
+        """A new job with the spec of a failed or cancelled one, going on from its newest checkpoint."""
+        return Job.parse(self._transport.request("POST", f"{_job(job_id)}/retry").json())
+
     def metrics(
         self, job_id: str, *, names: list[str] | None = None, points: int | None = None
     ) -> dict[str, list[tuple[int, float]]]:

@@ -1,4 +1,4 @@
-"""`eft submit|ls|show|watch|cancel|logs|metrics|download`: the verbs of jobs."""
+"""`eft submit|ls|show|watch|logs|metrics|download|pause|resume|retry|cancel`: the verbs of jobs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from eft.session import JobArgument, JsonOption, UrlOption, session
 from eft.types import FINAL, Artifact, File, Job
 
 POLL_SECONDS = 1.0
+JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
 PatienceOption = Annotated[
     float, typer.Option(help="Seconds that the server may be away while we wait.", min=0, show_default=True)
 ]
@@ -117,8 +118,29 @@ def watch(
         _end(output, job)
 
 
+def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Free jobs' slots and keep what they have done: the trainer writes a checkpoint and leaves."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            _tell_status(output, client.pause(job_id))
+
+
+def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Queue paused jobs again. They go on from their checkpoints and end with the same weights."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            _tell_status(output, client.resume(job_id))
+
+
+def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Try a failed or cancelled job again: a new job that goes on from its newest checkpoint. Prints its id."""
+    with session(as_json, url) as (client, output):
+        job = client.retry(job_id)
+        output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+
+
 def cancel(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")],
+    job_ids: JobArguments,
     wait: Annotated[bool, typer.Option("--wait", help="Until they have ended.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -129,7 +151,7 @@ def cancel(
             job = client.cancel(job_id)
             if wait and not job.finished:
                 job = client.wait(job_id)
-            output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}\n")
+            _tell_status(output, job)
 
 
 def logs(
@@ -249,6 +271,10 @@ def download(
             output.json({"job": job_id, "files": files})
         else:
             output.text("".join(f"{target}\n" for target in targets))
+
+
+def _tell_status(output: Output, job: Job) -> None:
+    output.json(job.raw) if output.as_json else output.text(f"{job.id} {job.status}\n")
 
 
 def _chosen(artifacts: list[Artifact], paths: list[str]) -> list[Artifact]:

@@ -20,6 +20,8 @@ STATUS_STYLE = {
     "preparing": "cyan",
     "starting": "blue",
     "running": "blue",
+    "pausing": "yellow",
+    "paused": "magenta",
     "stopping": "yellow",
     "succeeded": "green",
     "failed": "red",
