@@ -91,6 +91,8 @@ def pin_gguf(model: GGUFModel, cache: ModelCache, offline: bool) -> dict[str, An
             field="model.file",
             code="model_not_found",
         )
+    if known is not None and known["commit"] == info.sha:
+        return known  # with the hash we found ourselves, should the hub state none
     sha256 = file.lfs.sha256 if file.lfs is not None else None
     return {"id": model.id, "file": model.file, "commit": str(info.sha), "sha256": sha256, "bytes": file.size}
 

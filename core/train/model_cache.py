@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from core.errors import ModelError
 from core.train.model_files import Summary
 
 MANIFEST = "manifest.json"
@@ -84,7 +85,11 @@ class ModelCache:
             work = self.root / ".partial" / _flat(key)
             work.mkdir(exist_ok=True)
             os.utime(work)
-            yield work
+            try:
+                yield work
+            except ModelError:
+                shutil.rmtree(work)  # a model we refuse does not become better by being kept
+                raise
         finally:
             os.close(fd)
 

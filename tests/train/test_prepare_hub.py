@@ -5,20 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
-import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+import gguf
 import pytest
 
 from core.errors import EftError, ModelError, NoSpace
@@ -26,175 +21,18 @@ from core.spec.model import GGUFModel, HubModel
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK, PrepareOrder
 from core.train import hub
 from core.train.prepare import Prepared, prepare_model
+from tests.support.hub import COMMIT, FIRST, SECOND, SHARDS, Hub, safetensors, serving, tiny_model
+from tests.support.tiny_gguf import write_gguf
 
-COMMIT = "a" * 40
 TOKEN = "hf_TheWorkersOwnSecret"
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-FIRST, SECOND = SHARDS
-
-
-def safetensors(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The format written by hand: fp32 ones."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, shape in tensors.items():
-        size = 4
-        for length in shape:
-            size *= length
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, position + size]}
-        position += size
-    raw = json.dumps(header).encode()
-    return struct.pack("<Q", len(raw)) + raw + struct.pack("<f", 1.0) * (position // 4)
-
-
-def tiny_model() -> dict[str, bytes]:
-    """A Llama of twice 128 k parameters in two shards, and the clutter real repositories have."""
-    first, second = {"model.embed_tokens.weight": (1000, 128)}, {"lm_head.weight": (1000, 128)}
-    index = {name: SHARDS[0] for name in first} | {name: SHARDS[1] for name in second}
-    return {
-        "config.json": json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}).encode(),
-        "generation_config.json": b"{}",
-        "tokenizer.json": b'{"version": "1.0"}',
-        "tokenizer_config.json": b"{}",
-        "chat_template.jinja": b"{{ messages }}",
-        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": index}).encode(),
-        SHARDS[0]: safetensors(first),
-        SHARDS[1]: safetensors(second),
-        "consolidated.safetensors": safetensors({"everything.again": (10, 10)}),
-        "README.md": b"# never read",
-        "pytorch_model.bin": b"\x80\x04pickle",
-        "modeling_evil.py": b"raise SystemExit('code of the model ran')",
-        "tokenizer_evil.py": b"raise SystemExit('code of the model ran')",
-        "original/model.safetensors": b"not at the top",
-    }
-
-
-@dataclass
-class Hub:
-    """What the server has, what goes wrong on the way, and what it was asked."""
-
-    files: dict[str, bytes] = field(default_factory=tiny_model)
-    commit: str = COMMIT
-    sha256: dict[str, str] = field(default_factory=dict)
-    """Hashes it states for large files (Git LFS)."""
-    gated: bool = False
-    secret: str | None = None
-    """The token without which it shows nothing."""
-    broken: bool = False
-    cut: dict[str, int] = field(default_factory=dict)
-    """File → bytes after which its connection is dropped, once."""
-    trickle: str | None = None
-    """File of which only the first half comes, while the client waits."""
-    flowing: threading.Event = field(default_factory=threading.Event)
-    seen: list[str] = field(default_factory=list)
-    url: str = ""
-
-    def asked(self, name: str) -> list[str]:
-        return [line for line in self.seen if line.split()[1].endswith(f"/{name}")]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """model_info, and HEAD and GET of /ID/resolve/REVISION/FILE with ETag, X-Repo-Commit and ranges."""
-
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, *, body: bool) -> None:
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
-        hub.seen.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        if hub.broken:
-            return self.refuse(503, "")
-        if hub.secret is not None and self.headers.get("Authorization") != f"Bearer {hub.secret}":
-            return self.refuse(401, "RepoNotFound")
-        if info := re.fullmatch(r"/api/models/team/tiny/revision/(.+)", path):
-            if info[1] not in ("main", hub.commit):
-                return self.refuse(404, "RevisionNotFound")
-            return self.send(json.dumps(self.describe()).encode(), {"Content-Type": "application/json"}, body=body)
-        if file := re.fullmatch(rf"/team/tiny/resolve/{hub.commit}/(.+)", path):
-            if hub.gated:
-                return self.refuse(403, "GatedRepo")
-            if file[1] not in hub.files:
-                return self.refuse(404, "EntryNotFound")
-            return self.send_file(file[1], body=body)
-        return self.refuse(404, "RepoNotFound")
-
-    def describe(self) -> dict[str, Any]:
-        siblings = []
-        for name, data in self.hub.files.items():
-            sibling: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": "0" * 40}
-            if name in self.hub.sha256:
-                sibling["lfs"] = {"sha256": self.hub.sha256[name], "size": len(data), "pointerSize": 134}
-            siblings.append(sibling)
-        return {"id": "team/tiny", "modelId": "team/tiny", "sha": self.hub.commit, "siblings": siblings, "tags": []}
-
-    def send_file(self, name: str, *, body: bool) -> None:
-        data = self.hub.files[name]
-        etag = self.hub.sha256.get(name) or hashlib.sha1(data).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes"}
-        start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, 0])[1])
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self.send(data[start:], headers, body=body, status=206 if start else 200, name=name)
-
-    def send(
-        self, data: bytes, headers: dict[str, str], *, body: bool, status: int = 200, name: str | None = None
-    ) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if not body:
-            return
-        stop = self.hub.cut.pop(name, None) if name is not None else None
-        if stop is not None:
-            self.wfile.write(data[:stop])
-            self.close_connection = True
-        elif name is not None and name == self.hub.trickle:
-            self.wfile.write(data[: len(data) // 2])
-            self.wfile.flush()
-            self.hub.flowing.set()
-            while self.hub.trickle == name:
-                time.sleep(0.02)
-            self.close_connection = True
-        else:
-            self.wfile.write(data)
-
-    def refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """`seen` has it."""
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    state = Hub()
-    handler = type("BoundHandler", (Handler,), {"hub": state})
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{http.server_port}"
-    monkeypatch.setenv("HF_ENDPOINT", state.url)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    try:
+    with serving() as state:
+        monkeypatch.setenv("HF_ENDPOINT", state.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
         yield state
-    finally:
-        state.trickle = None
-        http.shutdown()
-        thread.join()
-        http.server_close()
 
 
 MODEL = HubModel(id="team/tiny")
@@ -370,6 +208,46 @@ def test_children_at_once_download_once(tmp_path: Path, server: Hub) -> None:
     assert [child.ends() for child in children] == [EXIT_OK, EXIT_OK]
     assert len([line for line in server.asked(FIRST) if line.startswith("GET")]) == 1
     assert len({child.events[-1]["result"]["model_dir"] for child in children}) == 1
+
+
+def gguf_files(folder: Path, server: Hub, *, stated: bool) -> GGUFModel:
+    data = write_gguf(folder / "made.gguf", gguf.GGMLQuantizationType.F16).read_bytes()
+    server.files = {"tiny.F16.gguf": data, "tiny.Q8_0.gguf": b"not asked for", "README.md": b""}
+    if stated:
+        server.sha256["tiny.F16.gguf"] = hashlib.sha256(data).hexdigest()
+    return GGUFModel(id="team/tiny", file="tiny.F16.gguf")
+
+
+@pytest.mark.parametrize("stated", [True, False], ids=["lfs", "no-lfs"])
+def test_a_gguf_file_of_a_repository(tmp_path: Path, server: Hub, stated: bool) -> None:
+    model = gguf_files(tmp_path, server, stated=stated)
+    models = tmp_path / "models"
+    prepared = prepare(models, model)
+    assert prepared.source["sha256"] == hashlib.sha256(server.files["tiny.F16.gguf"]).hexdigest()
+    assert {key: prepared.source[key] for key in ("type", "id", "file", "commit", "dtype")} == {
+        "type": "gguf", "id": "team/tiny", "file": "tiny.F16.gguf", "commit": COMMIT, "dtype": "float16",
+    }  # fmt: skip
+    assert list(models.rglob("*.gguf")) == [] and list((models / ".partial").iterdir()) == []
+    server.seen.clear()
+    assert prepare(models, model) == prepared  # without the file a second time, whether or not the hub states its hash
+    assert prepare(models, model, offline=True) == prepared
+    assert server.seen == ["GET /api/models/team/tiny/revision/main"]
+
+
+def test_a_gguf_file_offline_or_damaged(tmp_path: Path, server: Hub) -> None:
+    model = gguf_files(tmp_path, server, stated=True)
+    models = tmp_path / "models"
+    with pytest.raises(ModelError, match="works offline"):
+        prepare(models, model, offline=True)
+    server.files["tiny.F16.gguf"] = server.files["tiny.F16.gguf"][:-1] + b"x"
+    with pytest.raises(hub.HubUnreachable, match="arrived damaged"):
+        prepare(models, model)
+    server.files["tiny.F16.gguf"] = b"no such thing as a model"
+    server.sha256.clear()
+    with pytest.raises(ModelError, match="not a GGUF file") as caught:
+        prepare(models, model)
+    assert caught.value.field == "model.file"
+    assert entries(models) == [] and list((models / ".partial").iterdir()) == []
 
 
 def test_a_hub_that_is_down_may_be_tried_again(tmp_path: Path, server: Hub) -> None:
