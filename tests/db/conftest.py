@@ -1,0 +1,69 @@
+"""Every test of this suite runs on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, select
+
+from core.db import migrate
+from core.db.engine import Database
+from core.db.tables import Job, Project, User
+from core.jobs.submit import Actor, submit
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+
+ADA = Actor("user-ada", "proj-lab")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'eft.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+def database(empty_url: str) -> Iterator[Database]:
+    database = Database(empty_url)
+    migrate.upgrade(database)
+    with database.write() as session:
+        session.execute(insert(User).values(id=ADA.user_id, name="ada"))
+        session.execute(insert(Project).values(id=ADA.project_id, name="lab"))
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def make_job(database: Database) -> Callable[..., str]:
+    """A queued job; `prepared=True`: its model is there already."""
+
+    def make(*, prepared: bool = True, accelerator: str = "any") -> str:
+        spec = JobSpec.model_validate(
+            {
+                "model": "team/tiny",
+                "data": "file-0123456789abcdefghjkmnpqrs",
+                "resources": {"type": "single", "accelerator": accelerator},
+            }
+        )
+        with database.write() as session:
+            job = submit(session, ADA, resolve(spec))
+            if prepared:
+                session.get_one(Job, job.id).prepared = {"model_dir": "/models/tiny"}
+            return job.id
+
+    return make
+
+
+@pytest.fixture
+def row(database: Database) -> Callable[[str], Job]:
+    """The job as it is in the database now."""
+
+    def read(job_id: str) -> Job:
+        with database.read() as session:
+            return session.execute(select(Job).where(Job.id == job_id)).scalar_one()
+
+    return read

@@ -1,0 +1,36 @@
+"""A worker without children: claims and finishes what it can, prints what it won. `python -m tests.support.contender
+URL NODE KIND`."""
+
+from __future__ import annotations
+
+import sys
+
+from core.db.engine import Database
+from core.jobs import claims
+from core.jobs.claims import Slot
+from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.states import Status
+
+
+def contend(database: Database, worker: str, node: str, slot: Slot) -> list[tuple[str, int]]:
+    """Claim, run, finish until nothing is left; (job, attempt) of each claim won."""
+    won = []
+    while True:
+        with database.write() as session:
+            claim = claims.claim(session, worker, node, slot, 30)
+        if claim is None:
+            return won
+        won.append((claim.token.job_id, claim.token.attempt))
+        with database.write() as session:
+            claims.running(session, claim.token)
+        with database.write() as session:
+            after = finish(session, claim.token, claim.kind, Succeeded({"ok": True}), 0, RetryPolicy())
+        assert after in (Status.SUCCEEDED, Status.QUEUED)
+
+
+if __name__ == "__main__":
+    url, node = sys.argv[1:3]
+    database = Database(url)
+    for job_id, attempt in contend(database, f"worker-{node}", node, Slot("cpu", "cpu")):
+        print(job_id, attempt)
+    database.dispose()
