@@ -60,15 +60,29 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.installation = here
     app.add_middleware(RequestContext)
     errors.install(app)
-    for router in (jobs_router, events_router, files_router, health.router):
+    routers = (jobs_router, events_router, files_router, health.router)
+    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    for router in routers:
         app.include_router(router)
     plain_openapi = app.openapi
+    unprocessable = {
+        "description": "Something in the request is wrong; the faults name it.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+    }
 
     def openapi() -> dict[str, Any]:
-        """FastAPI's, and the job spec, whose route reads its body by hand."""
-        document = plain_openapi()
-        document["components"]["schemas"].update(openapi_schemas())
-        return document
+        """FastAPI's, with the job spec, whose route reads its body by hand, and with our shape of errors."""
+        if app.openapi_schema is None:
+            document = plain_openapi()
+            schemas = document["components"]["schemas"]
+            schemas.update(openapi_schemas())
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
+                if "422" in operation["responses"]:
+                    operation["responses"]["422"] = unprocessable
+            app.openapi_schema = document
+        return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app

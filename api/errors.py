@@ -139,7 +139,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 def _methods(request: Request) -> list[str]:
     """Every method that some route has for this path; Starlette names only those of the first one it finds."""
     methods: set[str] = set()
-    for route in request.app.routes:
+    for route in request.app.state.routes:
         match, _ = route.matches(request.scope)
         if match is not Match.NONE:
             methods |= getattr(route, "methods", None) or set()

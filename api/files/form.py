@@ -12,7 +12,6 @@ from api.errors import BadRequest, nearest, printable
 
 FIELDS = ("file", "purpose", "format")
 MAX_FIELD_BYTES = 1024
-MAX_HEADER_BYTES = 4096
 
 
 class Form:
@@ -68,19 +67,13 @@ class Form:
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
-        self._limit_headers()
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        self._limit_headers()
 
     def _header_end(self) -> None:
         self._headers[bytes(self._header).lower()] = bytes(self._value)
         self._header, self._value = bytearray(), bytearray()
-
-    def _limit_headers(self) -> None:
-        if len(self._header) + len(self._value) > MAX_HEADER_BYTES or len(self._headers) > 16:
-            raise BadRequest("a part of the form has too long headers")
 
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))

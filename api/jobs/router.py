@@ -20,7 +20,7 @@ from api.ranges import FileReply
 from core.errors import Fault, NotFound, TooLarge
 from core.jobs import queries
 from core.jobs.states import Status
-from core.jobs.submit import cancel, find, pause, resume, retry
+from core.jobs.submit import cancel, find, pause, resume
 from core.spec.run import LOG_FILE
 
 router = APIRouter(tags=["jobs"])
@@ -203,15 +203,14 @@ def resume_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     summary="Try a failed or cancelled job again",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409),
+    responses=responses(404, 409, 422, 507),
 )
 def retry_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
 
     Asked again while that job has not failed too, it answers that job.
     """
-    with here.database.write() as session:
-        return JSONResponse(schemas.job_view(retry(session, asking, job_id)))
+    return JSONResponse(Jobs(here.database, here.settings, here.layout).retry(asking, job_id))
 
 
 @router.get(

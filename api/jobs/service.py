@@ -20,7 +20,7 @@ from core.db.engine import Database
 from core.db.tables import File, IdempotencyKey
 from core.errors import EftError, Fault, NotFound, SpecError
 from core.jobs import queries
-from core.jobs.submit import Actor, submit
+from core.jobs.submit import Actor, retry, submit
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec.data import FileSource, PathSource
@@ -101,6 +101,16 @@ class Jobs:
                     .values(body=body)
                 )
             return Answer(201, body)
+
+    def retry(self, actor: Actor, job_id: str) -> dict[str, Any]:
+        """Try a failed or cancelled job again. Raises NotFound, Conflict, NoSpace; SpecError without its files."""
+        self._layout.require_space(self._settings.min_free_bytes)
+        with self._database.write() as session:
+            again = retry(session, actor, job_id)
+            for field, source in _sources(JobSpec.model_validate(again.spec)):
+                if isinstance(source, FileSource):
+                    _file(session, actor, source, field, lock=True)
+            return job_view(again)
 
     def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
         """The spec as it would run. Raises SpecError, with a fault for every wrong field."""

@@ -1,0 +1,258 @@
+"""One error shape, a request id everywhere, keys, and other people's things that do not exist."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.auth import keys
+from api.auth import service as auth
+from core import HOME
+from core.db.engine import Database
+from core.db.migrate import upgrade
+from core.jobs.finish import Failed, Succeeded
+
+PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
+OPEN = ("/healthz", "/readyz", "/version", "/openapi.json", "/docs")
+
+
+def shape(reply: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a reply, which has the one shape."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    assert list(reply.json()) == ["error"]
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) - {"faults"} == {"code", "message", "field", "request_id"}
+    for fault in error.get("faults", []):
+        assert set(fault) == {"code", "message", "field"}
+    assert error["request_id"] == reply.headers["x-request-id"]
+    return error
+
+
+def test_every_kind_of_error_has_the_one_shape(api: Any) -> None:
+    http = api.http
+    assert shape(http.get("/nope"), 404)["code"] == "not_found"
+    assert shape(http.get("/%00%1b[31m"), 404)["message"].isprintable()
+    wrong_method = http.put("/jobs")
+    assert shape(wrong_method, 405)["code"] == "method_not_allowed"
+    assert wrong_method.headers["allow"] == "GET, POST"
+    assert shape(http.get("/jobs", params={"limit": "many"}), 422)["field"] == "limit"
+    assert shape(http.get("/jobs/job-nope"), 404)["field"] == "job_id"
+    assert shape(http.post("/jobs", content=b"{}", headers={"content-type": "x/y"}), 415)["field"] == "content-type"
+    assert shape(http.post("/jobs", json={}), 422)["code"] == "invalid_spec"
+    assert shape(http.get("/jobs", headers={"authorization": ""}), 401)["code"] == "missing_api_key"
+
+
+def test_request_ids(api: Any) -> None:
+    given = api.http.get("/version", headers={"x-request-id": "trace.42:A_b-c"})
+    assert given.headers["x-request-id"] == "trace.42:A_b-c"
+    assert "[trace.42:A_b-c] GET /version 200" in api.log()
+    made = {api.http.get("/version").headers["x-request-id"] for _ in range(3)}
+    assert len(made) == 3
+    for bad in ("a b", "x" * 65, "a,b", "<i>"):
+        reply = api.http.get("/version", headers={"x-request-id": bad})
+        assert re.fullmatch(r"req-[0-9a-f]{24}", reply.headers["x-request-id"])
+    api.http.get("/nope%0aFAKE%20LOG%20LINE")
+    assert "\nFAKE" not in api.log()
+
+
+def test_a_defect_says_nothing_but_its_id(start_api: Any) -> None:
+    """A real one: no tables. The user gets an id, the log has the traceback under it."""
+    with start_api(migrate=False) as api:
+        assert httpx.get(f"{api.url}/healthz").status_code == 200
+        reply = httpx.get(f"{api.url}/jobs", headers={"authorization": "Bearer eft_" + "a" * 8 + "_" + "b" * 40})
+        error = shape(reply, 500)
+        assert error["code"] == "internal"
+        assert "sqlite" not in reply.text.lower()
+        assert "Traceback" not in reply.text
+        log = api.log()
+        line = next(line for line in log.splitlines() if error["request_id"] in line and "ERROR" in line)
+        assert "GET /jobs failed" in line
+        assert "no such table: api_keys" in log
+        ready = httpx.get(f"{api.url}/readyz")
+        assert ready.status_code == 503
+        assert ready.json()["checks"]["schema"] == {
+            "ok": False,
+            "detail": "is at nothing, this version needs 0001: run `eft migrate`",
+        }
+
+
+def test_wrong_keys(api: Any) -> None:
+    good = api.key
+    prefix = good.split("_")[1]
+    wrong = [
+        "nonsense",
+        "eft_",
+        f"eft_{prefix}_" + "0" * 40,
+        good[:-1],
+        good + "0",
+        good.upper(),
+        f"eft_{'0' * 8}_{good[13:]}",
+        good.replace("eft_", "sk-"),
+    ]
+    answers = set()
+    for key in wrong:
+        reply = api.with_key(key).get("/jobs")
+        assert reply.headers["www-authenticate"] == "Bearer"
+        error = shape(reply, 401)
+        answers.add((error["code"], error["message"]))
+    assert len(answers) == 1  # nothing tells a wrong prefix from a wrong secret
+    for header in (f"Basic {good}", good, "Bearer", "Bearer "):
+        shape(httpx.get(f"{api.url}/jobs", headers={"authorization": header.strip()}), 401)
+    for path in OPEN:
+        reply = httpx.get(f"{api.url}{path}")
+        assert reply.status_code in (200, 503), path
+
+
+def test_a_revoked_key_stops_at_once(api: Any) -> None:
+    client = api.client("revoked")
+    assert client.get("/jobs").status_code == 200
+    prefix = client.headers["authorization"].split("_")[1]
+    with api.database.write() as session:
+        assert auth.revoke(session, prefix)
+        assert not auth.revoke(session, prefix)
+    shape(client.get("/jobs"), 401)
+
+
+def every_route_with_an_id(folder: Path, job: str, file: str) -> list[tuple[str, str]]:
+    """From the document itself, so that a new route cannot be forgotten."""
+    from api.app import create_app
+    from core.settings import Settings
+
+    document = create_app(Settings(data=folder)).openapi()
+    routes = []
+    for path, methods in document["paths"].items():
+        if "{" in path:
+            filled = path.replace("{job_id}", job).replace("{file_id}", file).replace("{path}", "a.bin")
+            routes += [(method.upper(), filled) for method in methods]
+    return routes
+
+
+def test_a_key_of_another_project_sees_nothing(api: Any, tmp_path: Path) -> None:
+    file = api.upload(PAIR)["id"]
+    job, token = api.start_job(data=file)
+    folder = api.layout.artifacts(job, token.attempt)
+    folder.mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"mine")
+    (folder.parent / "log.txt").write_bytes(b"mine")
+    api.end(token, Succeeded({}, [{"path": "a.bin", "kind": "x", "bytes": 4, "sha256": "0" * 64}]))
+    other = api.client("strangers")
+    routes = every_route_with_an_id(tmp_path, job, file)
+    assert len(routes) >= 12
+    nowhere = every_route_with_an_id(tmp_path, "job-" + "0" * 26, "file-" + "0" * 26)
+    for (method, path), (_, missing) in zip(routes, nowhere, strict=True):
+        foreign = shape(other.request(method, path), 404)
+        absent = shape(other.request(method, missing), 404)
+        for error, number in (
+            (foreign, job),
+            (foreign, file),
+            (absent, "job-" + "0" * 26),
+            (absent, "file-" + "0" * 26),
+        ):
+            error["message"] = error["message"].replace(number, "ID")
+            error["request_id"] = ""
+        assert foreign == absent, path
+        assert api.http.request(method, missing).status_code == 404
+    assert other.get("/jobs").json()["data"] == []
+    assert other.get("/files").json()["data"] == []
+    assert other.get("/jobs", params={"after": job}).status_code == 400
+    assert api.http.get(f"/jobs/{job}/artifacts/a.bin").content == b"mine"
+    assert api.http.delete(f"/files/{file}").status_code == 200
+
+
+def test_pause_resume_retry(api: Any) -> None:
+    job = api.submit(data=api.upload(PAIR)["id"])
+
+    def ask(what: str, number: str = "") -> httpx.Response:
+        reply: httpx.Response = api.http.post(f"/jobs/{number or job['id']}/{what}")
+        return reply
+
+    assert [ask("pause").json()["status"] for _ in range(2)] == ["paused", "paused"]
+    assert shape(ask("retry"), 409)["code"] == "not_ended"
+    assert ask("resume").json()["status"] == "queued"
+    assert ask("cancel").json()["status"] == "cancelled"
+    assert shape(ask("pause"), 409)["code"] == "not_pausable"
+    assert shape(ask("resume"), 409)["code"] == "not_paused"
+    first, second = ask("retry").json(), ask("retry").json()
+    assert first["id"] == second["id"] != job["id"]
+    assert (first["retry_of"], first["status"], first["spec"]) == (job["id"], "queued", job["spec"])
+
+    failed, token = api.start_job(data=api.upload(PAIR)["id"])
+    api.end(token, Failed("machine", "lost", "gone", None))
+    with api.database.write() as session:  # the retries of machine faults are another's test
+        from core.jobs.submit import cancel, find
+
+        actor = _owner(session, failed)
+        if find(session, actor, failed).status == "queued":
+            cancel(session, actor, failed)
+    file = api.http.get(f"/jobs/{failed}").json()["spec"]["data"]["train"]["id"]
+    assert api.http.delete(f"/files/{file}").status_code == 200
+    assert shape(ask("retry", failed), 422)["code"] == "file_not_found"
+
+
+def _owner(session: Any, job_id: str) -> Any:
+    from core.db.tables import Job
+    from core.jobs.submit import Actor
+
+    job = session.get(Job, job_id)
+    return Actor(job.owner_id, job.project_id)
+
+
+def test_the_key_command(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'eft.db'}"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "api.auth.keys", *arguments],
+            cwd=HOME,
+            env={"PATH": "/usr/bin:/bin", "EFT_DATA": str(tmp_path), "EFT_DATABASE_URL": url},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    early = run("create", "--project", "lab", "--user", "ada")
+    assert early.returncode == 1
+    assert "core.db.migrate" in early.stderr
+    database = Database(url)
+    upgrade(database)
+    kept = tmp_path / "keys" / "first"
+    first = run("create", "--project", "lab", "--user", "ada", "--if-none", str(kept))
+    key = first.stdout.strip()
+    assert re.fullmatch(r"eft_[0-9a-z]{8}_[0-9A-Za-z]{40}", key)
+    assert kept.read_text() == key + "\n"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    again = run("create", "--project", "lab", "--user", "ada", "--if-none", str(tmp_path / "second"))
+    assert (again.returncode, again.stdout) == (0, "")
+    assert not (tmp_path / "second").exists()
+    assert keys.create(database, project="lab", user="grace", name="ci") is not None
+    with database.read() as session:
+        owner = auth.authenticate(session, key)
+        assert owner is not None
+        listed = auth.listing(session)
+        assert [(user, project) for _, user, project in listed] == [("ada", "lab"), ("grace", "lab")]
+        assert {row.project_id for row, _, _ in listed} == {owner.project_id}
+        assert all(key not in str(vars(row)) for row, _, _ in listed)
+    assert key.split("_")[1] in run("list").stdout
+    assert run("revoke", key.split("_")[1]).returncode == 0
+    assert run("revoke", key.split("_")[1]).returncode == 1
+    with database.read() as session:
+        assert auth.authenticate(session, key) is None
+    assert run("create", "--project", "a\nb", "--user", "ada").returncode == 2
+    database.dispose()
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/files"])
+def test_a_refusal_in_mid_upload_reaches_a_client_that_only_writes(sqlite_api: Any, path: str) -> None:
+    """httpx sends the whole body before it looks: 12 MiB without a key must end in a 401, not in a broken pipe."""
+    body = b"x" * (12 << 20)
+    headers = {"content-type": "application/jsonl"}
+    reply = httpx.post(f"{sqlite_api.url}{path}", content=body, headers=headers, params={"filename": "a"})
+    shape(reply, 401)

@@ -1,0 +1,290 @@
+"""Uploads: streamed, counted, checked; refused in words with nothing kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+CHAT = b'{"messages": [{"role": "user", "content": "on"}, {"role": "assistant", "content": "lamp.on"}]}\n'
+PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
+JSONL = {"content-type": "application/jsonl"}
+
+
+def error(reply: httpx.Response, status: int) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    return dict(reply.json()["error"])
+
+
+def kept(api: Any) -> list[str]:
+    """Everything on the data root that came from an upload."""
+    return sorted(path.name for folder in (api.layout.uploads, api.layout.files) for path in folder.iterdir())
+
+
+def boundary_form(parts: list[bytes], boundary: bytes = b"XX") -> bytes:
+    return b"".join(b"--" + boundary + b"\r\n" + part + b"\r\n" for part in parts) + b"--" + boundary + b"--\r\n"
+
+
+def form_part(data: bytes, disposition: str) -> bytes:
+    return f"Content-Disposition: form-data; {disposition}\r\n\r\n".encode() + data
+
+
+@pytest.mark.parametrize("how", ["form", "jsonl", "octet-stream", "chunked"])
+def test_an_upload_comes_back_byte_for_byte(api: Any, how: str) -> None:
+    data = CHAT * 30_000  # more than one batch
+    name = "Übungen 1.jsonl"
+
+    def chunks() -> Iterator[bytes]:
+        yield from (data[at : at + 100_003] for at in range(0, len(data), 100_003))
+
+    match how:
+        case "form":
+            reply = api.http.post("/files", files={"file": (name, data)}, data={"purpose": "fine-tune"})
+        case "chunked":
+            reply = api.http.post("/files", params={"filename": name}, content=chunks(), headers=JSONL)
+        case kind:
+            headers = {"content-type": f"application/{kind}"}
+            reply = api.http.post("/files", params={"filename": name}, content=data, headers=headers)
+    assert reply.status_code == 201, reply.text
+    file = reply.json()
+    assert file == {
+        "id": file["id"],
+        "filename": name,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "rows": 30_000,
+        "format": "messages",
+        "created_at": file["created_at"],
+        "links": {"self": f"/files/{file['id']}", "content": f"/files/{file['id']}/content"},
+    }
+    assert api.http.get(file["links"]["self"]).json() == file
+    content = api.http.get(file["links"]["content"])
+    assert content.content == data
+    assert f"filename*=UTF-8''{quote(name)}" in content.headers["content-disposition"]
+    part = api.http.get(file["links"]["content"], headers={"range": "bytes=5-9"})
+    assert (part.status_code, part.content) == (206, data[5:10])
+    stored = api.layout.file(file["id"])
+    assert stored.stat().st_mode & 0o777 == 0o600
+    assert not list(api.layout.uploads.iterdir())
+
+
+FAULTY = [
+    (b"", "empty_file", None),
+    (b"\n\n", "empty_file", None),
+    (CHAT * 5 + b'{"messages": [\n' + CHAT * 5, "invalid_json", "line 6"),
+    (CHAT + PAIR, "mixed_formats", "line 2"),
+    (CHAT + b'{"messages": [{"role": "robot", "content": "x"}]}\n', "unknown_role", "line 2: messages[0].role"),
+    (CHAT + b"\xff\xfe\n", "invalid_utf8", "line 2"),
+    (b'{"prompt": "a", "completion": ""}\n', "empty", "line 1: completion"),
+    (b'{"prompt": "a", "completion": NaN}\n', "invalid_json", "line 1"),
+    (b'{"prompt": "a"}\n', "missing_field", "line 1: completion"),
+    (b"PK\x03\x04 not text at all\n", "invalid_json", "line 1"),
+    (CHAT + b'{"prompt": "' + b"x" * (17 << 20) + b'"}\n', "too_long", "line 2"),
+]
+
+
+@pytest.mark.parametrize(("data", "code", "field"), FAULTY, ids=[code for _, code, _ in FAULTY])
+def test_a_faulty_file_is_refused_by_line_and_field(api: Any, data: bytes, code: str, field: str | None) -> None:
+    before = kept(api)
+    found = error(api.http.post("/files", files={"file": ("bad.jsonl", data)}), 422)
+    assert (found["code"], found["field"]) == ("invalid_data", field)
+    assert found["faults"][0]["code"] == code
+    assert found["faults"][0]["field"] == field
+    assert kept(api) == before
+
+
+def test_a_file_of_faults_is_not_read_to_its_end(api: Any) -> None:
+    sent = 0
+
+    def rubbish() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(2000):
+            sent += 1
+            yield b"rubbish\n" * 10_000
+
+    found = error(api.http.post("/files", params={"filename": "x"}, content=rubbish(), headers=JSONL), 422)
+    assert len(found["faults"]) == 50
+    assert sent * 80_000 < 80 << 20
+
+
+def test_a_declared_format_settles_rows_that_fit_two(api: Any) -> None:
+    row = b'{"prompt": "a", "completion": "b", "text": "a b"}\n'
+    assert error(api.http.post("/files", files={"file": ("a", row)}), 422)["faults"][0]["code"] == "ambiguous_row"
+    reply = api.http.post("/files", data={"format": "text"}, files={"file": ("a", row)})
+    assert (reply.status_code, reply.json()["format"]) == (201, "text")
+    raw = {"filename": "a", "format": "prompt_completion"}
+    reply = api.http.post("/files", params=raw, content=row, headers=JSONL)
+    assert (reply.status_code, reply.json()["format"]) == (201, "prompt_completion")
+    found = error(api.http.post("/files", params={**raw, "format": "txt"}, content=row, headers=JSONL), 422)
+    assert "did you mean `text`?" in found["message"]
+
+
+NAMES = [
+    ("../../etc/passwd", "no `/`"),
+    ("/etc/passwd", "no `/`"),
+    ("a\\b", "no `/`"),
+    ("..", "not empty"),
+    ("", "not empty"),
+    ("a\x00b", "U+0000"),
+    ("a\nb", "U+000A"),
+    ("a\x1b[31m", "U+001B"),
+    ("evil\u202elnosj.exe", "U+202E"),
+    ("zero\u200bwidth", "U+200B"),
+    ("line\u2028", "U+2028"),
+    ("x" * 256, "255 bytes"),
+    ("ü" * 128, "255 bytes"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), NAMES, ids=[repr(name)[:20] for name, _ in NAMES])
+def test_names_that_are_more_than_names(api: Any, name: str, words: str) -> None:
+    before = kept(api)
+    found = error(api.http.post("/files", params={"filename": name}, content=PAIR, headers=JSONL), 422)
+    assert found["field"] == "filename"
+    assert words in found["message"]
+    assert found["message"].isprintable()
+    assert kept(api) == before
+
+
+FORMS: list[tuple[list[bytes], str]] = [
+    ([form_part(PAIR, 'name="file"; filename="../../x"')], "no `/`"),
+    ([form_part(PAIR, 'name="file"; filename="a%00b"')], ""),
+    ([form_part(PAIR, "name=\"file\"; filename*=UTF-8''a%2Fb")], "filename"),
+    ([form_part(PAIR, 'name="file"')], "filename"),
+    ([form_part(PAIR, 'name="fil"; filename="a"')], "did you mean `file`?"),
+    ([form_part(PAIR, 'name="file"; filename="a"')] * 2, "twice"),
+    ([form_part(b"fine-tune", 'name="purpose"')], "`file`"),
+    ([form_part(b"assistants", 'name="purpose"'), form_part(PAIR, 'name="file"; filename="a"')], "fine-tune"),
+    ([form_part(PAIR, 'name="file"; filename="a"'), form_part(b"text", 'name="format"')], "before `file`"),
+    ([form_part(b"x" * 2000, 'name="purpose"')], "too long"),
+    ([b"X-Long: " + b"x" * 10_000 + b"\r\n\r\n"], "header size"),
+    ([b"X: y\r\n" * 1000 + b"\r\n"], "header"),
+    ([b"\x00\x01\x02"], "multipart"),
+]
+
+
+@pytest.mark.parametrize(("parts", "words"), FORMS, ids=range(len(FORMS)))
+def test_forms(api: Any, parts: list[bytes], words: str) -> None:
+    before = kept(api)
+    headers = {"content-type": "multipart/form-data; boundary=XX"}
+    reply = api.http.post("/files", content=boundary_form(parts), headers=headers)
+    if not words:  # a percent sign is a character like any other
+        assert reply.json()["filename"] == "a%00b"
+        return
+    assert words in error(reply, 422)["message"]
+    assert kept(api) == before
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "status"),
+    [
+        ("multipart/form-data; boundary=XX", boundary_form([form_part(PAIR, 'name="file"; filename="a"')])[:-6], 422),
+        ("multipart/form-data; boundary=XX", b"", 422),
+        ("multipart/form-data", PAIR, 422),
+        ("multipart/form-data; boundary=" + "y" * 300, PAIR, 422),
+        ("application/json", PAIR, 415),
+        ("", PAIR, 415),
+    ],
+)
+def test_bodies_that_are_no_upload(api: Any, content_type: str, body: bytes, status: int) -> None:
+    before = kept(api)
+    error(api.http.post("/files", content=body, headers={"content-type": content_type}), status)
+    assert kept(api) == before
+
+
+def test_byte_limit_announced_and_not(start_api: Any) -> None:
+    with start_api(max_upload_bytes=1000) as api:
+        big = PAIR * 100
+        for reply in (
+            api.http.post("/files", params={"filename": "a"}, content=big, headers=JSONL),
+            api.http.post("/files", params={"filename": "a"}, content=iter([big[:900], big[900:]]), headers=JSONL),
+            api.http.post("/files", files={"file": ("a", big)}),
+        ):
+            found = error(reply, 413)
+            assert found["code"] == "too_large"
+            assert "1000 bytes" in found["message"]
+        assert kept(api) == []
+        assert api.http.post("/files", files={"file": ("a", PAIR * 20)}).status_code == 201
+
+
+def test_a_file_size_limit_of_the_system_reads_as_a_full_disk(start_api: Any, tmp_path: Path) -> None:
+    """A real write error in mid-upload: the process may write files of 1 MiB at most."""
+    import resource
+
+    with start_api() as api:
+        resource.prlimit(api.process.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        found = error(api.http.post("/files", files={"file": ("a", PAIR * 100_000)}), 507)
+        assert found["code"] == "no_space"
+        assert kept(api) == []
+        assert api.http.post("/files", files={"file": ("a", PAIR)}).status_code == 201
+
+
+def test_a_client_that_leaves_leaves_nothing(api: Any) -> None:
+    before = kept(api)
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /files?filename=a HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.key}\r\n"
+        connection.sendall(f"{head}Content-Type: application/jsonl\r\nContent-Length: 10000000\r\n\r\n".encode())
+        connection.sendall(PAIR * 60_000)
+        _until(lambda: len(kept(api)) == len(before) + 1)
+    _until(lambda: kept(api) == before)
+
+
+def test_stale_parts_go_when_the_api_starts(start_api: Any, tmp_path: Path) -> None:
+    uploads = tmp_path / "data" / "uploads"
+    uploads.mkdir(parents=True)
+    for name, age in (("file-old.part", 90_000), ("file-new.part", 3600), ("other", 90_000)):
+        (uploads / name).write_bytes(b"x")
+        os.utime(uploads / name, (time.time() - age, time.time() - age))
+    with start_api():
+        assert sorted(path.name for path in uploads.iterdir()) == ["file-new.part", "other"]
+
+
+def test_lists_and_deletion(api: Any) -> None:
+    client = api.client("files-list")
+    ids = [api.upload(PAIR, f"{number}.jsonl", client=client)["id"] for number in range(3)]
+    page = client.get("/files", params={"limit": 2}).json()
+    assert [file["id"] for file in page["data"]] == ids[:0:-1]
+    assert (page["has_more"], page["next"]) == (True, ids[1])
+    rest = client.get("/files", params={"after": page["next"]}).json()
+    assert ([file["id"] for file in rest["data"]], rest["has_more"], rest["next"]) == ([ids[0]], False, None)
+    assert error(client.get("/files", params={"after": api.upload(PAIR)["id"]}), 400)["code"] == "unknown_cursor"
+
+    job = api.submit(client, data={"train": ids[0], "eval": None})
+    held_out = api.upload(b'{"text": "other"}\n', client=client)["id"]
+    second = api.submit(client, data={"train": ids[1], "eval": held_out}, stage={"type": "sft", "loss_on": "all"})
+    for used in (ids[0], ids[1], held_out):
+        found = error(client.delete(f"/files/{used}"), 409)
+        assert found["code"] == "file_in_use"
+        assert (job["id"] in found["message"]) == (used == ids[0])
+    for number in (job["id"], second["id"]):
+        client.post(f"/jobs/{number}/cancel")
+    reply = client.delete(f"/files/{ids[0]}")
+    assert (reply.status_code, reply.json()) == (200, {"id": ids[0], "deleted": True})
+    assert not api.layout.file(ids[0]).exists()
+    for again in (client.get(f"/files/{ids[0]}"), client.delete(f"/files/{ids[0]}")):
+        assert error(again, 404)["code"] == "not_found"
+    api.layout.file(ids[2]).unlink()
+    assert error(client.get(f"/files/{ids[2]}/content"), 410)["code"] == "gone"
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_rows_are_what_was_sent(api: Any) -> None:
+    rows = [{"instruction": "add", "input": "1 2", "output": "3"}, {"instruction": "say hi", "output": "hi"}]
+    file = api.upload("\r\n".join(json.dumps(row) for row in rows).encode())
+    assert (file["rows"], file["format"]) == (2, "instruction")

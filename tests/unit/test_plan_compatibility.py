@@ -1,0 +1,89 @@
+"""The compatibility table: every cell is either a job that passes or a refusal with a reason and a way out."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from core import docs
+from core.plan.compatibility import AXES, RULES, check, values_of
+from core.plan.docs import _PAGES, render
+from core.spec.job import JobSpec
+
+TRAIN, EVAL = "file-" + "0" * 26, "file-" + "1" * 26
+
+
+def spec_at(values: dict[str, str]) -> JobSpec:
+    """A job that stands at these values."""
+    data: dict[str, Any] = {"train": {"type": "file", "id": TRAIN, "format": values["train rows"]}}
+    if values["eval rows"] != "absent":
+        data["eval"] = {"type": "file", "id": EVAL, "format": values["eval rows"]}
+    return JobSpec.model_validate(
+        {
+            "model": "a/b",
+            "data": data,
+            "stage": {
+                "type": values["stage"],
+                "loss_on": None if values["loss on"] == "default" else values["loss on"],
+            },
+            "method": values["method"],
+            "quantization": values["quantization"],
+            "optimizer": values["optimizer"],
+            "schedule": values["schedule"],
+            "training": {"precision": values["precision"]},
+            "memory": values["memory"],
+            "resources": {"type": values["strategy"], "accelerator": values["accelerator"]},
+            "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
+        }
+    )
+
+
+def test_every_combination_is_built_and_decided() -> None:
+    """Of the axes that some rule looks at, all of them; of the others, every value once."""
+    ruled = sorted({axis for rule in RULES for axis in rule.when})
+    base = {axis: values[0] for axis, values in AXES.items()}
+    combinations = [dict(zip(ruled, cell, strict=True)) for cell in product(*(AXES[axis] for axis in ruled))]
+    combinations += [{axis: value} for axis, values in AXES.items() for value in values]
+    assert len(combinations) > 250
+    for combination in combinations:
+        values = base | combination
+        spec = spec_at(values)
+        assert values_of(spec) == values
+        expected = {rule.code for rule in RULES if rule.refuses(values)}
+        assert {fault.code for fault in check(spec)} == expected
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.code for rule in RULES])
+def test_a_rule_is_well_made(rule: Any) -> None:
+    for axis, values in rule.when.items():
+        assert set(values) <= set(AXES[axis])
+        assert set(values) != set(AXES[axis]), "an axis that does not matter is left out"
+    assert rule.reason and rule.way_out and rule.field
+    assert any(rule.when.keys() <= set(page) for page in _PAGES), "every rule shows in a table of the docs"
+    fields = JobSpec.model_fields
+    assert rule.field.split(".")[0] in fields
+
+
+def test_codes_are_unique() -> None:
+    assert len({rule.code for rule in RULES}) == len(RULES)
+
+
+def test_axes_follow_the_spec() -> None:
+    assert AXES["method"] == ("full", "lora")
+    assert AXES["evaluation"] == ("default", "none", "held_out")
+    assert AXES["precision"] == ("auto", "bf16", "fp32")
+    assert AXES["strategy"] == ("single",)
+
+
+def test_the_page_has_every_rule() -> None:
+    page = render()
+    for rule in RULES:
+        assert f"`{rule.code}`" in page
+        assert rule.reason in page
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_no_generated_page_is_stale(name: str) -> None:
+    assert name not in docs.stale(), "run `make docs`"

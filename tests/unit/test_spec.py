@@ -1,0 +1,150 @@
+"""The spec as a document: short forms, defaults, words for every mistake."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from core.errors import SpecError, TooLarge
+from core.settings import Settings
+from core.spec import data, job, model, run, runtime, training
+from core.spec.base import SpecModel
+from core.spec.job import JobSpec
+from core.spec.load import load_json, load_yaml, parse_job
+from core.spec.resolve import resolve
+from core.spec.run import RunOrder
+
+FILE = "file-" + "0" * 26
+GOOD: dict[str, Any] = {"model": "a/b", "data": FILE}
+
+
+def models() -> list[type[SpecModel]]:
+    found = {
+        value
+        for module in (data, job, model, run, runtime, training)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, SpecModel) and value is not SpecModel
+    }
+    return sorted(found, key=lambda value: value.__name__)
+
+
+@pytest.mark.parametrize("spec_model", [m for m in models() if m.__module__ != "core.spec.run"])
+def test_every_field_is_documented(spec_model: type[SpecModel]) -> None:
+    assert spec_model.__doc__
+    for name, field in spec_model.model_fields.items():
+        assert name == "type" or field.description, f"{spec_model.__name__}.{name} has no docstring"
+
+
+def test_every_setting_is_documented() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, f"EFT_{name.upper()} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ({"method": "full"}, {"method": {"type": "full"}}),
+        ({"model": "a/b@v1"}, {"model": {"type": "hub", "id": "a/b", "revision": "v1"}}),
+        ({"model": "/m/x"}, {"model": {"type": "local", "path": "/m/x"}}),
+        ({"model": "/m/x.gguf"}, {"model": {"type": "gguf", "path": "/m/x.gguf"}}),
+        ({"data": FILE}, {"data": {"train": {"type": "file", "id": FILE}}}),
+        ({"data": {"train": "/d/x.jsonl"}}, {"data": {"train": {"type": "path", "path": "/d/x.jsonl"}}}),
+        ({"evaluation": "none"}, {"evaluation": {"type": "none"}}),
+    ],
+)
+def test_short_forms(short: dict[str, Any], full: dict[str, Any]) -> None:
+    assert parse_job(GOOD | short) == parse_job(GOOD | full)
+
+
+def test_resolving_writes_every_default_and_changes_nothing_twice() -> None:
+    spec = parse_job(GOOD | {"data": {"train": {"type": "file", "id": FILE, "format": "text"}}})
+    once = resolve(spec)
+    assert resolve(once) == once
+    dumped = once.model_dump(mode="json")
+    assert (dumped["stage"]["loss_on"], dumped["method"]["lora_alpha"]) == ("all", 64.0)
+    assert (dumped["optimizer"]["learning_rate"], dumped["evaluation"]) == (2e-4, {"type": "none"})
+    assert parse_job(dumped) == once
+    assert resolve(parse_job(GOOD)).stage.loss_on is None  # only whoever reads the rows can tell
+
+
+def test_a_run_order_survives_its_file() -> None:
+    order = RunOrder(job_id="j", attempt=1, spec=resolve(parse_job(GOOD)), model_dir="/m", train_file="/t")
+    assert RunOrder.model_validate_json(order.model_dump_json()) == order
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"method": {"type": "lora", "rr": 1}}, "method.rr", "did you mean `r`?"),
+        ({"method": {"r": 8}}, "method", "give a `type`"),
+        ({"method": 7}, "method", "object"),
+        ({"method": None}, "method", "object"),
+        ({"model": [1]}, "model", "a list"),
+        ({"training": {"precision": "fp16"}}, "training.precision", "`bf16`"),
+        ({"training": {"max_steps": 10.5}}, "training.max_steps", "integer"),
+        ({"training": {"max_steps": True}}, "training.max_steps", "integer"),
+        ({"optimizer": {"type": "adamw", "betas": [0.9, 1.0]}}, "optimizer.betas[1]", "less than 1"),
+        ({"optimizer": {"type": "adamw", "betas": [0.9]}}, "optimizer.betas[1]", "required"),
+        ({"method": {"type": "lora", "target_modules": []}}, "method.target_modules", ""),
+        ({1: 2}, "1", "unknown field"),
+    ],
+)
+def test_mistakes_are_named(change: dict[Any, Any], field: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job(GOOD | change)
+    assert caught.value.field == field
+    assert words in caught.value.message
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+fields = st.sampled_from([*JobSpec.model_fields, "methd"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(fields, json_values, max_size=5))
+def test_anything_is_a_job_or_a_refusal_in_words(change: dict[str, Any]) -> None:
+    """Never another exception, and never a message that a terminal would obey."""
+    try:
+        parse_job(GOOD | change)
+    except SpecError as error:
+        assert error.message.isprintable()
+        for fault in error.faults:
+            assert fault.message
+            assert (fault.field or "x").isprintable()
+        json.dumps(error.as_dict()).encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300) | st.text(alphabet="{}[]:,-&*!?|>'\"%@ \n#ab01.e<", max_size=120).map(str.encode))
+def test_any_bytes_are_a_document_or_a_refusal(text: bytes) -> None:
+    for load in (load_json, load_yaml):
+        try:
+            load(text)
+        except SpecError as error:
+            assert error.code in ("invalid_json", "invalid_yaml")
+
+
+def test_yaml_reads_numbers_as_json_does() -> None:
+    assert load_yaml(b"a: 1e-4\nb: 5E3\nc: .5e1\nd: 1e4x\ne: 2") == {"a": 1e-4, "b": 5e3, "c": 5.0, "d": "1e4x", "e": 2}
+
+
+def test_a_yaml_document_is_bounded() -> None:
+    with pytest.raises(TooLarge):
+        load_yaml(b"a: b\n" * 20_000)
+
+
+def test_every_axis_has_its_discriminator() -> None:
+    for spec_model in models():
+        if spec_model.__module__ in ("core.spec.run", "core.spec.job") or spec_model.__name__ in ("Data", "Training"):
+            continue
+        assert issubclass(spec_model, BaseModel)
+        assert isinstance(spec_model.model_fields["type"].default, str), spec_model.__name__
