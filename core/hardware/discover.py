@@ -169,7 +169,7 @@ def _nvidia(environ: Mapping[str, str]) -> tuple[list[Gpu], list[str]]:
         return [], []
     command = [program, f"--query-gpu={NVIDIA_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_TIMEOUT, check=False)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], [f"nvidia-smi did not answer: {error}"]
     if done.returncode != 0:

@@ -37,7 +37,7 @@ CHECKPOINTS = "checkpoints"
 ARTIFACTS = "artifacts"
 
 EventType = Literal[
-    "phase",  # {"phase": "loading" | "downloading" | "converting" | "evaluating" | "training" | "saving"}
+    "phase",  # {"phase": "loading" | "downloading" | "waiting" | "converting" | "evaluating" | "training" | "saving"}
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
     "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.model import GGUFModel, HubModel
@@ -319,10 +320,15 @@ def _hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise HubUnreachable(f"the hub failed on {repo} ({_root(error)})", field="model.id") from error
     except (errors.LocalEntryNotFoundError, errors.FileMetadataError, httpx.HTTPError, ConnectionError) as error:
         raise HubUnreachable(
-            f"the hub at {os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} cannot be reached for {repo} "
-            f"({_root(error)})",
+            f"the hub at {_host()} cannot be reached for {repo} ({_root(error)})",
             field="model.id",
         ) from error
+
+
+def _host() -> str:
+    """Without what a mirror's address may hold of a password."""
+    parts = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
 
 
 def _root(error: BaseException) -> str:

@@ -186,6 +186,7 @@ class _Progress:
         self._events = events
         self._phase = ""
         self._last = 0.0
+        self._whole = False
 
     def __call__(self, phase: str, done: int, total: int | None) -> None:
         if phase != self._phase:
@@ -193,9 +194,11 @@ class _Progress:
             self._phase = phase
             self._last = 0.0
         now = time.monotonic()
-        if phase == "downloading" and (now - self._last >= PROGRESS_SECONDS or done == total):
+        first_whole = done == total and not self._whole
+        if phase == "downloading" and (now - self._last >= PROGRESS_SECONDS or first_whole):
             self._events.write("progress", bytes=done, total_bytes=total)
             self._last = now
+            self._whole = done == total
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ def safetensors(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
 def tiny_model() -> dict[str, bytes]:
     """A Llama of twice 128 k parameters in two shards, and the clutter real repositories have."""
     first, second = {"model.embed_tokens.weight": (1000, 128)}, {"lm_head.weight": (1000, 128)}
-    index = {name: SHARDS[0] for name in first} | {name: SHARDS[1] for name in second}
+    index = dict.fromkeys(first, SHARDS[0]) | dict.fromkeys(second, SHARDS[1])
     return {
         "config.json": json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}).encode(),
         "generation_config.json": b"{}",
