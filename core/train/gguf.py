@@ -50,6 +50,13 @@ class Header:
     """Tensors per GGML type, e.g. {"Q4_1": 210, "F32": 61}."""
 
 
+def check_magic(path: Path, *, field: str) -> None:
+    """Before anybody hashes something large that is no GGUF file at all."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise unreadable(f"{path.name} is not a GGUF file", field)
+
+
 def read_header(path: Path, *, field: str) -> Header:
     """Torch-free; ModelError when this is no GGUF file that transformers could read."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

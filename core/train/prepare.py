@@ -101,7 +101,7 @@ def _prepare_gguf(
         path = allowed_path(model.path, roots, field="model.path")
         if not path.is_file():
             raise ModelError(f"{model.path} is not a file", field="model.path", code="model_not_found")
-        gguf.read_header(path, field="model.path")
+        gguf.check_magic(path, field="model.path")
         digest = cache.digest(path)
         source = {"type": "gguf", "path": str(path), "sha256": digest}
         return _converted(path, source, cache, on_progress, field="model.path")
