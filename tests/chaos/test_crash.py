@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class Watch:
         assert not self.faults, self.faults
         history = self.service.statuses(self.job_id)
         assert history == expected, self.service.describe(self.job_id)
-        for one, next_one in zip(history, history[1:], strict=False):
+        for one, next_one in pairwise(history):
             assert Status(next_one) in TRANSITIONS[Status(one)]
         rest = iter(history)
         assert all(status in rest for status in self.seen), (self.seen, history)
@@ -184,9 +185,9 @@ def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any]
     assert weights(service, job_id) == undisturbed
     reasons = [event["data"].get("reason", "") for event in events(service, job_id) if event["type"] == "status"]
     assert any("is leaving" in reason for reason in reasons)
-    assert not any(event["type"] == "resumed" and event["data"]["step"] % 10 == 0 for event in events(service, job_id)), (
-        "it went on from the last regular checkpoint, not from the one written on leaving"
-    )
+    assert not any(
+        event["type"] == "resumed" and event["data"]["step"] % 10 == 0 for event in events(service, job_id)
+    ), "it went on from the last regular checkpoint, not from the one written on leaving"
 
 
 def events(service: Service, job_id: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
 
@@ -256,7 +257,7 @@ def test_cancel_against_claim_and_finish(database: Database, make_job: Make, row
                 select(Event.data).where(Event.job_id == job_id, Event.type == "status").order_by(Event.seq)
             ).scalars()
             path = [event["to"] for event in told]
-        for one, following in zip(path, path[1:], strict=False):
+        for one, following in pairwise(path):
             assert Status(following) in TRANSITIONS[Status(one)], path
 
 

@@ -143,16 +143,18 @@ class Service:
                 continue
             try:
                 command = (entry / "cmdline").read_bytes()
-                if marker in command or b"EFT_DATA=" + marker in (entry / "environ").read_bytes().split(b"\0"):
-                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                        found[int(entry.name)] = command.replace(b"\0", b" ").decode().strip()
+                ours = marker in command or b"EFT_DATA=" + marker in (entry / "environ").read_bytes().split(b"\0")
+                if ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    found[int(entry.name)] = command.replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue  # it has just ended
         return found
 
     def trainers(self, job_id: str = "") -> list[int]:
         """Trainer processes (of one job)."""
-        return [pid for pid, command in self.processes().items() if f"-m core.train {self.data}/runs/{job_id}" in command]
+        return [
+            pid for pid, command in self.processes().items() if f"-m core.train {self.data}/runs/{job_id}" in command
+        ]
 
 
 def wait_for(look: Callable[[], Any], timeout: float, what: str, describe: Callable[[], str] = str) -> Any:
