@@ -123,9 +123,7 @@ def nf4_from_state(state: Mapping[str, Tensor], where: str = "weight") -> NF4Wei
         return NF4Weight(packed.view(-1, 1), absmax.float(), None, None, None, shape, dtype, block)
     assert nested_absmax is not None and nested_map is not None
     offset = torch.tensor(float(about["nested_offset"]), dtype=torch.float32, device=packed.device)
-    return NF4Weight(
-        packed.view(-1, 1), absmax, nested_absmax.float(), nested_map.float(), offset, shape, dtype, block
-    )
+    return NF4Weight(packed.view(-1, 1), absmax, nested_absmax.float(), nested_map.float(), offset, shape, dtype, block)
 
 
 # --- tables ----------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def _quantize_dynamic(values: Tensor) -> tuple[Tensor, Tensor]:
     n = values.numel()
     padded = torch.nn.functional.pad(values, (0, -n % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     absmax = padded.abs().amax(dim=1)
-    scaled = (padded / absmax.clamp(min=SMALLEST).unsqueeze(1)).clamp_(-1, 1)
+    scaled = (padded * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
     place = scaled.add_(1.0).mul_(_PLACES / 2).add_(0.5).to(torch.int32)
     codes = torch.index_select(_dynamic_codes(values.device), 0, place.view(-1)).view_as(padded)
     codes[absmax == 0] = 0
