@@ -61,7 +61,8 @@ def jobs_page(
     if name is not None:
         query = query.where(Job.name == name)
     if created_after is not None:
-        query = query.where(Job.created_at > created_after)
+        # Times are shown in microseconds: a job is not younger than its own time as shown.
+        query = query.where(Job.created_at > created_after + 1e-6)
     rows = session.execute(query.order_by(Job.id.desc()).limit(limit + 1)).scalars().all()
     return Page(rows[:limit], len(rows) > limit)
 
