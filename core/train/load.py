@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from core.errors import ModelError
 
@@ -29,6 +30,12 @@ def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
     return model
+
+
+def quiet() -> None:
+    """No progress bars in a log file, no advice that is not for the user."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -34,7 +34,7 @@ from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
 from core.train.failures import describe
 from core.train.lifeline import Stop
-from core.train.load import context_length, load_model, load_tokenizer, saved_dtype
+from core.train.load import context_length, load_model, load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
@@ -70,6 +70,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
 
     # --- load, quantise, adapt -----------------------------------------------------------------------
     events.write("phase", phase="loading")
+    quiet()
     placement = place(spec.resources, spec.training.precision, spec.method)
     if placement.notice:
         events.write("notice", code="precision_fallback", message=placement.notice)

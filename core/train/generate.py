@@ -1,0 +1,43 @@
+"""`python -m core.train.generate MODEL_DIR [--adapter DIR] --prompt "…"`: what does the model answer?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from core.train.__main__ import before_torch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m core.train.generate", description=__doc__)
+    parser.add_argument("model_dir", type=Path, help="folder in Hugging Face format")
+    parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter for that model")
+    parser.add_argument("--prompt", required=True, help="the user's message")
+    parser.add_argument("--system", help="a system message before it")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--json", action="store_true", help="answer with text and token counts as JSON")
+    args = parser.parse_args()
+    for folder in (args.model_dir, args.adapter):
+        if folder is not None and not folder.is_dir():
+            print(f"error: {folder} is no folder", file=sys.stderr)
+            return 1
+    before_torch()
+    from core.train.ask import ask
+    from core.train.load import quiet
+
+    quiet()
+    answer = ask(
+        args.model_dir,
+        args.prompt,
+        adapter=args.adapter,
+        system=args.system,
+        max_new_tokens=args.max_new_tokens,
+    )
+    print(json.dumps(answer.as_dict(), ensure_ascii=False) if args.json else answer.text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
