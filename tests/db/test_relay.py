@@ -94,7 +94,7 @@ def test_events_metrics_progress_and_record(database: Database, claim: Claim, ro
     assert row(claim.token.job_id).progress == {"step": 1, "total_steps": 10, "seconds_left": None}
     with database.read() as session:
         told = session.execute(select(Event.seq, Event.type).order_by(Event.seq)).all()
-        values = {name: value for name, value in session.execute(select(Metric.name, Metric.value))}
+        values = dict(list(session.execute(select(Metric.name, Metric.value))))
         attempt = session.execute(select(Attempt)).scalar_one()
         offset = relay.told(session, claim.token.job_id, 1)
     assert [kind for _, kind in told] == ["status", "status", "phase", "evaluation", "run_record"]
