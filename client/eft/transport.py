@@ -28,6 +28,8 @@ class Transport:
     def __init__(self, config: Config, *, timeout: float, patience: float, user_agent: str) -> None:
         self.config = config
         self.patience = patience
+        self._persisting = False
+        """Inside `persist`: whoever called it tries again, with a patience of their own."""
         headers = {"User-Agent": user_agent}
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
@@ -66,7 +68,7 @@ class Transport:
                 r.read()
                 return r
 
-        return self.persist(once) if idempotent else once()
+        return self.persist(once) if idempotent and not self._persisting else once()
 
     @contextmanager
     def stream(
@@ -119,6 +121,7 @@ class Transport:
         deadline = time.monotonic() + patience
         delay = FIRST_DELAY
         while True:
+            outer, self._persisting = self._persisting, True
             try:
                 return attempt()
             except EftClientError as error:
@@ -127,6 +130,8 @@ class Transport:
                     raise
                 if on_gap is not None:
                     on_gap(error)
+            finally:
+                self._persisting = outer
             time.sleep(pause)
             delay = min(delay * 2, LONGEST_DELAY)
 

@@ -98,7 +98,12 @@ def test_only_relative_paths_go_up(tmp_path: Path) -> None:
         return File.parse(FILE)
 
     up = {"type": "file", "id": FILE["id"]}
-    for data in ("rows.jsonl", {"train": "./rows.jsonl"}, {"path": "rows.jsonl"}, {"type": "path", "path": "rows.jsonl"}):
+    for data in (
+        "rows.jsonl",
+        {"train": "./rows.jsonl"},
+        {"path": "rows.jsonl"},
+        {"type": "path", "path": "rows.jsonl"},
+    ):
         assert upload_data({"data": data}, tmp_path, {}, upload) == {"data": {"train": up}}
     with_format = {"train": {"path": "rows.jsonl", "format": "text"}}
     assert upload_data({"data": with_format}, tmp_path, {}, upload) == {"data": {"train": up | {"format": "text"}}}

@@ -1,0 +1,264 @@
+"""The client against a real API: exit codes, JSON, restarts, broken connections, damaged downloads."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eft import ApiError, Client, Unreachable
+
+from core.jobs.finish import Failed, HandedBack, Succeeded
+from tests.support.client import EFT, Cutter, client, eft, environment
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROW = '{"prompt": "lamp %d on", "completion": "lamp.on"}\n'
+JOB = "model: HuggingFaceTB/SmolLM2-135M-Instruct\ndata: rows.jsonl\nmethod: lora\n"
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    # Rows of this test alone: a file that the project has already would not be sent again.
+    (tmp_path / "rows.jsonl").write_text(ROW % (hash(request.node.nodeid) % 10**9) + ROW % 1)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+# --- exit codes and output ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "words"),
+    [
+        (Succeeded({"steps": 2, "eval_after": {"eval_loss": 0.5}}), 0, "eval_loss 0.5"),
+        (Failed("user", "bad_rows", "row 3 is [bad] here", "data.train"), 1, "row 3 is [bad] here"),
+        (None, 3, "cancelled"),
+    ],
+)
+def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, words: str) -> None:
+    job_id, token = sqlite_api.start_job()
+    watcher = subprocess.Popen(
+        [EFT, "watch", job_id], env=environment(sqlite_api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    sqlite_api.tell(
+        token,
+        {"type": "metrics", "step": 1, "values": {"loss": 1.25}},
+        {"type": "progress", "step": 1, "total_steps": 2, "epoch": 0.5, "seconds_left": 61},
+    )
+    time.sleep(1.5)  # the watcher looks once a second
+    if outcome is None:
+        assert eft(sqlite_api, "cancel", job_id).returncode == 0
+        outcome = HandedBack("cancelled by its owner")
+    sqlite_api.end(token, outcome)
+    stdout, stderr = watcher.communicate(timeout=30)
+    assert watcher.returncode == code, stderr
+    assert words in stdout and "Traceback" not in stderr
+    assert re.search(r"step 1/2 +loss 1\.250 +1m 01s left", stderr), stderr
+
+
+def test_submit_twice_is_one_job_and_one_file(sqlite_api: Any, job_file: Path) -> None:
+    command = ["submit", str(job_file), "--idempotency-key", f"ci-{os.urandom(8).hex()}", "--json"]
+    first, second = eft(sqlite_api, *command), eft(sqlite_api, *command)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert json.loads(first.stdout)["id"] == json.loads(second.stdout)["id"]
+    sha256 = hashlib.sha256((job_file.parent / "rows.jsonl").read_bytes()).hexdigest()
+    listed = json.loads(eft(sqlite_api, "files", "ls", "--json").stdout)["data"]
+    assert [file["sha256"] for file in listed].count(sha256) == 1
+
+
+def test_stdout_has_json_and_nothing_else(sqlite_api: Any, job_file: Path) -> None:
+    resolved = json.loads(eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json").stdout)
+    assert resolved["method"] == {**resolved["method"], "type": "lora", "r": 32}
+    job = json.loads(eft(sqlite_api, "submit", str(job_file), "--set", "method.r=4", "--json").stdout)
+    assert job["spec"]["method"]["r"] == 4
+    assert json.loads(eft(sqlite_api, "show", job["id"], "--json").stdout)["id"] == job["id"]
+    assert job["id"] in {j["id"] for j in json.loads(eft(sqlite_api, "ls", "-n", "500", "--json").stdout)["data"]}
+    assert json.loads(eft(sqlite_api, "metrics", job["id"], "--json").stdout) == {}
+    assert json.loads(eft(sqlite_api, "download", job["id"], "--list", "--json").stdout) == {"data": []}
+    assert [json.loads(x)["status"] for x in eft(sqlite_api, "cancel", job["id"], "--json").stdout.splitlines()] == [
+        "cancelled"
+    ]
+    watched = eft(sqlite_api, "watch", job["id"], "--json")
+    assert watched.returncode == 3
+    assert [json.loads(line)["seq"] for line in watched.stdout.splitlines()] == [1, 2]
+    again = json.loads(eft(sqlite_api, "retry", job["id"], "--json").stdout)
+    assert again["spec"] == job["spec"] and again["id"] != job["id"]
+    paused = json.loads(eft(sqlite_api, "pause", again["id"], "--json").stdout)["status"]
+    resumed = json.loads(eft(sqlite_api, "resume", again["id"], "--json").stdout)["status"]
+    assert (paused, resumed) == ("paused", "queued")
+    assert eft(sqlite_api, "cancel", again["id"]).stdout == f"{again['id']} cancelled\n"
+
+
+def test_errors_name_what_to_do(sqlite_api: Any, job_file: Path) -> None:
+    done = eft(sqlite_api, "submit", str(job_file), "--set", "metod=lora", "--set", "training.num_train_epochs=-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    for words in ("invalid_spec", "did you mean `method`?", "training.num_train_epochs", "request id: req-"):
+        assert words in done.stderr
+    told = json.loads(eft(sqlite_api, "submit", str(job_file), "--set", "metod=lora", "--json").stderr.splitlines()[-1])
+    assert told["error"]["faults"][0]["field"] == "metod" and told["error"]["request_id"].startswith("req-")
+
+    (job_file.parent / "rows.jsonl").write_text(ROW % 1 + "{broken\n")
+    done = eft(sqlite_api, "submit", str(job_file))
+    assert done.returncode == 2 and "line 2" in done.stderr
+
+    assert eft(sqlite_api, "show", f"job-{'0' * 26}").returncode == 6
+    assert eft(sqlite_api, "show", "../files").returncode == 2
+    assert eft(sqlite_api, "ls", EFT_API_KEY="eft_wrong").returncode == 5
+    assert eft(sqlite_api, "ls", "--no-such-option").returncode == 2
+    assert eft(sqlite_api, "submit", "/nonexistent.yaml").returncode == 7
+    assert eft(sqlite_api, "ls", EFT_URL="not-an-url").returncode == 2
+
+
+def test_a_job_of_another_project_is_not_there(sqlite_api: Any) -> None:
+    with sqlite_api.client("elsewhere") as other:
+        job_id = sqlite_api.submit(client=other)["id"]
+    assert eft(sqlite_api, "show", job_id).returncode == 6
+
+
+def test_nobody_there() -> None:
+    with Client("http://127.0.0.1:1", "eft_x", patience=0.5) as nobody, pytest.raises(Unreachable, match="EFT_URL"):
+        nobody.jobs()
+
+
+def test_something_else_on_that_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.recv(10_000)
+            connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\nContent-Length: 2\r\n\r\nno")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Client(f"http://127.0.0.1:{server.getsockname()[1]}", "eft_x") as lost, pytest.raises(ApiError) as refused:
+            lost.jobs()
+        thread.join()
+    assert refused.value.code == "http_302"  # and the key did not follow
+
+
+def test_login_keeps_a_key_that_works(sqlite_api: Any, tmp_path: Path) -> None:
+    there = environment(sqlite_api, XDG_CONFIG_HOME=str(tmp_path), EFT_API_KEY="")
+
+    def login(key: str) -> int:
+        command = [EFT, "login", "--key-stdin", "--url", sqlite_api.url]
+        return subprocess.run(
+            command, env=there, input=key + "\n", text=True, capture_output=True, check=False
+        ).returncode
+
+    assert login("eft_wrong") == 5 and not (tmp_path / "eft").exists()
+    assert login(sqlite_api.key) == 0
+    assert (tmp_path / "eft" / "config.toml").stat().st_mode & 0o777 == 0o600
+    done = subprocess.run([EFT, "ls"], env=there, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_narrow_terminal(sqlite_api: Any, no_color: bool) -> None:
+    job_id = sqlite_api.submit(name="a rather long name of a job longer than the terminal is wide")["id"]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    more = {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
+    process = subprocess.Popen([EFT, "ls", "-n", "1"], env=environment(sqlite_api, **more), stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while chunk := os.read(master, 10_000):
+            seen += chunk
+    os.close(master)
+    assert process.wait(30) == 0
+    text = seen.decode()
+    assert ("\x1b[36m" in text) is not no_color
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert all(len(line) <= 60 for line in lines) and any(job_id in line for line in lines)
+
+
+# --- restarts and broken connections -----------------------------------------------------------------
+
+
+def start_again(api: Any) -> None:
+    """The same API on the same port, which the fixture will stop."""
+    settings = {"EFT_DATA": str(api.root), "EFT_DATABASE_URL": api.database_url, "EFT_PORT": api.url.rpartition(":")[2]}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    with api.log_file.open("ab") as log:
+        api.process = subprocess.Popen(
+            [sys.executable, "-m", "api"], cwd=ROOT, env=clean | settings, stdout=log, stderr=log
+        )
+
+
+def test_watching_survives_a_kill_of_the_server(start_api: Any) -> None:
+    with start_api() as api:
+        job_id, token = api.start_job()
+        command = [EFT, "watch", job_id, "--json"]
+        watcher = subprocess.Popen(command, env=environment(api), stdout=subprocess.PIPE, text=True)
+        assert watcher.stdout is not None
+        first = json.loads(watcher.stdout.readline())
+        looker = subprocess.Popen(
+            [EFT, "watch", job_id], env=environment(api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert looker.stderr is not None
+        looker.stderr.readline()
+
+        api.process.kill()
+        api.process.wait()
+        api.tell(token, *[{"type": "notice", "code": "n", "message": f"meanwhile {n}"} for n in range(3)])
+        time.sleep(1)
+        start_again(api)
+        api.end(token, Succeeded({"steps": 1}))
+
+        rest = [json.loads(line) for line in watcher.stdout.read().splitlines()]
+        assert watcher.wait(30) == 0
+        seqs = [first["seq"], *(event["seq"] for event in rest)]
+        assert seqs == list(range(1, len(seqs) + 1))  # every event, once, in order
+        stdout, stderr = looker.communicate(timeout=30)
+        assert looker.returncode == 0 and "succeeded" in stdout
+        assert "trying again" in stderr and [stderr.count(f"meanwhile {n}") for n in range(3)] == [1, 1, 1]
+
+
+@pytest.fixture
+def cutter(sqlite_api: Any) -> Iterator[Cutter]:
+    proxy = Cutter(sqlite_api.url)
+    yield proxy
+    proxy.close()
+
+
+def test_every_event_once_over_a_bad_line(sqlite_api: Any, cutter: Cutter) -> None:
+    job_id, token = sqlite_api.start_job()
+    sqlite_api.tell(token, *[{"type": "notice", "code": "n", "message": "ü\u2028" * n} for n in range(40)])
+    sqlite_api.end(token, Succeeded({}))
+    cutter.cuts = [0, 300, 700, 1500, 2900, 1, 4000]
+    gaps: list[Exception] = []
+    with client(sqlite_api, cutter.url) as behind:
+        events = list(behind.events(job_id, on_gap=gaps.append))
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert [e.data["message"] for e in events if e.type == "notice"] == ["ü\u2028" * n for n in range(40)]
+        assert len(gaps) == 7
+        assert [e.seq for e in behind.events(job_id, after=41)] == [e.seq for e in events if e.seq > 41]
+
+
+def test_interrupted_watching_leaves_the_job_alone(sqlite_api: Any) -> None:
+    job_id = sqlite_api.submit()["id"]
+    watcher = subprocess.Popen([EFT, "watch", job_id], env=environment(sqlite_api), stderr=subprocess.PIPE, text=True)
+    assert watcher.stderr is not None
+    watcher.stderr.readline()
+    watcher.send_signal(signal.SIGINT)
+    _, stderr = watcher.communicate(timeout=10)
+    assert watcher.returncode == 130 and f"eft watch {job_id}" in stderr
+    with client(sqlite_api) as here:
+        assert here.get(job_id).status == "queued"
