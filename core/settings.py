@@ -37,8 +37,6 @@ class Settings(BaseSettings):
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
     sysfs: Path = Path("/sys")
     """Where the kernel lists the devices. Tests point it at a made-up box; leave it alone otherwise."""
-    dev: Path = Path("/dev")
-    """Where the device files lie. As for `sysfs`."""
 
     host: str = "127.0.0.1"
     """Address the API listens on."""

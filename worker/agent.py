@@ -37,9 +37,7 @@ class Agent:
     """Raises node.Refused or HardwareError when it may not serve this box."""
 
     def __init__(self, settings: Settings) -> None:
-        box = discover(
-            sysfs=settings.sysfs, gpus=None if settings.gpus is None else list(settings.gpus), dev=settings.dev
-        )
+        box = discover(sysfs=settings.sysfs, gpus=None if settings.gpus is None else list(settings.gpus))
         self.settings = settings
         self.worker = new_id("worker")
         self.notes = box.notes
