@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from api import errors, health
-from api.deps import Installation
+from api.deps import Installation, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
 from api.files.router import router as files_router
@@ -63,7 +63,7 @@ def create_app(settings: Settings) -> FastAPI:
     routers = (jobs_router, events_router, files_router, health.router)
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(only_known_parameters)])
     plain_openapi = app.openapi
     unprocessable = {
         "description": "Something in the request is wrong; the faults name it.",

@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.auth import service as auth
 from api.context import request_id
-from api.errors import printable
+from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
@@ -39,6 +39,21 @@ def installation(request: Request) -> Installation:
 
 
 Here = Annotated[Installation, Depends(installation)]
+
+
+def only_known_parameters(request: Request) -> None:
+    """Raises BadRequest for a misspelt query parameter: `?dryrun=true` must not make a job."""
+    here = request.app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower())
+    if here is None:  # HEAD, which is not in the document
+        return
+    known = [parameter["name"] for parameter in here.get("parameters", []) if parameter["in"] == "query"]
+    for name in request.query_params:
+        if name not in known:
+            words = nearest(name, known) if known else "this route has none"
+            raise BadRequest(
+                f"unknown query parameter `{printable(name)}`; {words}", field=printable(name), code="unknown_parameter"
+            )
+
 
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 

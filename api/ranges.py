@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import stat
@@ -10,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,7 +58,7 @@ class FileReply(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             at, end = self._start, self._start + self._length
             while self._descriptor >= 0 and at < end:
-                chunk = await asyncio.to_thread(os.pread, self._descriptor, min(CHUNK, end - at), at)
+                chunk = await run_in_threadpool(os.pread, self._descriptor, min(CHUNK, end - at), at)
                 if not chunk:
                     raise OSError("the file became shorter while it was sent")
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -56,7 +56,11 @@ class Watch:
 
 
 class Hub:
-    """All watches of one API process. Lives on the event loop; the database is asked in threads."""
+    """All watches of one API process. Lives on the event loop; the database is asked in threads.
+
+    They are asyncio's own threads, which nothing else here uses: requests that wait for a lock in Starlette's pool
+    do not keep the followers waiting.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

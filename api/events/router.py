@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.types import Receive, Scope, Send
@@ -125,8 +126,8 @@ async def events(
     """
     seen = _last_seen(after, last_event_id)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
-        return JSONResponse(await asyncio.to_thread(_page, here, asking, job_id, seen, limit))
-    await asyncio.to_thread(_exists, here, asking, job_id)
+        return JSONResponse(await run_in_threadpool(_page, here, asking, job_id, seen, limit))
+    await run_in_threadpool(_exists, here, asking, job_id)
     return EventStream(here.hub.follow(job_id, seen))
 
 

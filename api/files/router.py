@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.deps import After, Asking, FileId, Here, Limit
@@ -106,7 +107,7 @@ async def upload_file(
     announced = request.headers.get("content-length", "0")
     raw = media_type in RAW_TYPES
     raw_name = checked_filename(filename) if raw else None
-    upload = await asyncio.to_thread(
+    upload = await run_in_threadpool(
         Upload, here.layout, here.settings, announced=int(announced) if raw and announced.isdecimal() else 0
     )
     kept = False
@@ -115,17 +116,17 @@ async def upload_file(
             if format is not None:
                 upload.declare(format)
             async for batch in _batches(request):
-                await asyncio.to_thread(upload.write, batch)
+                await run_in_threadpool(upload.write, batch)
         else:
             sink = Sink(upload)
             form = Form(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
             async for batch in _batches(request):
-                await asyncio.to_thread(form.feed, batch)
+                await run_in_threadpool(form.feed, batch)
             form.finish()
             raw_name = sink.filename
-        stored = await asyncio.to_thread(upload.finish)
+        stored = await run_in_threadpool(upload.finish)
         assert raw_name is not None
-        view = await asyncio.to_thread(service.record, here.database, asking, stored, raw_name)
+        view = await run_in_threadpool(service.record, here.database, asking, stored, raw_name)
         kept = True
     finally:
         if not kept:  # refused, broken off, or the client has left

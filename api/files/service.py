@@ -41,7 +41,7 @@ def record(database: Database, actor: Actor, stored: Stored, filename: str) -> d
 def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> None:
     """Raises NotFound, or Conflict while a job that is not over needs the file."""
     with database.write() as session:
-        queries.find_file(session, actor.project_id, file_id, lock=True)
+        queries.find_file(session, actor.project_id, file_id, lock="delete")
         users = queries.jobs_using_file(session, actor.project_id, file_id)
         if users:
             raise Conflict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.deps import After, Asking, Here, JobId, Limit
@@ -79,7 +79,7 @@ async def create_job(
     body = await _read_body(request, here.settings.max_body_bytes)
     sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)
     jobs = Jobs(here.database, here.settings, here.layout)
-    answer = await asyncio.to_thread(jobs.create, asking, sent, dry_run=dry_run)
+    answer = await run_in_threadpool(jobs.create, asking, sent, dry_run=dry_run)
     headers = {"idempotency-replayed": "true"} if answer.replayed else {}
     if answer.status == 201:
         headers["location"] = answer.body["links"]["self"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -92,7 +92,7 @@ class Jobs:
                 return known
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
-                    _file(session, actor, source, field, lock=True)
+                    _file(session, actor, source, field, share=True)
             body = job_view(submit(session, actor, spec))
             if sent.idempotency_key is not None:
                 session.execute(
@@ -109,7 +109,7 @@ class Jobs:
             again = retry(session, actor, job_id)
             for field, source in _sources(JobSpec.model_validate(again.spec)):
                 if isinstance(source, FileSource):
-                    _file(session, actor, source, field, lock=True)
+                    _file(session, actor, source, field, share=True)
             return job_view(again)
 
     def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
@@ -177,7 +177,8 @@ def _sources(spec: JobSpec) -> list[tuple[str, FileSource | PathSource]]:
     return [*found, ("data.eval", spec.data.eval)] if spec.data.eval is not None else found
 
 
-def _file(session: Session, actor: Actor, source: FileSource, field: str, *, lock: bool = False) -> File:
+def _file(session: Session, actor: Actor, source: FileSource, field: str, *, share: bool = False) -> File:
+    lock: Literal["share"] | None = "share" if share else None
     try:
         return queries.find_file(session, actor.project_id, source.id, field=field, lock=lock)
     except NotFound as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
@@ -79,10 +79,22 @@ def files_page(session: Session, project_id: str, *, after: str | None = None, l
     return Page(rows[:limit], len(rows) > limit)
 
 
-def find_file(session: Session, project_id: str, file_id: str, *, field: str = "file_id", lock: bool = False) -> File:
-    """A file of the project. Raises NotFound for another project's as for none. `lock`: nobody deletes it meanwhile."""
+def find_file(
+    session: Session,
+    project_id: str,
+    file_id: str,
+    *,
+    field: str = "file_id",
+    lock: Literal["share", "delete"] | None = None,
+) -> File:
+    """A file of the project. Raises NotFound for another project's as for none.
+
+    `share` keeps it from being deleted until the transaction ends; jobs that share files do not wait for one another.
+    """
     query = select(File).where(File.id == file_id, File.project_id == project_id)
-    row = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
+    if lock is not None:
+        query = query.with_for_update(read=lock == "share")  # SQLite has one writer anyway
+    row = session.execute(query).scalar_one_or_none()
     if row is None:
         raise NotFound(f"there is no file `{file_id[:60]}` in this project; `GET /files` lists them", field=field)
     return row

@@ -49,6 +49,12 @@ def test_every_kind_of_error_has_the_one_shape(api: Any) -> None:
     assert shape(http.post("/jobs", content=b"{}", headers={"content-type": "x/y"}), 415)["field"] == "content-type"
     assert shape(http.post("/jobs", json={}), 422)["code"] == "invalid_spec"
     assert shape(http.get("/jobs", headers={"authorization": ""}), 401)["code"] == "missing_api_key"
+    for path, name in (("/jobs?stauts=failed", "`status`"), ("/version?x=1", "has none")):
+        error = shape(http.get(path), 422)
+        assert error["code"] == "unknown_parameter"
+        assert name in error["message"]
+    misspelt = shape(http.post("/jobs?dryrun=true", json={"model": "a/b", "data": "x"}), 422)
+    assert (misspelt["field"], "did you mean `dry_run`?" in misspelt["message"]) == ("dryrun", True)
 
 
 def logged(api: Any, words: str) -> None:
@@ -259,10 +265,10 @@ def test_the_key_command(tmp_path: Path) -> None:
     database.dispose()
 
 
-@pytest.mark.parametrize("path", ["/jobs", "/files"])
+@pytest.mark.parametrize("path", ["/jobs", "/files?filename=a"])
 def test_a_refusal_in_mid_upload_reaches_a_client_that_only_writes(sqlite_api: Any, path: str) -> None:
     """httpx sends the whole body before it looks: 12 MiB without a key must end in a 401, not in a broken pipe."""
     body = b"x" * (12 << 20)
     headers = {"content-type": "application/jsonl"}
-    reply = httpx.post(f"{sqlite_api.url}{path}", content=body, headers=headers, params={"filename": "a"})
+    reply = httpx.post(f"{sqlite_api.url}{path}", content=body, headers=headers)
     shape(reply, 401)
