@@ -60,6 +60,7 @@ def tiny_model() -> dict[str, bytes]:
 class Hub:
     """What the server has, what goes wrong on the way, and what it was asked."""
 
+    repo: str = "team/tiny"
     files: dict[str, bytes] = field(default_factory=tiny_model)
     commit: str = COMMIT
     sha256: dict[str, str] = field(default_factory=dict)
@@ -99,11 +100,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(503, "")
         if hub.secret is not None and self.headers.get("Authorization") != f"Bearer {hub.secret}":
             return self.refuse(401, "RepoNotFound")
-        if info := re.fullmatch(r"/api/models/team/tiny/revision/(.+)", path):
+        if info := re.fullmatch(rf"/api/models/{re.escape(hub.repo)}/revision/(.+)", path):
             if info[1] not in ("main", hub.commit):
                 return self.refuse(404, "RevisionNotFound")
             return self.send(json.dumps(self.describe()).encode(), {"Content-Type": "application/json"}, body=body)
-        if file := re.fullmatch(rf"/team/tiny/resolve/{hub.commit}/(.+)", path):
+        if file := re.fullmatch(rf"/{re.escape(hub.repo)}/resolve/{hub.commit}/(.+)", path):
             if hub.gated:
                 return self.refuse(403, "GatedRepo")
             if file[1] not in hub.files:
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             if name in self.hub.sha256:
                 sibling["lfs"] = {"sha256": self.hub.sha256[name], "size": len(data), "pointerSize": 134}
             siblings.append(sibling)
-        return {"id": "team/tiny", "modelId": "team/tiny", "sha": self.hub.commit, "siblings": siblings, "tags": []}
+        return {"id": self.hub.repo, "modelId": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
 
     def send_file(self, name: str, *, body: bool) -> None:
         data = self.hub.files[name]
