@@ -49,8 +49,13 @@ class Agent:
         (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
         self._lock_file = node.lock(layout.root, settings.node)
         database = Database(settings.sqlalchemy_url)
-        node.check_schema(database)
-        node.probe(layout, database)
+        try:
+            node.check_schema(database)
+            node.probe(layout, database)
+        except BaseException:
+            database.dispose()
+            os.close(self._lock_file)
+            raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
         self._claiming = threading.Lock()

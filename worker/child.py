@@ -97,6 +97,8 @@ class Child:
 
     def reap(self) -> int:
         """End what is left of the session, wait until nothing of it lives; the exit status (-N: signal N)."""
+        if self._reaped:
+            return self._process.returncode
         self.kill()
         while not self.exited(30.0) or not processes.end_session(self.pid, 30.0):
             # Uninterruptible sleep inside a driver: its memory is still held, so its slot is not free either.

@@ -1,0 +1,331 @@
+"""The agent of a box, in this process, with real children: what it refuses, claims, loses and hands back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select, update
+
+from core import HOME
+from core.db import migrate
+from core.db.engine import Database, db_now
+from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, User
+from core.ids import new_id
+from core.jobs import claims
+from core.jobs.claims import Slot
+from core.jobs.submit import Actor, cancel, submit
+from core.settings import Settings
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+from core.storage.layout import Layout
+from tests.support.service import wait_for
+from worker import node
+from worker.agent import Agent
+
+ADA = Actor("user-ada", "proj-lab")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=HOME, check=True)
+    return folder
+
+
+class Box:
+    """A data root, a database with a user, and the agents that serve it."""
+
+    def __init__(self, root: Path, models: Path) -> None:
+        self.settings = Settings(
+            data=root / "data",
+            node="box",
+            model_roots=(models,),
+            data_roots=(root / "rows",),
+            lease_seconds=6,
+            renew_seconds=0.5,
+            fence_seconds=4,
+            relay_seconds=0.1,
+            retry_backoff_seconds=5,
+            max_machine_failures=1,
+            stop_grace_seconds=20,
+        )
+        self.rows = root / "rows"
+        self.rows.mkdir()
+        (self.rows / "train.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(32))
+        )
+        self.model = models / "tiny"
+        self.layout = Layout(self.settings.root)
+        self.layout.create()
+        self.database = Database(self.settings.sqlalchemy_url)
+        self.agents: list[Agent] = []
+        self.rings: list[str] = []
+
+    def migrate(self) -> None:
+        migrate.upgrade(self.database)
+        with self.database.write() as session:
+            session.execute(insert(User).values(id=ADA.user_id, name="ada"))
+            session.execute(insert(Project).values(id=ADA.project_id, name="lab"))
+
+    def agent(self, *, start: bool = True) -> Agent:
+        agent = Agent(self.settings)
+        self.agents.append(agent)
+        if start:
+            agent.start(self.rings.append, lambda: 0)
+        return agent
+
+    def submit(self, **changes: Any) -> str:
+        spec = {
+            "model": str(self.model),
+            "data": str(self.rows / "train.jsonl"),
+            "training": {"max_steps": 4, "per_device_train_batch_size": 2, "max_length": 64},
+            **changes,
+        }
+        with self.database.write() as session:
+            return submit(session, ADA, resolve(JobSpec.model_validate(spec))).id
+
+    def long(self) -> str:
+        return self.submit(training={"max_steps": 100_000, "per_device_train_batch_size": 2, "max_length": 64})
+
+    def job(self, job_id: str) -> Job:
+        with self.database.read() as session:
+            return session.execute(select(Job).where(Job.id == job_id)).scalar_one()
+
+    def wait(self, job_id: str, *wanted: str) -> Job:
+        def look() -> Job | None:
+            job = self.job(job_id)
+            return job if job.status in wanted else None
+
+        return wait_for(look, 60, f"{job_id} {wanted}", lambda: f"{self.job(job_id).status}: {self.job(job_id).reason}")
+
+    def wait_for_steps(self, job_id: str) -> int:
+        """The trainer's process, once it trains."""
+        wait_for(lambda: (self.job(job_id).progress or {}).get("step"), 60, "a step", lambda: self.job(job_id).reason)
+        with self.database.read() as session:
+            query = select(Attempt.pid).where(Attempt.job_id == job_id).order_by(Attempt.attempt.desc()).limit(1)
+            pid = session.execute(query).scalar_one()
+        assert pid is not None
+        return pid
+
+    def statuses(self, job_id: str) -> list[str]:
+        with self.database.read() as session:
+            query = select(Event.data).where(Event.job_id == job_id, Event.type == "status").order_by(Event.seq)
+            return [data["to"] for data in session.execute(query).scalars()]
+
+
+@pytest.fixture
+def box(tmp_path: Path, models: Path) -> Iterator[Box]:
+    box = Box(tmp_path, models)
+    yield box
+    for agent in box.agents:
+        agent.stop()
+    box.database.dispose()
+
+
+@pytest.fixture
+def serving(box: Box) -> Iterator[Callable[[Agent], threading.Thread]]:
+    """Let an agent work in a thread, as the pool does."""
+    threads = []
+
+    def serve(agent: Agent) -> threading.Thread:
+        thread = threading.Thread(target=agent.serve)
+        thread.start()
+        threads.append(thread)
+        return thread
+
+    yield serve
+    for agent in box.agents:
+        agent.stop()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    box.agents.clear()
+
+
+# -- what it refuses
+
+
+def test_another_schema(box: Box) -> None:
+    with pytest.raises(node.Refused, match=r"has schema none.*run `python -m core.db.migrate`"):
+        Agent(box.settings)
+
+
+def test_a_second_worker_of_the_same_name(box: Box) -> None:
+    box.migrate()
+    box.agent()
+    with pytest.raises(node.Refused, match=rf"process {os.getpid()}\) serves node `box` already.*EFT_NODE"):
+        Agent(box.settings)
+    other = Agent(box.settings.model_copy(update={"node": "box-2"}))
+    box.agents.append(other)
+
+
+def test_a_disk_without_what_the_api_wrote(box: Box) -> None:
+    box.migrate()
+    file_id = new_id("file")
+    row = {"filename": "a.jsonl", "bytes": 1, "sha256": "0" * 64, "rows": 1, "format": "text"}
+    with box.database.write() as session:
+        session.execute(insert(File).values(id=file_id, owner_id=ADA.user_id, project_id=ADA.project_id, **row))
+    with pytest.raises(node.Refused, match=f"{file_id}.*another disk.*EFT_DATA"):
+        Agent(box.settings)
+    box.layout.file(file_id).write_text("{}\n")
+    box.agent(start=False)
+
+
+# -- what it runs
+
+
+def test_it_prepares_and_trains_and_frees_the_slots(box: Box) -> None:
+    box.migrate()
+    job_id = box.submit()
+    agent = box.agent()
+    agent.serve()  # comes back when there is nothing more to do
+    job = box.job(job_id)
+    assert job.status == "succeeded", job.reason
+    assert box.statuses(job_id) == ["queued", "preparing", "queued", "starting", "running", "succeeded"]
+    with box.database.read() as session:
+        assert session.execute(select(Allocation.slot).where(Allocation.released_at.is_(None))).all() == []
+        steps = session.execute(select(Metric.step).where(Metric.name == "loss").order_by(Metric.step)).scalars().all()
+        attempts = session.execute(select(Attempt).order_by(Attempt.attempt)).scalars().all()
+    assert steps == [1, 2, 3, 4]
+    assert [(a.kind, a.slot, a.exit_code) for a in attempts] == [("prepare", "prepare-0", 0), ("train", "cpu", 0)]
+    assert attempts[1].run_record is not None
+    assert attempts[1].events_offset == (box.layout.attempt(job_id, 2) / "events.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": "/etc"}, "model.path"),
+        ({"data": "file-0123456789abcdefghjkmnpqrs"}, "data.train.id"),
+        ({"data": "/etc/passwd"}, "data.train.path"),
+    ],
+)
+def test_what_a_user_asked_wrongly_fails_with_the_field(box: Box, change: dict[str, Any], field: str) -> None:
+    box.migrate()
+    job_id = box.submit(**change)
+    box.agent().serve()
+    job = box.job(job_id)
+    assert job.status == "failed"
+    assert job.failure is not None
+    assert (job.failure["class"], job.failure["field"]) == ("user", field)
+
+
+def test_a_link_out_of_the_data_roots_is_not_followed(box: Box) -> None:
+    box.migrate()
+    (box.rows / "link.jsonl").symlink_to("/etc/passwd")
+    job_id = box.submit(data=str(box.rows / "link.jsonl"))
+    box.agent().serve()
+    assert (box.job(job_id).failure or {})["field"] == "data.train.path"
+
+
+def test_a_model_that_vanished_is_prepared_again(box: Box) -> None:
+    box.migrate()
+    job_id = box.submit()
+    agent = box.agent()
+    with box.database.write() as session:
+        session.execute(update(Job).values(prepared={"model_dir": str(box.settings.root / "models" / "gone")}))
+    agent.serve()
+    assert box.job(job_id).status == "queued"
+    assert box.job(job_id).prepared is None
+
+
+# -- what it loses
+
+
+def test_a_lost_lease_ends_the_trainer_at_once(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    box.migrate()
+    job_id = box.long()
+    serving(box.agent())
+    pid = box.wait_for_steps(job_id)
+    with box.database.write() as session:  # as another node's reaper and claim would
+        session.execute(update(Job).values(lease_until=db_now() - 1))
+        claims.reap(session)
+    with box.database.write() as session:
+        assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 3, "the trainer's end")
+    time.sleep(0.3)
+    job = box.job(job_id)
+    assert (job.status, job.worker) == ("starting", "worker-else"), "the loser wrote nothing"
+
+
+def test_a_worker_without_database_lets_its_children_end(
+    box: Box, serving: Callable[[Agent], threading.Thread]
+) -> None:
+    """The database locked by somebody else for longer than the fence: no renewal, so no heartbeat, so no trainer."""
+    box.migrate()
+    job_id = box.long()
+    serving(box.agent())
+    pid = box.wait_for_steps(job_id)
+    with box.database.write() as session:
+        session.execute(update(Job).values(name="locked"))
+        began = time.monotonic()
+        wait_for(lambda: not Path(f"/proc/{pid}").exists() or _zombie(pid), 10, "the trainer's end")
+        assert time.monotonic() - began < box.settings.lease_seconds
+    log = (box.layout.attempt(job_id, 2) / "log.txt").read_text()
+    assert "fenced: no heartbeat" in log
+
+
+def _zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+# -- what it hands back
+
+
+def test_cancel_ends_the_trainer_then_the_job(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    box.migrate()
+    job_id = box.long()
+    serving(box.agent())
+    pid = box.wait_for_steps(job_id)
+    with box.database.write() as session:
+        cancel(session, ADA, job_id)
+    box.wait(job_id, "cancelled")
+    assert not Path(f"/proc/{pid}").exists()
+    assert box.statuses(job_id)[-3:] == ["running", "stopping", "cancelled"]
+    with box.database.read() as session:
+        assert session.execute(select(Allocation.slot).where(Allocation.released_at.is_(None))).all() == []
+
+
+def test_leaving_hands_back_what_runs(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    box.migrate()
+    job_id = box.long()
+    agent = box.agent()
+    serving(agent)
+    pid = box.wait_for_steps(job_id)
+    agent.stop()
+    box.agents.clear()
+    assert not Path(f"/proc/{pid}").exists()
+    job = box.job(job_id)
+    assert (job.status, job.reason) == ("queued", "waits to go on: worker on box is leaving")
+    assert list((box.layout.attempt(job_id, 2) / "checkpoints").glob("step-*")), "it left a checkpoint"
+
+
+def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> None:
+    """The last worker's row says it runs a trainer; that trainer, here one that ignores SIGTERM, is still there."""
+    box.migrate()
+    job_id = box.submit()
+    with box.database.write() as session:
+        session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
+        claim = claims.claim(session, "worker-last", "box", Slot("cpu", "cpu"), 600)
+    assert claim is not None
+    folder = box.layout.attempt(job_id, 1)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "tests.support.stubborn", str(folder)]
+    with subprocess.Popen(command, cwd=HOME, start_new_session=True, stdout=subprocess.DEVNULL) as left:
+        wait_for((folder / "ready").exists, 20, "the helper")
+        box.agent()
+        assert left.wait(5) == -signal.SIGKILL
+    assert box.statuses(job_id) == ["queued", "starting", "queued"]
+    with box.database.read() as session:
+        outcome = session.execute(select(Attempt.outcome).where(Attempt.attempt == 1)).scalar_one()
+    assert outcome == "the worker on box ended without handing it back"
