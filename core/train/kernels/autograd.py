@@ -24,7 +24,8 @@ def linear(
 ) -> Tensor:
     """x·Wᵀ + bias; see `core.train.kernels.ops`."""
     if torch.compiler.is_compiling():
-        return ops.quant_linear(x, packed, scales, format, block, out_features, bias)
+        result: Tensor = ops.quant_linear(x, packed, scales, format, block, out_features, bias)
+        return result
     y: Tensor = _Linear.apply(x, packed, scales, format, block, out_features, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -43,7 +44,8 @@ def lora_linear(
 ) -> Tensor:
     """x·Wᵀ + bias + scaling · (x·Aᵀ)·Bᵀ; see `core.train.kernels.ops`."""
     if torch.compiler.is_compiling():
-        return ops.lora_linear(x, dropped, packed, scales, format, block, bias, a, b, scaling)[0]
+        compiled: Tensor = ops.lora_linear(x, dropped, packed, scales, format, block, bias, a, b, scaling)[0]
+        return compiled
     y: Tensor = _LoraLinear.apply(x, dropped, packed, scales, format, block, bias, a, b, scaling)  # type: ignore[no-untyped-call]
     return y
 

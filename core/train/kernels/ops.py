@@ -1,9 +1,9 @@
 """Operators over a packed weight: linear, and linear with a LoRA beside it, each with its gradient.
 
-Each exists twice over the same arithmetic: registered with torch.library, for `torch.compile(fullgraph=True)`, and as an
-autograd function (core/train/kernels/autograd.py), for eager mode, where the registered form costs 0.4 ms more a call
-(forward and backward, 1 Zen 4 core; 200 calls a step). Only packed weights, x and x·Aᵀ are kept for the backward; a dense weight exists in the scratch buffer
-for the moment of a product. Second derivatives are not defined.
+Each exists twice over the same arithmetic: registered with torch.library, for `torch.compile(fullgraph=True)`, and as
+an autograd function (core/train/kernels/autograd.py), for eager mode, where the registered form costs 0.4 ms more a
+call (forward and backward, 1 Zen 4 core; 200 calls a step). Only packed weights, x and x·Aᵀ are kept for the
+backward; a dense weight exists in the scratch buffer for the moment of a product. Second derivatives are not defined.
 
 Shapes: x [..., K], packed weight of [N, K], A [r, K], B [N, r], y [..., N]. `scales` are those of the weight's format
 (`NF4Weight.scales`). A and B may be of another dtype (float32) than x: they are rounded to x's for the products, and
@@ -131,8 +131,8 @@ def lora_linear(
     b: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x·Wᵀ + bias + scaling · (x·Aᵀ)·Bᵀ, x·Aᵀ). `dropped` is x after the adapter's dropout, where it has one; the second
-    result is there for the backward."""
+    """(x·Wᵀ + bias + scaling · (x·Aᵀ)·Bᵀ, x·Aᵀ). `dropped` is x after the adapter's dropout, where it has one; the
+    second result is there for the backward."""
     return _lora_forward(x, dropped, packed, scales, format, block, bias, a, b, scaling)
 
 
@@ -188,8 +188,8 @@ def lora_linear_grad(
     with_x: bool,
     separate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of the dropped x (empty unless `separate`), of A and of B. Without `with_x` the first two are empty,
-    and the weight is not dequantised."""
+    """Gradients of x, of the dropped x (empty unless `separate`), of A and of B. Without `with_x` the first two are
+    empty, and the weight is not dequantised."""
     return _lora_grad(grad, adapter_x, xa, packed, scales, format, block, a, b, scaling, with_x, separate)
 
 

@@ -91,8 +91,8 @@ _budgets: dict[str, int] = {}
 
 
 def scratch_for(device: torch.device) -> Scratch:
-    """The scratch of the current stream (CUDA, ROCm), or of the current thread (CPU): work on it is in order, so a buffer
-    is never filled anew while a product still reads it."""
+    """The scratch of the current stream (CUDA, ROCm), or of the current thread (CPU): work on it is in order, so a
+    buffer is never filled anew while a product still reads it."""
     budget = _budgets.get(device.type, DEFAULT_BUDGET)
     if device.type != "cuda":
         here: dict[str, Scratch] = _local.__dict__.setdefault("by_device", {})

@@ -1,9 +1,9 @@
 """Output head and cross-entropy in one: chunk by chunk, with the gradient made in the forward, never whole logits.
 
 For the rows of a chunk logits, loss, d loss / d logits and from it the gradient of the hidden states (and of a trained
-head) are made while the logits are at hand; the backward only scales what is kept. No recomputation, and the peak is one
-chunk of logits in float32, whatever the number of tokens. (Idea: Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024,
-arXiv:2411.09009.)
+head) are made while the logits are at hand; the backward only scales what is kept. No recomputation, and the peak is
+one chunk of logits in float32, whatever the number of tokens. (Idea: Liger Kernel, arXiv:2410.10989; Wijmans et al.
+2024, arXiv:2411.09009.)
 
     z = soft-cap(scale · (h·Wᵀ + b)),   soft-cap(z) = cap · tanh(z / cap)
     loss of a row = (1 - s) · (lse(z) - z[y]) + s · (lse(z) - mean(z)) + z_loss · lse(z)²
@@ -56,8 +56,8 @@ def linear_cross_entropy(
     """Sum of the rows' losses, float32 []; divided by `count` when it is given.
 
     hidden [n, H] and head [V, H] of one float dtype, labels int64 [n] (already shifted: labels[i] is what row i is to
-    predict), bias [V] frozen. The head gets a gradient if it requires one, accumulated in float32. Gradients are exact to
-    the rounding of the products' dtype; second derivatives are not defined.
+    predict), bias [V] frozen. The head gets a gradient if it requires one, accumulated in float32. Gradients are
+    exact to the rounding of the products' dtype; second derivatives are not defined.
     """
     rows = chunk_rows or default_chunk_rows(head.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):

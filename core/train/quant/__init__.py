@@ -1,1 +1,2 @@
-"""Weights in few bits: NF4 with double quantisation in bitsandbytes' layout, int8 by block, and the modules over them."""
+"""Weights in few bits: NF4 with double quantisation in bitsandbytes' layout, int8 by block, and the modules over
+them."""

@@ -1,9 +1,9 @@
 """LoRA over packed weights: PEFT's own layers, with the base and the adapter in one operator, and a merge that counts.
 
 PEFT makes the adapters (`get_peft_model`); `fuse_adapters` then gives each of its LoRA layers over a QuantLinear this
-module's class. Names, state dict, saving, several adapters, scaling and enabling stay PEFT's. What the operator does not
-cover (several active adapters at once, DoRA and other variants, a bias in B, mixed batches) runs in PEFT's own forward
-over the packed base: right, slower, and said once in the log.
+module's class. Names, state dict, saving, several adapters, scaling and enabling stay PEFT's. What the operator does
+not cover (several active adapters at once, DoRA and other variants, a bias in B, mixed batches) runs in PEFT's own
+forward over the packed base: right, slower, and said once in the log.
 """
 
 from __future__ import annotations
@@ -45,18 +45,21 @@ class QuantLoraLinear(PeftLinear):
         return result
 
     def _fused(self, x: Tensor, name: str) -> Tensor:
-        base: QuantLinear = self.base_layer
+        base = self.base_layer
+        assert isinstance(base, QuantLinear)  # why_unfused has looked
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
         x = x.to(compute_dtype(x))
         dropout = self.lora_dropout[name]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
         return lora_linear(
             x, dropped, base.packed, base.scales, base.format, base.block, base.bias,
-            self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name]),
+            a, b, float(self.scaling[name]),
         )  # fmt: skip
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put a dense 16-bit layer with the adapter added in the base's place: dequantised and added in float32, rounded
-        once. The packed base is kept for `unmerge`, which is exact."""
+        """Put a dense 16-bit layer with the adapter added in the base's place: dequantised and added in float32,
+        rounded once. The packed base is kept for `unmerge`, which is exact."""
         base = self.base_layer
         if not isinstance(base, QuantLinear):
             super().merge(safe_merge, adapter_names)
@@ -81,7 +84,9 @@ class QuantLoraLinear(PeftLinear):
             super().unmerge()
             return
         self.merged_adapters.clear()
-        self.base_layer = kept[0].to(self.base_layer.weight.device)
+        dense = self.base_layer.weight
+        assert isinstance(dense, Tensor)
+        self.base_layer = kept[0].to(dense.device)
 
 
 def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
@@ -98,8 +103,8 @@ def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
 
 
 def fuse_adapters(model: nn.Module) -> Fusion:
-    """Give every LoRA layer over a QuantLinear the fused forward and the merge that counts. Call after `get_peft_model`,
-    and again after adapters were added to other layers."""
+    """Give every LoRA layer over a QuantLinear the fused forward and the merge that counts. Call after
+    `get_peft_model`, and again after adapters were added to other layers."""
     fused = 0
     reasons: Counter[str] = Counter()
     for module in model.modules():

@@ -67,8 +67,8 @@ def int8_from_state(state: Mapping[str, Tensor], where: str = "weight") -> Int8W
 
 
 def quantize_int8(weight: Tensor, block: int = 64) -> Int8Weight:
-    """Round to the nearest of 255 steps between -absmax and absmax. ValueError for NaN, infinite values, or a dtype that
-    is no float."""
+    """Round to the nearest of 255 steps between -absmax and absmax. ValueError for NaN, infinite values, or a dtype
+    that is no float."""
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"int8 is made from float32, bfloat16 or float16, not from {weight.dtype}")
     if weight.numel() == 0:

@@ -2,7 +2,8 @@
 
 A weight [N, K] is cut, row-major and across rows, into blocks of 64 elements. Each element is an index into 16 values,
 two to a byte, the high nibble first. The block's largest magnitude (absmax) is itself quantised to 8 bits, in groups
-of 256 blocks, after its mean (offset) is taken off: double quantisation (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+of 256 blocks, after its mean (offset) is taken off: double quantisation (QLoRA, Dettmers et al. 2023,
+arXiv:2305.14314).
 
     weight                                  uint8 [ceil(N K / 2), 1]
     weight.absmax                           uint8 [blocks]                (float32 without double quantisation)

@@ -1,8 +1,8 @@
 """`QuantLinear`: an nn.Linear whose weight is packed, as PEFT, transformers and torch see one.
 
-What holds: `.weight` reads as a dense tensor of the right shape and dtype (made when asked for) and refuses to be written
-to, since a write would be lost; dtype moves (`.to(torch.bfloat16)`, `.half()`) leave the packed weight and its scales
-alone and move the bias; the state dict has bitsandbytes' names for NF4; deep copies and device moves work.
+What holds: `.weight` reads as a dense tensor of the right shape and dtype (made when asked for) and refuses to be
+written to, since a write would be lost; dtype moves (`.to(torch.bfloat16)`, `.half()`) leave the packed weight and
+its scales alone and move the bias; the state dict has bitsandbytes' names for NF4; deep copies and device moves work.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class QuantLinear(nn.Linear):
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """A fresh dense [N, K] weight; default dtype: the one that was quantised."""
         shape = [self.out_features, self.in_features]
-        return dequantize(self.packed, self.scales, self.format, self.block, shape, dtype or self.quantized_dtype)
+        to = dtype or self.quantized_dtype
+        weight: Tensor = dequantize(self.packed, self.scales, self.format, self.block, shape, to)
+        return weight
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain nn.Linear with the dequantised weight, on the same device."""
@@ -92,7 +94,7 @@ class QuantLinear(nn.Linear):
         return plain.train(self.training)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """Dense, made for this call, to read only."""
         return self.dense_weight().as_subclass(_ReadOnly)
 
@@ -114,7 +116,7 @@ class QuantLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         before = {name: getattr(self, name) for name in _BUFFERS}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = getattr(self, name)
             if old is not None and new.dtype != old.dtype:

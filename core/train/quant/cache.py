@@ -1,0 +1,115 @@
+"""Quantised models on disk: under a hash of what they were made from, complete or not there; and saving one for others.
+
+A cached model is a folder in bitsandbytes' layout (int8: our own): `save_quantized` writes both it and exports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+if TYPE_CHECKING:
+    from core.train.quant.model import QuantOptions
+
+log = logging.getLogger("eft.train.quant")
+
+VERSION = 1
+"""Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
+MANIFEST = "manifest.json"
+
+
+def key(folder: Path, files: Sequence[Path], options: QuantOptions, dtype: torch.dtype) -> str:
+    """Hex digest over the files' contents, config.json, and everything that decides the packed bytes."""
+    about: dict[str, Any] = {
+        "version": VERSION,
+        "format": options.format,
+        "double": options.double,
+        "block": options.block,
+        "skip": sorted(options.skip),
+        "dtype": str(dtype),
+        "files": {file.name: _sha256(file) for file in [folder / "config.json", *files]},
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def lookup(cache_dir: Path, key: str) -> Path | None:
+    """The folder of a complete entry. A damaged one is put aside, with a warning, and made anew."""
+    folder = cache_dir / key
+    if not folder.is_dir():
+        return None
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        good = manifest["version"] == VERSION and manifest["key"] == key
+        good = good and all(_sha256(folder / name) == digest for name, digest in manifest["files"].items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        good = False
+    if good:
+        return folder
+    log.warning("the cached quantised model %s is damaged or of another version; it is made anew", folder)
+    aside = cache_dir / f".bad-{key}-{uuid.uuid4().hex}"
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+    return None
+
+
+def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, kept: Sequence[str]) -> None:
+    """Write an entry; when another process was faster its entry stays."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    aside = cache_dir / f".new-{key}-{uuid.uuid4().hex}"
+    try:
+        save_quantized(model, aside, options, kept)
+        files = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
+        (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
+        for file in aside.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        if not (cache_dir / key).exists():
+            aside.rename(cache_dir / key)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequence[str]) -> None:
+    """Write `config.json`, `generation_config.json` and `model.safetensors` with packed weights. NF4 is written as
+    bitsandbytes does: `AutoModelForCausalLM.from_pretrained` reads it where bitsandbytes is installed. `kept`: linear
+    layers that are dense."""
+    from core.train.quant.model import packed_state
+
+    folder.mkdir(parents=True)
+    config = model.config.to_dict()
+    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+    config["quantization_config"] = (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": options.double,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(kept),
+        }
+        if options.format == "nf4"
+        else {"quant_method": "eft-int8", "block": options.block}
+    )
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str), encoding="utf-8")
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    save_file(packed_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,336 @@
+"""A causal language model with packed linear layers, read shard by shard: the dense weights are never all in memory.
+
+The skeleton is built without memory for its parameters; every tensor of the files is then read, quantised where it is a
+linear layer's weight, and let go. The host needs the packed size, the layers that stay as they are, and one tensor.
+
+Stays as it is: the output head and everything tied to it, embeddings, norms, and what the caller names. Refused by
+name: Conv1D layers (their weight is transposed) and fused expert weights (three dimensions), which would leave most
+of such a model dense; a base that is quantised already, unless it is NF4 as bitsandbytes writes it, which is taken as
+it is. """
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from core.errors import ModelError
+from core.train.kernels.interface import Format
+from core.train.quant import cache
+from core.train.quant.int8 import STATE_KEY as INT8_KEY
+from core.train.quant.int8 import int8_from_state, quantize_int8
+from core.train.quant.layout import STATE_KEY as NF4_KEY
+from core.train.quant.layout import SUFFIXES, nf4_from_state
+from core.train.quant.linear import PackedWeight, QuantLinear
+from core.train.quant.nf4 import quantize_nf4
+
+log = logging.getLogger("eft.train.quant")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantReport:
+    """What was done: part of the run record."""
+
+    format: Format
+    layers: int
+    """Linear layers with packed weights."""
+    packed_bytes: int
+    dense_bytes: int
+    """What these layers would take in the run's dtype."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Linear layers left dense, and why."""
+    source: str = "quantised"
+    """`quantised` from dense files, `cache`, or `bitsandbytes` (the files were NF4 already)."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantOptions:
+    format: Format = "nf4"
+    double: bool = True
+    """Double quantisation (NF4)."""
+    block: int = 64
+    skip: tuple[str, ...] = ()
+    """Further modules to leave dense: full names, or their last part."""
+
+
+def load_quantized(
+    folder: Path, dtype: torch.dtype, options: QuantOptions | None = None, cache_dir: Path | None = None
+) -> tuple[nn.Module, QuantReport]:
+    """A transformers causal language model from a local folder, on the CPU, in eval mode; everything that is not packed
+    is in `dtype`. With `cache_dir` the packed weights are written there under a hash of the files and options, and read
+    from there the next time. ModelError when the files cannot be read or the model cannot be quantised."""
+    options = options or QuantOptions()
+    started = time.perf_counter()
+    model, config = _skeleton(folder, dtype)
+    already = _already_quantised(config, options)
+    targets, kept = _targets(model, options)
+    source, read_from, key = "bitsandbytes" if already else "quantised", folder, ""
+    if cache_dir is not None and not already:
+        key = cache.key(folder, _weight_files(folder), options, dtype)
+        hit = cache.lookup(cache_dir, key)
+        if hit is not None:
+            source, read_from = "cache", hit
+    _fill(model, read_from, targets, kept, dtype, options)
+    model.tie_weights()
+    _finish(model, folder)
+    packed = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    if cache_dir is not None and source == "quantised":
+        cache.store(cache_dir, key, model, options, sorted(kept))
+    report = QuantReport(
+        format=options.format,
+        layers=len(packed),
+        packed_bytes=sum(m.quantized.nbytes for m in packed),
+        dense_bytes=sum(m.in_features * m.out_features for m in packed) * dtype.itemsize,
+        kept=kept,
+        source=source,
+    )
+    return model, replace(report, seconds=time.perf_counter() - started)
+
+
+# --- the skeleton ----------------------------------------------------------------------------------
+
+
+def _skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # Buffers outside the files (rotary frequencies) are computed by the constructors, so they get real memory.
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"the model cannot be read: {error}", field="model") from error
+    return model, config
+
+
+def _already_quantised(config: Any, options: QuantOptions) -> bool:
+    """True for NF4 files of bitsandbytes; ModelError for other formats."""
+    about = getattr(config, "quantization_config", None)
+    if about is None:
+        return False
+    about = about if isinstance(about, dict) else about.to_dict()
+    method = about.get("quant_method", "an unknown method")
+    nf4 = method == "bitsandbytes" and about.get("load_in_4bit") and about.get("bnb_4bit_quant_type") == "nf4"
+    if not nf4:
+        raise ModelError(
+            f"the model is already quantised ({method}); only NF4 of bitsandbytes is taken as it is: name the 16-bit "
+            "original instead",
+            field="model",
+        )
+    if options.format != "nf4":
+        raise ModelError(
+           
+            f"the model is already quantised as nf4 and cannot become {options.format}: ask for nf4, or name the
+            16-bit " "original", field="quantization",
+        )
+    return True
+
+
+def _targets(model: Any, options: QuantOptions) -> tuple[set[str], dict[str, str]]:
+    """Names of the layers to pack; names of other linear layers with the reason."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    targets: set[str] = set()
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            raise ModelError(
+                f"{name} is a Conv1D layer, whose weight is transposed; models of the GPT-2 kind are not quantised: "
+                "train them without quantisation",
+                field="quantization",
+            )
+        for local, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 3 and not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                raise ModelError(
+                    f"{name}.{local} has {parameter.dim()} dimensions (fused experts): mixtures of experts are not "
+                    "quantised yet: train without quantisation",
+                    field="quantization",
+                )
+        if not isinstance(module, nn.Linear):
+            continue
+        if module is head or (embedding is not None and module.weight is embedding.weight):
+            kept[name] = "output head"
+        elif type(module) is not nn.Linear:
+            kept[name] = f"a {type(module).__name__}"
+        elif any(name == skip or name.endswith("." + skip) for skip in options.skip):
+            kept[name] = "named in skip"
+        else:
+            targets.add(name)
+    if not targets:
+        raise ModelError("the model has no linear layer to quantise", field="quantization")
+    return targets, kept
+
+
+# --- the files -------------------------------------------------------------------------------------
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index.name} is not a readable index: {error!r}", field="model") from error
+        files = [folder / name for name in names]
+    else:
+        files = [folder / "model.safetensors"]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"the model's folder lacks {', '.join(missing)}; only safetensors are read", field="model")
+    return files
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """One after the other; each is good until the next is asked for."""
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 -- not a dict
+                    yield name, shard.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{file.name} is truncated or damaged: {error}", field="model") from error
+
+
+def _fill(
+    model: Any, folder: Path, targets: set[str], kept: dict[str, str], dtype: torch.dtype, options: QuantOptions
+) -> None:
+    """Give every parameter its values, and every target its packed module."""
+    packed_suffixes = {f"weight.{suffix}" for suffix in (*SUFFIXES, INT8_KEY)}
+    wanted = {name for name, _ in model.named_parameters()} | set(_persistent_buffers(model))
+    tied = _tied(model)
+    pieces: dict[str, dict[str, Tensor]] = {}
+    packed: dict[str, PackedWeight] = {}
+    for name, tensor in _tensors(folder):
+        module, suffix = _split(name, targets, packed_suffixes)
+        if module in targets and (suffix in packed_suffixes or (suffix == "weight" and not tensor.is_floating_point())):
+            pieces.setdefault(module, {})[suffix] = tensor.clone()
+        elif module in targets and suffix == "weight":
+            packed[module] = _quantise(name, tensor.to(dtype), options)
+            wanted.discard(name)
+        elif name in wanted:
+            _set(model, name, tensor, dtype)
+            wanted.discard(name)
+        elif name not in tied and not _ignorable(model, name):
+            raise ModelError(
+                f"{name} is in the files but not in the model that transformers builds; this architecture's files are "
+                "not read with quantisation: train without it",
+                field="model",
+            )
+    for module, state in pieces.items():
+        dense = isinstance(model.get_submodule(module), nn.Linear) and f"weight.{INT8_KEY}" not in state
+        packed[module] = (nf4_from_state if dense else int8_from_state)(state, f"{module}.weight")
+        wanted.discard(f"{module}.weight")
+    left_dense = sorted(wanted - tied)
+    if left_dense:
+        more = f" and {len(left_dense) - 1} more" if len(left_dense) > 1 else ""
+        raise ModelError(f"the files lack {left_dense[0]}{more}", field="model")
+    for name, weight in packed.items():
+        _replace(model, name, weight)
+
+
+def _split(name: str, targets: set[str], suffixes: set[str]) -> tuple[str, str]:
+    for suffix in (*suffixes, "weight"):
+        if name.endswith("." + suffix):
+            return name[: -len(suffix) - 1], suffix
+    return name, ""
+
+
+def _quantise(name: str, weight: Tensor, options: QuantOptions) -> PackedWeight:
+    try:
+        if options.format == "int8":
+            return quantize_int8(weight, options.block)
+        return quantize_nf4(weight, options.block, options.double)
+    except ValueError as error:
+        raise ModelError(f"{name} cannot be quantised: {error}", field="model") from error
+
+
+def _set(model: Any, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    parent, _, local = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise ModelError(f"{name} holds NaN or infinite values", field="model")
+    here = module._parameters.get(local)
+    shape = (module._buffers[local] if here is None else here).shape
+    if shape != tensor.shape:
+        raise ModelError(f"{name} is {list(tensor.shape)} in the files, {list(shape)} in the model", field="model")
+    # A copy: what the file is mapped to must not live as long as the model.
+    if here is None:
+        module._buffers[local] = tensor.clone()
+    else:
+        copied = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+        module._parameters[local] = nn.Parameter(copied, requires_grad=copied.is_floating_point())
+
+
+def _replace(model: Any, name: str, weight: PackedWeight) -> None:
+    parent, _, local = name.rpartition(".")
+    module = model.get_submodule(parent)
+    dense = getattr(module, local)
+    if weight.shape != (dense.out_features, dense.in_features):
+        raise ModelError(
+            f"{name} is {list(weight.shape)} in the files, {[dense.out_features, dense.in_features]} in the model",
+            field="model",
+        )
+    setattr(module, local, QuantLinear(weight, None if dense.bias is None else dense.bias.detach()))
+
+
+def _persistent_buffers(model: Any) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name
+
+
+def _tied(model: Any) -> set[str]:
+    """Names that are filled by tying, whether or not the files hold them."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return set()
+    keys = getattr(model, "_tied_weights_keys", None) or {}
+    return set(keys)
+
+
+def _ignorable(model: Any, name: str) -> bool:
+    import re
+
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _finish(model: Any, folder: Path) -> None:
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise ModelError(f"{left[0]} got no values from the files", field="model")
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # PEFT and transformers would look for bitsandbytes' modules
+    model.eval()
+
+
+def packed_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors as they go to a file, one name for each memory (the head of a tied model is left out)."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if place in seen and tensor.numel():
+            continue
+        seen.add(place)
+        state[name] = tensor.contiguous()
+    return state
+
+
+__all__ = ["NF4_KEY", "QuantOptions", "QuantReport", "load_quantized", "packed_state"]
