@@ -6,7 +6,7 @@ linear layer's weight, and let go. The host needs the packed size, the layers th
 Stays as it is: the output head and everything tied to it, embeddings, norms, and what the caller names. Refused by
 name: Conv1D layers (their weight is transposed) and fused expert weights (three dimensions), which would leave most
 of such a model dense; a base that is quantised already, unless it is NF4 as bitsandbytes writes it, which is taken as
-it is. """
+it is."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def _already_quantised(config: Any, options: QuantOptions) -> bool:
         )
     if options.format != "nf4":
         raise ModelError(
-           
-            f"the model is already quantised as nf4 and cannot become {options.format}: ask for nf4, or name the
-            16-bit " "original", field="quantization",
+            f"the model is already quantised as nf4 and cannot become {options.format}: ask for nf4, or name the "
+            "16-bit original",
+            field="quantization",
         )
     return True
 

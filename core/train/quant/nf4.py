@@ -50,8 +50,8 @@ def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> NF4Wei
 
 
 def dequantize_nf4(weight: NF4Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """A fresh tensor of the weight's shape, in `dtype` (default: the dtype that was quantised). The product of value and
-    scale is made in float32 and rounded once."""
+    """A fresh tensor of the weight's shape, in `dtype` (default: the dtype that was quantised). The product of value
+    and scale is made in float32 and rounded once."""
     n = torch.Size(weight.shape).numel()
     out = torch.empty(n, dtype=dtype or weight.dtype, device=weight.packed.device)
     dequantize_nf4_into(out, weight.packed, weight.scales, weight.block)
