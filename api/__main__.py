@@ -12,7 +12,7 @@ import uvicorn
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from core.db import migrate
+from api.health import database_checks
 from core.settings import settings
 
 log = logging.getLogger("eft.api")
@@ -54,8 +54,9 @@ def main() -> None:
     logging.config.dictConfig(LOGGING)
     app = create_app(settings())
     here = app.state.installation
-    if migrate.current(here.database) != migrate.head():
-        log.warning("the database has another schema than this version; run `python -m core.db.migrate`")
+    for name, check in database_checks(here).items():
+        if not check["ok"]:
+            log.warning("%s: %s; requests will fail until that is mended", name, check["detail"])
     config = uvicorn.Config(
         app,
         host=settings().host,

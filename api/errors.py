@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import sqlite3
 from http import HTTPStatus
 from typing import Any
 
@@ -10,11 +12,15 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from api.context import request_id
-from core.errors import EftError
+from core.errors import EftError, NoSpace
+
+log = logging.getLogger("eft.api")
 
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 415: "unsupported_media_type"}
 
@@ -72,6 +78,13 @@ class RequestTimeout(EftError):
     status = 408
 
 
+class Unavailable(EftError):
+    """Something behind the API is down; the same request may go through in a moment."""
+
+    code = "unavailable"
+    status = 503
+
+
 def render(error: EftError, headers: dict[str, str] | None = None) -> JSONResponse:
     return _body(error.status, error.as_dict(), headers)
 
@@ -86,6 +99,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EftError, _eft_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    for kind in (OperationalError, InterfaceError, PoolTimeout):
+        app.add_exception_handler(kind, _database_error)
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -116,6 +131,15 @@ def _body(status: int, error: dict[str, Any], headers: dict[str, str] | None = N
 def _eft_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EftError)
     return render(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+
+
+def _database_error(_: Request, error: Exception) -> JSONResponse:
+    """Down, overloaded or full. Other errors of the database are defects."""
+    log.error("the database failed", exc_info=error)
+    original = getattr(error, "orig", None)
+    if getattr(original, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL or getattr(original, "sqlstate", "") == "53100":
+        return render(NoSpace("the database's disk is full; the administrator must make room"))
+    return render(Unavailable("the database does not answer; try again in a moment"), {"Retry-After": "2"})
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

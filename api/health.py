@@ -78,7 +78,7 @@ async def healthz() -> Response:
 )
 def readyz(here: Here) -> Response:
     """Database, its schema, broker and data root, each with what is wrong. Needs no key."""
-    checks = {**_database(here), "broker": _broker(here), "data": _data(here)}
+    checks = {**database_checks(here), "broker": _broker(here), "data": _data(here)}
     ready = all(check["ok"] for check in checks.values())
     body = {"status": "ready" if ready else "not_ready", "checks": checks, "followers": here.hub.followers}
     return JSONResponse(body, 200 if ready else 503)
@@ -94,7 +94,8 @@ def _check(ok: bool, detail: str) -> dict[str, Any]:
     return {"ok": ok, "detail": detail}
 
 
-def _database(here: Installation) -> dict[str, Any]:
+def database_checks(here: Installation) -> dict[str, Any]:
+    """Does it answer, and is it at the revision this code was written for."""
     try:
         current = migrate.current(here.database)
     except Exception as error:  # whatever the driver raises, the answer is: not ready

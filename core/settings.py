@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     broker_url: str = ""
     """Redis URL (`redis://…` or `redis+socket:///…`). Default: the embedded broker's socket."""
     node: str = Field(default_factory=socket.gethostname)
-    """Name of this box; one worker a name."""
+    """Name of this box; one worker a name. Default: its host name."""
     gpus: IntList = None
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
     sysfs: Path = Path("/sys")

@@ -162,4 +162,6 @@ def remove_stale(layout: Layout, older_than: float = STALE_SECONDS) -> list[Path
                 removed.append(part)
         except FileNotFoundError:
             continue  # its own process was quicker
+    if removed:
+        log.info("removed %d uploads that a killed process had left behind", len(removed))
     return removed

@@ -32,6 +32,7 @@ from core.storage.layout import Layout
 
 JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+SAME_ROWS = "these are the training rows; held-out rows must be others, or the evaluation says nothing"
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
 
 
@@ -139,8 +140,7 @@ class Jobs:
                         raise _refused(Fault("format_mismatch", words, f"{field}.format"))
                     updates[field.removeprefix("data.")] = source.model_copy(update={"format": row.format})
         if len(files) == 2 and files["data.train"].sha256 == files["data.eval"].sha256:
-            words = "these are the training rows; held-out rows must be others, or the evaluation says nothing"
-            raise _refused(Fault("same_rows", words, "data.eval"))
+            raise _refused(Fault("same_rows", SAME_ROWS, "data.eval"))
         return spec.model_copy(update={"data": spec.data.model_copy(update=updates)})
 
     def _path_faults(self, spec: JobSpec) -> list[Fault]:
@@ -156,6 +156,11 @@ class Jobs:
         for field, source in _sources(spec):
             if isinstance(source, PathSource):
                 faults.append(_path_fault(source.path, self._settings.data_roots, f"{field}.path", "EFT_DATA_ROOTS"))
+        match spec.data.train, spec.data.eval:
+            case PathSource(path=train), PathSource(path=held_out) if os.path.realpath(train) == os.path.realpath(
+                held_out
+            ):
+                faults.append(Fault("same_rows", SAME_ROWS, "data.eval.path"))
         return [fault for fault in faults if fault is not None]
 
 

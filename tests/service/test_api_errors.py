@@ -80,18 +80,33 @@ def test_request_ids(api: Any) -> None:
 
 
 def test_a_defect_says_nothing_but_its_id(start_api: Any) -> None:
-    """A real one: no tables. The user gets an id, the log has the traceback under it."""
+    """A real one: a folder of the data root is gone. The user gets an id, the log has the traceback under it."""
+    with start_api() as api:
+        api.layout.uploads.rmdir()
+        reply = api.http.post("/files", files={"file": ("a", PAIR)})
+        error = shape(reply, 500)
+        assert error["code"] == "internal"
+        assert str(api.root) not in reply.text
+        log = api.log()
+        line = next(line for line in log.splitlines() if error["request_id"] in line and "ERROR" in line)
+        assert "POST /files failed" in line
+        assert "FileNotFoundError" in log
+
+
+def test_without_its_database_the_api_says_so(start_api: Any) -> None:
+    with start_api(database_url="postgresql+psycopg://nobody@127.0.0.1:1/none", migrate=False) as api:
+        reply = httpx.get(f"{api.url}/jobs", headers={"authorization": "Bearer eft_" + "a" * 8 + "_" + "b" * 40})
+        assert shape(reply, 503)["code"] == "unavailable"
+        assert httpx.get(f"{api.url}/readyz").json()["checks"]["database"]["ok"] is False
     with start_api(migrate=False) as api:
         assert httpx.get(f"{api.url}/healthz").status_code == 200
         reply = httpx.get(f"{api.url}/jobs", headers={"authorization": "Bearer eft_" + "a" * 8 + "_" + "b" * 40})
-        error = shape(reply, 500)
-        assert error["code"] == "internal"
+        error = shape(reply, 503)
+        assert error["code"] == "unavailable"
+        assert reply.headers["retry-after"] == "2"
         assert "sqlite" not in reply.text.lower()
-        assert "Traceback" not in reply.text
-        log = api.log()
-        line = next(line for line in log.splitlines() if error["request_id"] in line and "ERROR" in line)
-        assert "GET /jobs failed" in line
-        assert "no such table: api_keys" in log
+        assert "no such table: api_keys" in api.log()
+        assert "WARNING eft.api [-] schema: is at nothing" in api.log()
         ready = httpx.get(f"{api.url}/readyz")
         assert ready.status_code == 503
         assert ready.json()["checks"]["schema"] == {

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,3 +289,55 @@ def test_the_rows_are_what_was_sent(api: Any) -> None:
     rows = [{"instruction": "add", "input": "1 2", "output": "3"}, {"instruction": "say hi", "output": "hi"}]
     file = api.upload("\r\n".join(json.dumps(row) for row in rows).encode())
     assert (file["rows"], file["format"]) == (2, "instruction")
+
+
+def test_a_large_upload_takes_no_memory(sqlite_api: Any) -> None:
+    api = sqlite_api
+    row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
+    data = row * 48_000
+    process = Path(f"/proc/{api.process.pid}")
+
+    def memory(which: str) -> int:
+        line = next(line for line in (process / "status").read_text().splitlines() if line.startswith(which))
+        return int(line.split()[1]) >> 10
+
+    for reply_of in (
+        lambda: api.http.post("/files", params={"filename": "a"}, content=data, headers=JSONL),
+        lambda: api.http.post("/files", files={"file": ("a", data)}),
+    ):
+        (process / "clear_refs").write_text("5")  # the peak counts from here
+        before = memory("VmRSS")
+        assert reply_of().status_code == 201
+        assert memory("VmHWM") - before < 24, "MiB, for a file of 46"
+
+
+def test_deleting_and_submitting_at_once(api: Any) -> None:
+    """Either the job has its file, or the file is gone and there is no job; and sharing files is no deadlock."""
+    client = api.client("files-race")
+    for number in range(6):
+        file = api.upload(PAIR, client=client)["id"]
+        other = api.upload(b'{"text": "%d"}\n' % number, client=client)["id"]
+        loss = {"type": "sft", "loss_on": "all"}
+        specs = [
+            {"model": "a/b", "data": {"train": file, "eval": other}, "stage": loss},
+            {"model": "a/b", "data": {"train": other, "eval": file}, "stage": loss},
+        ]
+        replies: list[httpx.Response] = []
+        barrier = threading.Barrier(5)
+
+        def send(method: str, path: str, body: Any, barrier: threading.Barrier, replies: list[httpx.Response]) -> None:
+            with httpx.Client(base_url=api.url, headers=dict(client.headers), timeout=30) as own:
+                barrier.wait()
+                replies.append(own.request(method, path, json=body))
+
+        calls: list[tuple[str, str, Any]] = [("POST", "/jobs", specs[turn % 2]) for turn in range(4)]
+        calls.append(("DELETE", f"/files/{file}", None))
+        threads = [threading.Thread(target=send, args=(*call, barrier, replies)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        deleted = [reply.status_code for reply in replies if reply.request.method == "DELETE"]
+        posted = {reply.status_code for reply in replies if reply.request.method == "POST"}
+        assert (deleted, posted) in (([200], {422}), ([409], {201})), [reply.text for reply in replies]
+        assert (client.get(f"/files/{file}").status_code == 404) == (deleted == [200])

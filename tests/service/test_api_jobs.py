@@ -285,6 +285,8 @@ def test_paths_must_lie_below_the_roots(start_api: Any, tmp_path: Any) -> None:
         train = str(roots["rows"] / "train.jsonl")
         tiny = str(roots["models"] / "tiny")
         assert answer(tiny, train) == (200, None, None)
+        same = {"model": tiny, "data": {"train": train, "eval": f"{roots['rows']}/../rows/train.jsonl"}}
+        assert error(api.http.post("/jobs", json=same), 422)["code"] == "same_rows"
         assert answer(f"{tiny}/../tiny", train) == (200, None, None)
         for model in ("sly", "../elsewhere", "..", "tiny/../../elsewhere"):
             assert answer(f"{roots['models']}/{model}", train) == (422, "path_not_allowed", "model.path")
@@ -296,7 +298,18 @@ def test_paths_must_lie_below_the_roots(start_api: Any, tmp_path: Any) -> None:
 
 
 def test_no_room_on_the_disk(start_api: Any) -> None:
+    with start_api() as api:
+        data = api.upload(CHAT)["id"]
+        first = api.http.post("/jobs", json={"model": MODEL, "data": data}, headers={"idempotency-key": "early"})
+        key = api.key
     with start_api(min_free_bytes=1 << 60) as api:
+        client = api.with_key(key)
+        assert error(client.post("/jobs", json={"model": MODEL, "data": data}), 507)["code"] == "no_space"
+        again = client.post("/jobs", json={"model": MODEL, "data": data}, headers={"idempotency-key": "early"})
+        assert (again.status_code, again.json()) == (201, first.json())  # nothing new is stored
+        assert client.post("/jobs?dry_run=true", json={"model": MODEL, "data": data}).status_code == 200
+        assert client.post(f"/jobs/{first.json()['id']}/cancel").status_code == 200
+        assert client.delete(f"/files/{data}").status_code == 200
         found = error(api.http.post("/files", files={"file": ("a.jsonl", CHAT)}), 507)
         assert found["code"] == "no_space"
         assert "EFT_MIN_FREE_BYTES" in found["message"]
