@@ -1,0 +1,168 @@
+"""A real `celery -A worker.app worker`, without one flag: what it serves, how it is set, what it imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from box import broker
+from core import HOME
+from core.db import migrate
+from core.db.engine import Database
+from core.db.tables import Node
+from core.settings import Settings
+from tests.support.service import wait_for
+
+GPUS = 4
+FIXTURE = HOME / "tests" / "unit" / "fixtures" / "hardware" / "mi300x-8.txt"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A data root with database and broker, and a box with eight GPUs as a file tree."""
+    path: Path | None = None
+    for line in FIXTURE.read_text().splitlines(keepends=True):
+        if line.startswith("==="):
+            path = tmp_path / "box" / line[4:].strip()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        elif path is not None:
+            with path.open("a") as file:
+                file.write(line)
+    settings = Settings(data=tmp_path / "data")
+    settings.root.mkdir()
+    database = Database(settings.sqlalchemy_url)
+    migrate.upgrade(database)
+    database.dispose()
+    broker.prepare(settings.root / "broker", settings.broker_socket)
+    with (tmp_path / "broker.log").open("wb") as log:
+        server = subprocess.Popen(
+            broker.command(settings.root / "broker", settings.broker_socket), stdout=log, stderr=log
+        )
+    wait_for(lambda: broker.answers(settings.broker_socket), 10, "the broker")
+    yield {
+        **{name: value for name, value in os.environ.items() if not name.startswith("EFT_")},
+        "EFT_DATA": str(settings.root),
+        "EFT_NODE": "made-up",
+        "EFT_SYSFS": str(tmp_path / "box" / "sys"),
+    }
+    server.terminate()
+    server.wait(10)
+
+
+def start(environment: dict[str, str], *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=HOME,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def slots(environment: dict[str, str]) -> list[dict[str, Any]]:
+    database = Database(Settings(data=Path(environment["EFT_DATA"])).sqlalchemy_url)
+
+    def look() -> list[Any] | None:
+        with database.read() as session:
+            return session.execute(select(Node.slots).where(Node.name == "made-up")).scalar_one_or_none()
+
+    try:
+        return wait_for(look, 40, "the node's row")
+    finally:
+        database.dispose()
+
+
+def leave(worker: subprocess.Popen[str]) -> str:
+    worker.send_signal(signal.SIGTERM)
+    output, _ = worker.communicate(timeout=20)
+    assert worker.returncode == 0, output
+    return output
+
+
+def test_a_bare_celery_worker_under_an_inherited_mask_serves_that_gpu_alone(environment: dict[str, str]) -> None:
+    worker = start(environment | {"HIP_VISIBLE_DEVICES": "2"}, "celery", "-A", "worker.app", "worker", "-l", "INFO")
+    try:
+        gpu, prepare = slots(environment)
+        assert (gpu["kind"], gpu["gpu"]["index"], gpu["id"]) == ("gpu", 2, gpu["gpu"]["uuid"])
+        assert (prepare["kind"], prepare["id"]) == ("prepare", "prepare-0")
+        ping = [sys.executable, "-m", "celery", "-A", "worker.app", "inspect", "stats", "--json", "-t", "5"]
+        stats = wait_for(
+            lambda: subprocess.run(ping, cwd=HOME, env=environment, capture_output=True, text=True).stdout, 30, "stats"
+        )
+        assert '"max-concurrency": 2' in stats, "a thread a slot"
+        assert "thread:TaskPool" in stats
+        # What the process has mapped: neither torch nor a ROCm library.
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        assert "/torch/" not in maps
+        assert "libamdhip" not in maps
+    finally:
+        output = leave(worker)
+    assert "mingle" not in output
+    assert "Traceback" not in output
+
+
+def test_chosen_gpus_and_a_second_worker(environment: dict[str, str]) -> None:
+    first = start(environment, "worker", "--gpus", "5,1")
+    try:
+        assert [slot["gpu"]["index"] for slot in slots(environment) if slot["kind"] == "gpu"] == [5, 1]
+        second = start(environment, "worker")
+        output, _ = second.communicate(timeout=30)
+        assert second.returncode == 78
+        assert f"another worker (process {first.pid}) serves node `made-up` already" in output
+        assert "Traceback" not in output
+    finally:
+        leave(first)
+
+
+def test_a_gpu_that_is_not_there(environment: dict[str, str]) -> None:
+    worker = start(environment, "worker", "--gpus", "8")
+    output, _ = worker.communicate(timeout=30)
+    assert worker.returncode == 78
+    assert "--gpus names GPU 8, which is not there" in output
+    assert "Traceback" not in output
+
+
+def test_no_module_of_the_worker_imports_torch() -> None:
+    modules = [f"worker.{path.stem}" for path in (HOME / "worker").glob("[a-z]*.py")]
+    check = (
+        f"import sys, {', '.join(sorted(modules))}\n"
+        "sys.exit(bool({'torch', 'transformers', 'core.train'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", check], cwd=HOME, check=True)
+
+
+def test_the_settings_that_were_measured() -> None:
+    from worker.app import app
+
+    conf = app.conf
+    assert not conf.task_acks_late
+    assert conf.worker_prefetch_multiplier == 1
+    assert conf.worker_disable_prefetch
+    assert conf.task_ignore_result
+    assert not conf.task_publish_retry
+    assert not conf.worker_cancel_long_running_tasks_on_connection_loss
+    assert conf.broker_connection_retry_on_startup
+    assert conf.broker_connection_max_retries is None
+    assert conf.worker_pool == "threads"
+    assert conf.result_backend is None
+    expected = {"visibility_timeout": 3600, "unacked_restore_interval": 10, "unacked_restore_throttle": 1}
+    expected |= {
+        "socket_timeout": 10,
+        "socket_connect_timeout": 5,
+        "socket_keepalive": True,
+        "health_check_interval": 10,
+    }
+    assert expected.items() <= conf.broker_transport_options.items()
+    assert [name for name in app.tasks if not name.startswith("celery.")] == [
+        "eft.wake"
+    ] or "worker.tasks" in conf.include
