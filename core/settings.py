@@ -47,7 +47,7 @@ class Settings(BaseSettings):
     max_upload_bytes: int = 8 << 30
     """Largest uploaded file."""
     min_free_bytes: int = 1 << 30
-    """Uploads and jobs are refused while the data root has less room than this."""
+    """While the data root has less room than this, uploads and jobs are refused and waiting jobs are not started."""
 
     model_roots: PathList = ()
     """Folders (separated by `:`) below which `local` and `gguf` models may lie. Default: none."""
@@ -72,6 +72,16 @@ class Settings(BaseSettings):
     """A job is tried again after a fault of the box at most this often."""
     retry_backoff_seconds: float = 10.0
     """Wait before the first retry; doubled with each further one."""
+    spare: bool = True
+    """Keep one trainer per node that has imported torch already: jobs start seconds sooner for half a GB of memory."""
+    hang_seconds_training: float = 1800.0
+    """A trainer that says nothing for this long while it trains has hung: stacks to its log, killed, tried again."""
+    hang_seconds_loading: float = 3600.0
+    """The same while it loads model and data, evaluates or saves its result."""
+    hang_seconds_preparing: float = 3600.0
+    """The same while a model is downloaded or converted; waiting for another job that is at it does not count."""
+    gpu_clear_seconds: float = 30.0
+    """A GPU whose memory has not been given back this long after its trainer's end is quarantined until it has."""
 
     @field_validator("model_roots", "data_roots", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import assert_never
 
 from core.errors import EftError, SpecError
+from core.jobs import adjust
 from core.jobs.claims import Claim
 from core.plan import compatibility
 from core.settings import Settings
@@ -36,7 +37,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout) -> PrepareOr
 
 def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
     """Raises ModelGone, or another EftError for data that is not there or not allowed."""
-    spec = JobSpec.model_validate(claim.spec)
+    spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted)
     refused = compatibility.check(spec)
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)

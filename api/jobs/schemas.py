@@ -59,6 +59,7 @@ _JOB: dict[str, Any] = {
     "result": None,
     "failure": None,
     "spec": SPEC_LONG,
+    "adjusted": {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 8},
     "node": "box-1",
     "retry_of": None,
     "links": {"self": f"/jobs/{_ID}", **_LINKS},
@@ -90,6 +91,8 @@ class JobView(BaseModel):
     """Of a job that failed: class (user, memory, machine, internal), code, message, field."""
     spec: dict[str, Any]
     """Resolved: every default is written out (schema JobSpec)."""
+    adjusted: dict[str, int] | None
+    """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     node: str | None
     """The box that has it now."""
     retry_of: str | None
@@ -162,6 +165,7 @@ def job_view(job: Job) -> dict[str, Any]:
         "result": job.result,
         "failure": job.failure,
         "spec": job.spec,
+        "adjusted": job.adjusted,
         "node": job.node,
         "retry_of": job.retry_of,
         "links": {

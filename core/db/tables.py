@@ -84,6 +84,9 @@ class Job(Owned, Base):
     resume_from: Mapped[list[Any]]
     """Earlier jobs whose checkpoints it may go on from, oldest first: [{"job", "attempts"}]."""
 
+    adjusted: Mapped[dict[str, Any] | None]
+    """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
+
     status: Mapped[str] = mapped_column(String(16))
     """Written by core.jobs.transitions alone."""
     reason: Mapped[str] = mapped_column(Text, insert_default="")

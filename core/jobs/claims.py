@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, insert, or_, select, update
+from sqlalchemy import ColumnElement, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
@@ -43,6 +43,10 @@ class Claim:
     prepared: dict[str, Any] | None
     resume_from: list[dict[str, Any]]
     """Earlier jobs that it is a retry of, oldest first: {"job", "attempts"}."""
+    adjusted: dict[str, int]
+    """Fields of the spec that were changed for want of memory (core/jobs/adjust.py)."""
+    spent_seconds: float
+    """What earlier attempts at training took, by the database's clock."""
 
 
 def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: float) -> Claim | None:
@@ -75,6 +79,8 @@ def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: f
         job.spec,
         job.prepared,
         job.resume_from,
+        job.adjusted or {},
+        _spent(session, job.id),
     )
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
@@ -96,6 +102,12 @@ def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: f
     session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=slot.id))
     session.execute(insert(Allocation).values(**ids, node=node, slot=slot.id))
     return won
+
+
+def _spent(session: Session, job_id: str) -> float:
+    """An attempt that was lost counts until it was taken back: up to a lease longer than it ran."""
+    query = select(func.sum(func.coalesce(Attempt.ended_at, db_now()) - Attempt.started_at))
+    return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == "train")).scalar_one() or 0.0)
 
 
 def _eligible(slot: Slot) -> list[ColumnElement[bool]]:

@@ -11,10 +11,11 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Job
-from core.jobs import outbox
+from core.jobs import adjust, outbox, room
 from core.jobs.claims import Kind, release
 from core.jobs.states import Status
 from core.jobs.transitions import Token, move
+from core.spec.job import JobSpec
 from core.spec.run import FailureClass
 
 
@@ -46,7 +47,15 @@ class HandedBack:
     kind: Literal["handed_back"] = "handed_back"
 
 
-Outcome = Succeeded | Failed | HandedBack
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """A disk was full. Nobody's fault that trying again could use up: the job waits until there is room."""
+
+    why: str
+    kind: Literal["no_room"] = "no_room"
+
+
+Outcome = Succeeded | Failed | HandedBack | NoRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class RetryPolicy:
 
     max_machine_failures: int = 3
     backoff_seconds: float = 10.0
+    no_room_seconds: float = 60.0
+    """Between tries while a disk is full in a way that the free bytes do not show: a quota, say."""
 
 
 def finish(
@@ -100,13 +111,22 @@ def _next(
             return Status.PAUSED, "paused by its owner", {}, {}
         case HandedBack():
             return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
+        case NoRoom() if pausing:
+            return Status.PAUSED, f"paused by its owner; {outcome.why}", {}, {}
+        case NoRoom():
+            return Status.QUEUED, f"{room.WAITS}: {outcome.why}", {"not_before": db_now() + policy.no_room_seconds}, {}
+        case Failed(failure="memory") if kind == "train" and (lighter := _lighter(job, outcome)) is not None:
+            changes, reason = lighter
+            data = {"failure": _failure(outcome), "adjusted": changes}
+            values: dict[str, Any] = {"adjusted": {**(job.adjusted or {}), **changes}}
+            if pausing:
+                return Status.PAUSED, f"paused by its owner; {reason}", values, data
+            return Status.QUEUED, reason, values, data
+        case Failed(failure="memory", field=adjust.BATCH) if kind == "train":
+            failure = _failure(outcome) | {"message": f"{outcome.message}; {_lightest(job)}"}
+            return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():
-            failure = {
-                "class": outcome.failure,
-                "code": outcome.code,
-                "message": outcome.message,
-                "field": outcome.field,
-            }
+            failure = _failure(outcome)
             failures = job.machine_failures + (outcome.failure == "machine")
             if outcome.failure == "machine" and failures <= policy.max_machine_failures:
                 again = {"prepared": null()} if outcome.prepare_again else {}
@@ -127,6 +147,27 @@ def _next(
                 {"failure": failure, "machine_failures": failures},
                 {"failure": failure},
             )
+
+
+def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:
+    """What the next attempt changes to need less memory, and the words for it; None: there is nothing to change."""
+    changes = adjust.smaller(adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}), outcome.field)
+    if changes is None:
+        return None
+    return changes, f"was out of memory; goes on with {adjust.words(changes)} (every step sees the same rows)"
+
+
+def _lightest(job: Job) -> str:
+    training = adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}).training
+    return (
+        f"it ran with {adjust.BATCH} = {training.per_device_train_batch_size}, and smaller batches would not help: "
+        "lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all parameters, "
+        "or take a smaller model"
+    )
+
+
+def _failure(outcome: Failed) -> dict[str, Any]:
+    return {"class": outcome.failure, "code": outcome.code, "message": outcome.message, "field": outcome.field}
 
 
 def _list_artifacts(session: Session, job: Job, token: Token, artifacts: Sequence[Mapping[str, Any]]) -> None:

@@ -44,6 +44,7 @@ def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | Non
             resume_from=[]
             if retry_of is None
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
+            adjusted=None if retry_of is None else retry_of.adjusted,
             status=Status.QUEUED.value,
             reason="waits for a worker to prepare its model",
             event_seq=1,

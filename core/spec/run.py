@@ -10,6 +10,7 @@
 Heartbeat: the worker holds the child's stdin and writes a byte with every renewed lease. End of file, or silence
 for `fence_seconds`, means that nobody owns this attempt any more: the child ends itself at once (EXIT_FENCED).
 SIGTERM means: finish the micro-step, write a checkpoint, leave with EXIT_CHECKPOINTED.
+SIGUSR1 means: write the stacks of all threads into log.txt; the worker asks for them before it ends a hung child.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from core.spec.model import Model
 EXIT_OK = 0
 EXIT_FAILED = 1
 """After an error event."""
+EXIT_NO_SPACE = 74
+"""A disk is full: there may be no error event, since that could not be written either. Goes on when there is room."""
 EXIT_CHECKPOINTED = 75
 """Left on request; everything needed to go on is in the newest checkpoint (or nothing was done yet)."""
 EXIT_FENCED = 76
@@ -36,6 +39,10 @@ LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 ARTIFACTS = "artifacts"
 
+SPARE_READY = b"ready\n"
+SPARE_PADDING = 1024
+"""Bytes, so the longest RUN_DIR a spare takes."""
+
 EventType = Literal[
     "phase",  # {"phase": "loading" | "downloading" | "waiting" | "converting" | "evaluating" | "training" | "saving"}
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
@@ -45,6 +52,7 @@ EventType = Literal[
     "resumed",  # {"step", "path"}
     "notice",  # {"code", "message"}: a fallback or a limit the user should know of
     "run_record",  # {"record": {versions, device, dtype, threads, model revision, data hashes, …}}
+    "alive",  # {}: a sign of life from work that has nothing else to tell; silence is taken for a hang
     "result",  # last on success: {"result": {…}, "artifacts": [{"path" below artifacts/, "bytes", "sha256", "kind"}]}
     "error",  # last on failure: {"failure": FailureClass, "code", "message", "field": str | null}
 ]
@@ -84,3 +92,11 @@ class PrepareOrder(SpecModel):
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
     fence_seconds: float | None = None
+
+
+class SpareOrder(SpecModel):
+    """What makes a spare the child of a run: one line on its stdin."""
+
+    run_dir: str
+    environment: dict[str, str | None] = Field(default_factory=dict)
+    """Changes against the environment it was started with (null: remove): the variables that hide GPUs, no others."""

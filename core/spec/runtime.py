@@ -39,6 +39,10 @@ class SingleDevice(SpecModel):
     type: Literal["single"] = "single"
     accelerator: Literal["any", "gpu", "cpu"] = "any"
     """Which kind of slot may run it."""
+    max_runtime_seconds: Annotated[int, Field(ge=1, le=31_536_000)] | None = None
+    """Seconds of training in all, over every attempt; waiting and preparing the model do not count. Shortly before they
+    are over (a tenth of them, at most EFT_STOP_GRACE_SECONDS) the trainer writes a checkpoint and leaves, and the job
+    ends as failed with code `max_runtime`; a retry goes on from that checkpoint, with as much time again."""
 
 
 Resources = Annotated[SingleDevice, short_form(by_type)]

@@ -98,6 +98,7 @@ def upgrade() -> None:
     sa.Column('request_id', sa.String(length=64), nullable=True),
     sa.Column('retry_of', sa.String(length=40), nullable=True),
     sa.Column('resume_from', sa.JSON(none_as_null=True), nullable=False),
+    sa.Column('adjusted', sa.JSON(none_as_null=True), nullable=True),
     sa.Column('status', sa.String(length=16), nullable=False),
     sa.Column('reason', sa.Text(), nullable=False),
     sa.Column('stop_requested', sa.String(length=16), nullable=True),

@@ -1,0 +1,156 @@
+"""Out of memory, a full disk and the time of earlier attempts: what the next attempt gets, on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from core.db.engine import Database
+from core.db.tables import Attempt, Event, Job
+from core.jobs import adjust, claims, room
+from core.jobs.claims import Claim, Slot
+from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, finish
+from core.jobs.states import Status
+from core.jobs.submit import Actor, pause, retry, submit
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+
+ADA = Actor("user-ada", "proj-lab")
+POLICY = RetryPolicy(max_machine_failures=2, backoff_seconds=30)
+CPU, PREPARE = Slot("cpu", "cpu"), Slot("prepare-0", "prepare")
+OUT_OF_MEMORY = Failed("memory", "out_of_memory", "out of memory", adjust.BATCH)
+
+Row = Callable[[str], Job]
+
+
+def job_with(database: Database, **axes: Any) -> str:
+    spec = JobSpec.model_validate({"model": "team/tiny", "data": "file-0123456789abcdefghjkmnpqrs", **axes})
+    with database.write() as session:
+        job = submit(session, ADA, resolve(spec))
+        job.prepared = {"model_dir": "/models/tiny"}
+        return job.id
+
+
+def won(database: Database) -> Claim:
+    with database.write() as session:
+        claim = claims.claim(session, "worker-a", "box", CPU, 60)
+    assert claim is not None
+    return claim
+
+
+def end(database: Database, claim: Claim, outcome: Outcome, code: int | None = 1) -> Status | None:
+    with database.write() as session:
+        return finish(session, claim.token, claim.kind, outcome, code, POLICY)
+
+
+def test_out_of_memory_halves_the_micro_batch_down_to_one(database: Database, row: Row) -> None:
+    job_id = job_with(database, training={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3})
+    for batch, accumulation in ((2, 6), (1, 12)):
+        assert end(database, won(database), OUT_OF_MEMORY) is Status.QUEUED
+        job = row(job_id)
+        assert job.adjusted == {adjust.BATCH: batch, adjust.ACCUMULATION: accumulation}
+        assert f"per_device_train_batch_size = {batch}" in job.reason
+        assert job.machine_failures == 0 and job.not_before is None
+        assert job.spec["training"]["per_device_train_batch_size"] == 4, "the spec stays as it was submitted"
+    with database.read() as session:
+        told = session.execute(select(Event.data).order_by(Event.seq.desc()).limit(1)).scalar_one()
+    assert told["adjusted"] == {adjust.BATCH: 1, adjust.ACCUMULATION: 12}
+    assert told["failure"]["class"] == "memory"
+    claim = won(database)
+    spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted).training
+    assert (spec.per_device_train_batch_size, spec.gradient_accumulation_steps) == (1, 12)
+    assert end(database, claim, OUT_OF_MEMORY) is Status.FAILED
+    failure = row(job_id).failure
+    assert failure is not None
+    assert (failure["class"], failure["code"]) == ("memory", "out_of_memory")
+    assert "per_device_train_batch_size = 1" in failure["message"] and "max_length" in failure["message"]
+    with database.write() as session:
+        again = retry(session, ADA, job_id)
+        assert again.adjusted == {adjust.BATCH: 1, adjust.ACCUMULATION: 12}, "a retry does not begin anew"
+
+
+def test_the_evaluation_has_a_batch_of_its_own(database: Database, row: Row) -> None:
+    data = {"train": "file-0123456789abcdefghjkmnpqrs", "eval": "file-0123456789abcdefghjkmnpqrt"}
+    job_id = job_with(database, data=data)
+    fault = Failed("memory", "out_of_memory", "out of memory", adjust.EVAL_BATCH)
+    assert end(database, won(database), fault) is Status.QUEUED
+    assert row(job_id).adjusted == {adjust.EVAL_BATCH: 4}
+    assert end(database, won(database), OUT_OF_MEMORY) is Status.QUEUED
+    assert row(job_id).adjusted == {adjust.EVAL_BATCH: 4, adjust.BATCH: 4, adjust.ACCUMULATION: 2}
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ((9, 2), (3, 6)),
+        ((7, 1), (1, 7)),
+        ((6, 5), (3, 10)),
+        ((2, 2048), (1, 4096)),
+        ((2, 4096), None),
+        ((1, 8), None),
+    ],
+)
+def test_a_step_keeps_its_rows(training: tuple[int, int], expected: tuple[int, int] | None) -> None:
+    values = {"per_device_train_batch_size": training[0], "gradient_accumulation_steps": training[1]}
+    spec = JobSpec.model_validate({"model": "team/tiny", "data": "file-0123456789abcdefghjkmnpqrs", "training": values})
+    changes = adjust.smaller(spec, adjust.BATCH)
+    assert (changes and tuple(changes.values())) == expected
+
+
+def test_memory_that_a_smaller_batch_would_not_free_ends_the_job(database: Database, row: Row) -> None:
+    job_id = job_with(database)
+    assert end(database, won(database), Failed("memory", "out_of_memory", "while loading", "model")) is Status.FAILED
+    assert (row(job_id).failure or {})["message"] == "while loading"
+
+
+def test_a_pause_waits_for_its_owner_even_after_out_of_memory(database: Database, row: Row) -> None:
+    job_id = job_with(database)
+    claim = won(database)
+    with database.write() as session:
+        pause(session, ADA, job_id)
+    assert end(database, claim, OUT_OF_MEMORY) is Status.PAUSED
+    assert row(job_id).adjusted == {adjust.BATCH: 4, adjust.ACCUMULATION: 2}
+
+
+def test_a_full_disk_costs_no_retry(database: Database, row: Row) -> None:
+    job_id = job_with(database)
+    for _ in range(POLICY.max_machine_failures + 2):
+        with database.write() as session:
+            session.execute(update(Job).values(not_before=None))
+        assert end(database, won(database), NoRoom("no space left for weights.safetensors"), 74) is Status.QUEUED
+    job = row(job_id)
+    assert job.machine_failures == 0
+    assert job.reason == "waits for room on the data root: no space left for weights.safetensors"
+    assert job.not_before is not None and 50 < job.not_before - database.now() <= 60
+
+
+def test_waiting_jobs_say_that_there_is_no_room(database: Database, row: Row) -> None:
+    first, second = job_with(database), job_with(database)
+    running = won(database)
+    assert running.token.job_id == first
+    with database.write() as session:
+        assert room.missing(session, 100 << 20, 1 << 30) == 1
+    with database.write() as session:
+        assert room.missing(session, 99 << 20, 1 << 30) == 0, "it says so already"
+    assert row(second).reason == "waits for room on the data root: 100 MiB free, needs 1024"
+    assert not row(first).reason.startswith(room.WAITS)
+    with database.write() as session:
+        assert room.back(session) == 1
+    assert row(second).reason == "waits for a slot"
+
+
+def test_earlier_attempts_at_training_are_added_up(database: Database) -> None:
+    job_id = job_with(database)
+    assert won(database).spent_seconds == 0
+    with database.write() as session:
+        job = session.get_one(Job, job_id)
+        token = claims.Token(job_id, 1, "worker-a")
+        assert finish(session, token, "train", HandedBack("a test"), 75, POLICY) is Status.QUEUED
+        session.execute(update(Attempt).values(ended_at=Attempt.started_at + 100))
+        row = {"job_id": job_id, "owner_id": job.owner_id, "project_id": job.project_id, "node": "box"}
+        prepared = {"worker": "w", "slot": "prepare-0", "kind": "prepare", "started_at": 0.0, "ended_at": 1000.0}
+        session.add(Attempt(attempt=90, **row, **prepared))
+    assert won(database).spent_seconds == pytest.approx(100)
