@@ -1,7 +1,7 @@
 """The agent of a box: registers it, claims for its free slots, keeps its leases, and leaves in good order.
 
-Three kinds of threads: the pool's, each running at most one child (serve); the heartbeat, the one place that renews
-leases; and the one that takes leave, since a signal handler may not do that itself.
+Kinds of threads: the pool's, each running at most one child (serve); the heartbeat, the one place that renews leases;
+the one that takes leave, since a signal handler may not do that itself; housekeeping; and the one that keeps a spare.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from core.settings import Settings
 from core.storage.layout import Layout
 from worker import node
 from worker.attempt import DATABASE_AWAY, Attempt, Site
+from worker.environment import child_environment
 from worker.housekeeping import Housekeeper
+from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
 
 CPU_SLOT = Slot("cpu", "cpu")
 PREPARE_SLOT = Slot("prepare-0", "prepare")
+STARTING_SECONDS = 30.0
+"""A job is left alone by the next spare until its first step, or for this long."""
 
 
 class Agent:
@@ -58,6 +62,11 @@ class Agent:
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
+        if settings.spare:
+            # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get.
+            only = gpus.get(train_slots[0].id) if len(train_slots) == 1 else None
+            environment = child_environment("train", gpu=only, threads=threads, root=layout.root)
+            self.site.spares = Spares(environment, self._starting)
         self._claiming = threading.Lock()
         self._busy: dict[str, Attempt] = {}
         self._idle = threading.Condition()
@@ -77,8 +86,11 @@ class Agent:
         for note in self.notes:
             log.warning("%s", note)
         self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
-        for target in (self._keep_leases, self._take_leave, self._housekeeper.run):
-            thread = threading.Thread(target=target, name=f"eft-{target.__name__.strip('_')}", daemon=True)
+        targets = {"leases": self._keep_leases, "leave": self._take_leave, "housekeeping": self._housekeeper.run}
+        if self.site.spares is not None:
+            targets["spares"] = self.site.spares.run
+        for what, target in targets.items():
+            thread = threading.Thread(target=target, name=f"eft-{what}", daemon=True)
             thread.start()
             self._threads.append(thread)
         log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))
@@ -122,6 +134,13 @@ class Agent:
                         self._busy[slot.id] = attempt
                     return attempt
         return None
+
+    def _starting(self) -> bool:
+        """A job is on its way to its first step, or there will be none: not the time to import torch beside it."""
+        if self.site.leaving.is_set():
+            return True
+        recent = time.monotonic() - STARTING_SECONDS
+        return any(attempt.began > recent and not attempt.stepped for attempt in list(self._busy.values()))
 
     # -- leases
 
@@ -178,6 +197,8 @@ class Agent:
                 self._idle.wait(1.0)
         self.site.abandon.set()
         self._stopped.set()
+        if self.site.spares is not None:
+            self.site.spares.stop()
         if self._housekeeper is not None:
             self._housekeeper.stop()
         for thread in self._threads:

@@ -26,6 +26,7 @@ from core.storage.layout import Layout
 from worker import orders, outcome, processes
 from worker.child import Child, write_order
 from worker.environment import child_environment
+from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class Site:
     """The GPU slots by their ids; other slots have none."""
     threads: int
     """CPU threads of one trainer."""
+    spares: Spares | None = None
+    """None: every trainer starts cold (EFT_SPARE)."""
     leaving: threading.Event = field(default_factory=threading.Event)
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
@@ -64,6 +67,9 @@ class Attempt:
         self.child: Child | None = None
         self.lost = threading.Event()
         """Somebody else may have the job: nothing may be written any more, and nothing of it may run."""
+        self.began = time.monotonic()
+        self.stepped = False
+        """Its trainer has done a step."""
         self._lock = threading.Lock()
         self._offset = 0
         self._unsure = False
@@ -144,7 +150,10 @@ class Attempt:
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
                     raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
-                self.child = Child(self.folder, MODULES[self.claim.kind], environment)
+                if self.claim.kind == "train" and self.site.spares is not None:
+                    self.child = self.site.spares.take(self.folder, environment)
+                if self.child is None:
+                    self.child = Child(self.folder, MODULES[self.claim.kind], environment)
         except orders.ModelGone as error:
             raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
         except EftError as error:
@@ -200,6 +209,7 @@ class Attempt:
             with self.site.database.read() as session:
                 return claims.stop_requested(session, self.token)
         self._last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self._last)
+        self.stepped = self.stepped or any(line["type"] == "metrics" for line in batch.lines)
         self._unsure = True  # an error of the commit does not say whether it was done
         with self.site.database.write() as session:
             claims.running(session, self.token)

@@ -33,6 +33,22 @@ def write_order(folder: Path, order: SpecModel) -> None:
     fsync_folder(folder.parent)
 
 
+def spawn(
+    module: str, argument: str, environment: Mapping[str, str], stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, argument],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=HOME,
+        env=dict(environment),
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
 class Child:
     """Safe to use from several threads. Until `reap` the kernel keeps the number, so no signal can go astray.
 
@@ -42,18 +58,19 @@ class Child:
     def __init__(self, folder: Path, module: str, environment: Mapping[str, str]) -> None:
         descriptor = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=descriptor,
-                stderr=descriptor,
-                cwd=HOME,
-                env=dict(environment),
-                start_new_session=True,
-                bufsize=0,
-            )
+            self._own(spawn(module, str(folder), environment, descriptor, descriptor))
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def adopt(cls, process: subprocess.Popen[bytes]) -> Child:
+        """A process of `spawn` that is some run's child from now on (worker/spare.py)."""
+        child = cls.__new__(cls)
+        child._own(process)
+        return child
+
+    def _own(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._reaped = False

@@ -7,6 +7,7 @@ database stops writing bytes, and the child is gone before the lease is. PR_SET_
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -48,6 +49,8 @@ def arm(fence_seconds: float | None, *, on_stop: Callable[[], None] | None = Non
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pool workers hand it down ignored
     signal.signal(signal.SIGTERM, stop_requested)
+    faulthandler.enable()  # a crash in native code leaves the stacks of all threads in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does a hang, when the worker asks for them
     _volunteer_for_oom_kill()
     if fence_seconds is not None:
         parent = os.getppid()
@@ -56,6 +59,18 @@ def arm(fence_seconds: float | None, *, on_stop: Callable[[], None] | None = Non
             os._exit(EXIT_FENCED)
         threading.Thread(target=_watch, args=(fence_seconds, parent), name="eft-fence", daemon=True).start()
     return stop
+
+
+def await_order() -> None:
+    """For a spare: a SIGTERM ends it, and so does the worker's end; it goes before anything else when memory is short.
+    `arm` follows once it has an order."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _volunteer_for_oom_kill()
+    _die_with_parent()
+    if os.getppid() != parent:
+        os._exit(EXIT_FENCED)
 
 
 def _watch(fence_seconds: float, parent: int) -> None:

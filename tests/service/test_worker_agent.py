@@ -58,6 +58,7 @@ class Box:
             retry_backoff_seconds=5,
             max_machine_failures=1,
             stop_grace_seconds=20,
+            spare=False,
         )
         self.rows = root / "rows"
         self.rows.mkdir()
