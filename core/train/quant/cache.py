@@ -27,6 +27,8 @@ log = logging.getLogger("eft.train.quant")
 VERSION = 1
 """Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
 MANIFEST = "manifest.json"
+INT8_METHOD = "eft-int8"
+"""What config.json calls our int8."""
 
 
 def key(folder: Path, files: Sequence[Path], options: QuantOptions, dtype: torch.dtype) -> str:
@@ -101,7 +103,7 @@ def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequen
             "llm_int8_skip_modules": list(kept),
         }
         if options.format == "nf4"
-        else {"quant_method": "eft-int8", "block": options.block}
+        else {"quant_method": INT8_METHOD, "block": options.block}
     )
     config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str), encoding="utf-8")

@@ -102,6 +102,11 @@ class QuantLinear(nn.Linear):
     def weight(self, value: Any) -> NoReturn:
         _refuse()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":
+            _refuse()
+        super().register_parameter(name, param)
+
     # --- as a module ---------------------------------------------------------------------------------
 
     def forward(self, input: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from core.train.kernels.interface import Format
 from core.train.quant import cache
 from core.train.quant.int8 import STATE_KEY as INT8_KEY
 from core.train.quant.int8 import int8_from_state, quantize_int8
-from core.train.quant.layout import STATE_KEY as NF4_KEY
 from core.train.quant.layout import SUFFIXES, nf4_from_state
 from core.train.quant.linear import PackedWeight, QuantLinear
 from core.train.quant.nf4 import quantize_nf4
@@ -48,7 +47,7 @@ class QuantReport:
     kept: dict[str, str] = field(default_factory=dict)
     """Linear layers left dense, and why."""
     source: str = "quantised"
-    """`quantised` from dense files, `cache`, or `bitsandbytes` (the files were NF4 already)."""
+    """`quantised` from dense files, `cache`, or `as it is` (the files were packed already)."""
     seconds: float = 0.0
 
 
@@ -73,7 +72,7 @@ def load_quantized(
     model, config = _skeleton(folder, dtype)
     already = _already_quantised(config, options)
     targets, kept = _targets(model, options)
-    source, read_from, key = "bitsandbytes" if already else "quantised", folder, ""
+    source, read_from, key = "as it is" if already else "quantised", folder, ""
     if cache_dir is not None and not already:
         key = cache.key(folder, _weight_files(folder), options, dtype)
         hit = cache.lookup(cache_dir, key)
@@ -100,26 +99,28 @@ def load_quantized(
 
 
 def _skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # Buffers outside the files (rotary frequencies) are computed by the constructors, so they get real memory.
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
     return model, config
 
 
 def _already_quantised(config: Any, options: QuantOptions) -> bool:
-    """True for NF4 files of bitsandbytes; ModelError for other formats."""
+    """True for NF4 files of bitsandbytes and for our own int8; ModelError for other formats."""
     about = getattr(config, "quantization_config", None)
     if about is None:
         return False
     about = about if isinstance(about, dict) else about.to_dict()
     method = about.get("quant_method", "an unknown method")
+    if method == cache.INT8_METHOD and options.format == "int8":
+        return True
     nf4 = method == "bitsandbytes" and about.get("load_in_4bit") and about.get("bnb_4bit_quant_type") == "nf4"
     if not nf4:
         raise ModelError(
@@ -331,6 +332,3 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
         seen.add(place)
         state[name] = tensor.contiguous()
     return state
-
-
-__all__ = ["NF4_KEY", "QuantOptions", "QuantReport", "load_quantized", "packed_state"]

@@ -1,0 +1,191 @@
+"""PEFT over packed weights: fused against PEFT's own forward, merge, several adapters, DoRA, checkpointing, compile."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
+from core.train.quant.linear import QuantLinear
+from core.train.quant.model import load_quantized
+
+IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def _model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, fuse: bool = True, **lora: Any) -> Any:
+    base, _ = load_quantized(folder, dtype)
+    torch.manual_seed(seed)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", **lora)
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    if fuse:
+        fusion = fuse_adapters(model)
+        assert fusion.fused == 14 or lora
+    return model
+
+
+def _gradients(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return output.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
+def test_fused_equals_pefts_own_forward(folder: Path, rslora: bool) -> None:
+    plain, fused = _model(folder, fuse=False, use_rslora=rslora), _model(folder, use_rslora=rslora)
+    assert isinstance(fused.base_model.model.model.layers[0].mlp.up_proj, QuantLoraLinear)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    (logits, grads), (logits2, grads2) = _gradients(plain.train()), _gradients(fused.train())
+    torch.testing.assert_close(logits2, logits, rtol=1e-4, atol=1e-5)
+    assert grads.keys() == grads2.keys() and len(grads) == 28
+    for name in grads:
+        torch.testing.assert_close(grads2[name], grads[name], rtol=1e-3, atol=1e-6)
+
+
+def test_dropout_draws_as_pefts_own_forward(folder: Path) -> None:
+    plain, fused = _model(folder, fuse=False, lora_dropout=0.2), _model(folder, lora_dropout=0.2)
+    torch.manual_seed(5)
+    _, grads = _gradients(plain.train())
+    torch.manual_seed(5)
+    _, grads2 = _gradients(fused.train())
+    for name in grads:
+        torch.testing.assert_close(grads2[name], grads[name], rtol=1e-3, atol=1e-6)
+    fused.eval()
+    assert torch.equal(fused(IDS).logits, fused(IDS).logits)
+
+
+def test_bfloat16_autocast_with_float32_adapters(folder: Path) -> None:
+    plain, fused = _model(folder, dtype=torch.bfloat16, fuse=False), _model(folder, dtype=torch.bfloat16)
+    results = []
+    for model in (plain.train(), fused.train()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(_gradients(model))
+    (logits, grads), (logits2, grads2) = results
+    assert (logits - logits2).float().norm() / logits.float().norm() < 0.02
+    for name, grad in grads2.items():
+        assert grad.dtype == torch.float32
+        assert (grad - grads[name]).norm() / grads[name].norm() < 0.1
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_checkpointing_changes_no_bit(folder: Path, reentrant: bool) -> None:
+    model = _model(folder, lora_dropout=0.1).train()
+    torch.manual_seed(0)
+    _, without = _gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    torch.manual_seed(0)
+    _, grads = _gradients(model)
+    assert grads.keys() == without.keys()
+    assert all(torch.equal(grads[name], without[name]) for name in grads)
+
+
+def test_merge_adds_in_float32_and_unmerge_is_exact(folder: Path) -> None:
+    model = _model(folder, dtype=torch.bfloat16).eval()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    packed = layer.base_layer.packed.clone()
+    before = model(IDS).logits
+    delta = layer.get_delta_weight("default")
+    wanted = (layer.base_layer.dense_weight(torch.float32) + delta.float()).to(torch.bfloat16)
+    model.merge_adapter()
+    assert torch.equal(layer.base_layer.weight, wanted) and not isinstance(layer.base_layer, QuantLinear)
+    merged = model(IDS).logits
+    assert (merged - before).float().norm() / before.float().norm() < 0.02
+    model.unmerge_adapter()
+    assert torch.equal(layer.base_layer.packed, packed) and torch.equal(model(IDS).logits, before)
+    plain = model.merge_and_unload()
+    assert not any(isinstance(m, (QuantLinear, QuantLoraLinear)) for m in plain.modules())
+    assert torch.equal(plain(IDS).logits, merged)
+
+
+def test_merge_that_is_broken_leaves_the_packed_base(folder: Path) -> None:
+    model = _model(folder)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="broken"):
+        layer.merge(safe_merge=True)
+    assert isinstance(layer.base_layer, QuantLinear) and not layer.merged
+
+
+def test_unfused_merge_is_refused_not_lost(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="packed and cannot be written"):
+        _model(folder, fuse=False).merge_and_unload()
+
+
+def test_several_adapters_switch_fused_and_add_up_unfused(folder: Path) -> None:
+    model = _model(folder).eval()
+    first = model(IDS).logits
+    torch.manual_seed(9)
+    model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj"]))
+    fuse_adapters(model)
+    nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["other"].weight)
+    assert torch.equal(model(IDS).logits, first)
+    model.set_adapter("other")
+    second = model(IDS).logits
+    assert not torch.equal(second, first)
+    model.base_model.set_adapter(["default", "other"])
+    fusion = fuse_adapters(model)
+    assert fusion.unfused == {"several active adapters": 2} and fusion.fused == 12
+    assert not torch.equal(model(IDS).logits, first)
+    with model.disable_adapter():
+        base = model(IDS).logits
+    model.set_adapter("default")
+    assert torch.equal(model(IDS).logits, first) and not torch.equal(base, first)
+
+
+def test_dora_trains_and_merges_in_pefts_forward(folder: Path) -> None:
+    model = _model(folder, use_dora=True)
+    fusion = fuse_adapters(model)
+    assert fusion.fused == 0 and sum(fusion.unfused.values()) == 14
+    _, grads = _gradients(model.train())
+    assert sum("magnitude" in name for name in grads) == 14
+    before = model.eval()(IDS).logits
+    torch.testing.assert_close(model.merge_and_unload()(IDS).logits, before, rtol=1e-3, atol=1e-4)
+
+
+def test_saved_adapter_and_deep_copy(folder: Path, tmp_path: Path) -> None:
+    model = _model(folder).eval()
+    logits = model(IDS).logits
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, logits)
+    model.save_pretrained(tmp_path)
+    base, _ = load_quantized(folder, torch.float32)
+    again = PeftModel.from_pretrained(base, tmp_path)
+    fuse_adapters(again)
+    assert torch.equal(again.eval()(IDS).logits, logits)
+
+
+def test_compiles_whole(folder: Path) -> None:
+    model = _model(folder).train()
+    layer = model.base_model.model.model.layers[0].mlp
+    x = torch.randn(1, 7, 64, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, y2 = layer(x), compiled(x)
+    torch.testing.assert_close(y2, y)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    for a, b in zip(
+        torch.autograd.grad(y2.sum(), [x, *trained]), torch.autograd.grad(y.sum(), [x, *trained]), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
