@@ -7,6 +7,7 @@ stops whatever it started. A second run finds the converted model in the cache a
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,8 +31,6 @@ from eft.output import Output, duration
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-DEMO = ROOT / ".demo"
-DATA, LOG, KEY, REPORT = DEMO / "data", DEMO / "eft-up.log", DEMO / "key", DEMO / "report.json"
 QUESTION = "would you mind making it a little louder"
 READY_SECONDS = 60
 STOP_SECONDS = 40
@@ -41,34 +41,61 @@ class DemoFailed(Exception):
     """What went wrong, in words for whoever started the demo."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the demo keeps things."""
+
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "key"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "eft-up.log"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.json"
+
+
 def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    parser = argparse.ArgumentParser(description="The main job of eft, end to end over HTTP, on this machine.")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".demo", help="where everything goes (default: .demo)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as for eft submit")
+    given = parser.parse_args()
+    place = Place(given.folder.absolute())
     output = Output.make(as_json=False)
-    DEMO.mkdir(exist_ok=True)
-    REPORT.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    place.folder.mkdir(parents=True, exist_ok=True)
+    place.report.unlink(missing_ok=True)
     try:
-        with service(output) as (url, key), Client(url, key, patience=20) as client:
-            report = run(client, output)
+        with service(place, output) as (url, key), Client(url, key, patience=20) as client:
+            report = run(client, place, output, given.set)
     except KeyboardInterrupt:
         output.note("interrupted; everything that the demo had started is stopped")
         return 130
     except (DemoFailed, EftClientError) as error:
         output.note(f"\nthe demo failed: {error}")
-        _show_tail(output, LOG)
-        write_report({"status": "failed", "reason": str(error)})
+        _show_tail(place.log, output)
+        write_report(place, {"status": "failed", "reason": str(error)})
         return 1
-    write_report(report)
-    output.note(f"report   {_short(REPORT)}")
-    return 0 if report["status"] == "succeeded" else 1
+    write_report(place, report)
+    output.note(f"report   {_short(place.report)}")
+    return 0
 
 
-def run(client: Client, output: Output) -> dict[str, Any]:
+def run(client: Client, place: Place, output: Output, settings: list[str]) -> dict[str, Any]:
     """The main job, as any user of the HTTP API would do it."""
-    for old in client.jobs(status=["queued", "preparing", "starting", "running"], limit=100).jobs:
-        client.cancel(old.id)  # of a demo that was killed
+    _clear_away(client)
     spec, folder = read_job(str(HERE / "job.yaml"))
-    spec = apply_settings(spec | {"model": {"type": "gguf"}}, [f"model.path={json.dumps(str(find_model()))}"])
-    spec = upload_data(spec, folder, {}, lambda path: client.upload(path))
+    spec = apply_settings(spec | {"model": {"type": "gguf", "path": str(find_model())}}, settings)
+    spec = upload_data(spec, folder, {}, client.upload)
     job = client.submit(spec)
     output.note(f"job      {job.id}: LoRA on SmolLM2-135M-Instruct, {client.config.url}/jobs/{job.id}")
     model_dir = None
@@ -80,15 +107,24 @@ def run(client: Client, output: Output) -> dict[str, Any]:
                 for event in snapshot.events:
                     if event.type == "result" and "model_dir" in event.data.get("result", {}):
                         model_dir = event.data["result"]["model_dir"]
-    except BaseException:
-        client.cancel(job.id)
+    except KeyboardInterrupt:
+        client.cancel(job.id)  # or the next start of the service would go on with it
         raise
     if job.status != "succeeded" or job.result is None:
         raise DemoFailed(_why(client, job))
 
-    into = DEMO / "jobs" / job.id
-    paths = {artifact.path: into / artifact.path for artifact in client.artifacts(job.id)}
+    into = place.folder / "jobs" / job.id
     client.download(job.id, into=into)
+    artifacts = {
+        "adapter": into / "adapter",
+        "model_card": into / "adapter" / "README.md",
+        "loss_plot": into / "loss.png",
+        "metrics": into / "metrics.jsonl",
+        "run_record": into / "run_record.json",
+    }
+    missing = [str(path) for path in artifacts.values() if not path.exists()]
+    if missing:
+        raise DemoFailed(f"the job handed back no {', '.join(missing)}")
     before, after = job.result["eval_before"]["eval_exact_match"], job.result["eval_after"]["eval_exact_match"]
     report = {
         "status": job.status,
@@ -97,7 +133,7 @@ def run(client: Client, output: Output) -> dict[str, Any]:
         "train_seconds": job.result["train_seconds"],
         "tokens_per_second": job.result["tokens_per_second"],
         "job_id": job.id,
-        "artifacts": {path: str(local) for path, local in sorted(paths.items())},
+        "artifacts": {name: str(path) for name, path in artifacts.items()},
     }
     output.note(f"\nheld-out accuracy (exact match): {before:.0%} before, {after:.0%} after")
     output.note(
@@ -106,9 +142,9 @@ def run(client: Client, output: Output) -> dict[str, Any]:
     )
     if model_dir is None:
         raise DemoFailed("the job's events do not name the prepared model")
-    answer = ask(Path(model_dir), into / "adapter")
+    answer = ask(Path(model_dir), artifacts["adapter"])
     output.note(f"asked    {QUESTION!r}\nanswer   {answer!r}\n")
-    output.note(f"adapter  {_short(into / 'adapter')}\nloss     {_short(into / 'loss.png')}")
+    output.note(f"adapter  {_short(artifacts['adapter'])}\nloss     {_short(artifacts['loss_plot'])}")
     return report | {"question": QUESTION, "answer": answer}
 
 
@@ -144,21 +180,21 @@ def find_model() -> Path:
 
 
 @contextmanager
-def service(output: Output) -> Iterator[tuple[str, str]]:
+def service(place: Place, output: Output) -> Iterator[tuple[str, str]]:
     """`eft up` for the time of the demo: its address and a key."""
     # Settings of a real installation in the caller's environment must not reach the demo's.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment |= {
-        "EFT_DATA": str(DATA),
+        "EFT_DATA": str(place.data),
         "EFT_MODEL_ROOTS": str(find_model().parent),
         "EFT_OFFLINE": "true",
         "EFT_STOP_GRACE_SECONDS": "20",
         "EFT_NODE": "demo",
     }
-    output.note(f"starting the service on {_short(DATA)} …")
-    with LOG.open("wb") as log:
+    output.note(f"starting the service on {_short(place.data)} …")
+    with place.log.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(KEY)],
+            [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(place.key)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -168,29 +204,28 @@ def service(output: Output) -> Iterator[tuple[str, str]]:
             preexec_fn=_stop_with_parent,
         )
         try:
-            url = _wait_ready(process)
-            if not KEY.is_file():
-                raise DemoFailed(f"{_short(KEY)} is gone and no second first key is made: remove {_short(DEMO)}")
-            yield url, KEY.read_text().strip()
+            url = _wait_ready(process, place)
+            if not place.key.is_file():
+                raise DemoFailed(f"{place.key} is gone and no second first key is made: remove {place.folder}")
+            yield url, place.key.read_text().strip()
         finally:
             process.terminate()
             try:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # its processes are told by the kernel
                 process.wait()
                 output.note(f"the service did not stop in {STOP_SECONDS} s and was killed")
 
 
-def _wait_ready(process: subprocess.Popen[bytes]) -> str:
+def _wait_ready(process: subprocess.Popen[bytes], place: Place) -> str:
     """The address, once the service answers there."""
-    state = DATA / "up.json"
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise DemoFailed(f"the service ended at once, with exit code {process.returncode}")
         try:
-            up = json.loads(state.read_text())
+            up = json.loads((place.data / "up.json").read_text())
             if up["pids"].get("up") == process.pid:  # not what an earlier service has left
                 url = str(up["url"])
                 if httpx.get(f"{url}/readyz", timeout=5, trust_env=False).is_success:
@@ -199,6 +234,16 @@ def _wait_ready(process: subprocess.Popen[bytes]) -> str:
             pass  # not there yet
         time.sleep(0.2)
     raise DemoFailed(f"the service was not ready after {READY_SECONDS} s")
+
+
+def _clear_away(client: Client) -> None:
+    """Cancel what a demo that was killed has left, and wait until it holds no slot any more."""
+    states = ["queued", "preparing", "starting", "running", "pausing", "paused", "stopping"]
+    left = client.jobs(status=states, limit=100).jobs
+    for job in left:
+        client.cancel(job.id)
+    for job in left:
+        client.wait(job.id)
 
 
 def _stop_with_parent() -> None:
@@ -215,20 +260,20 @@ def _why(client: Client, job: Job) -> str:
     return f"the job has {job.status}: {failure}\n--- the trainer's log\n{client.logs(job.id, tail=30).text}"
 
 
-def _show_tail(output: Output, path: Path) -> None:
+def _show_tail(path: Path, output: Output) -> None:
     if path.is_file():
         lines = path.read_text(errors="replace").splitlines()[-30:]
         output.note(f"--- {_short(path)}\n" + "\n".join(lines))
 
 
-def write_report(report: dict[str, Any]) -> None:
-    aside = REPORT.with_suffix(".tmp")
+def write_report(place: Place, report: dict[str, Any]) -> None:
+    aside = place.report.with_suffix(".tmp")
     aside.write_text(json.dumps(report, indent=2) + "\n")
-    aside.replace(REPORT)
+    aside.replace(place.report)
 
 
 def _short(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 if __name__ == "__main__":
