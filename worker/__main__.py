@@ -1,9 +1,10 @@
-"""`python -m worker [--gpus 0,1]`: serve this box."""
+"""`python -m worker [--gpus 0,1]`: serve this box. Becomes `celery -A worker.app worker`, with this node's name."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 
 def main() -> None:
@@ -15,9 +16,10 @@ def main() -> None:
         os.environ["EFT_GPUS"] = arguments.gpus  # before the settings are read
 
     from core.settings import settings
-    from worker.app import app
 
-    app.start(["--quiet", "worker", "--hostname", f"eft@{settings().node}", "--loglevel", arguments.log_level])
+    celery = ["-m", "celery", "--quiet", "-A", "worker.app", "worker"]
+    flags = ["--hostname", f"eft@{settings().node}", "--loglevel", arguments.log_level]
+    os.execv(sys.executable, [sys.executable, *celery, *flags])
 
 
 if __name__ == "__main__":

@@ -99,7 +99,11 @@ class Watch:
             self.faults.append(f"{len(trainers)} trainers at once: {trainers}")
         # Both looks in one waiting or final state, and of one attempt: the process list between them belongs to it.
         same = before["status"] == after["status"] and before["attempt"] == after["attempt"]
-        if same and before["status"] in ("queued", "preparing", "succeeded", "failed", "cancelled") and trainers:
+        if (
+            same
+            and before["status"] in ("queued", "preparing", "paused", "succeeded", "failed", "cancelled")
+            and trainers
+        ):
             self.faults.append(f"{before['status']}, and there are trainers: {trainers}")
 
     def check(self, expected: list[str]) -> None:
@@ -194,7 +198,21 @@ def events(service: Service, job_id: str) -> list[dict[str, Any]]:
     return service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"]
 
 
-def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
+    job_id = service.submit(spec)
+    with Watch(service, job_id) as watch:
+        service.wait_for_step(job_id, 13)
+        assert service.client.post(f"/jobs/{job_id}/pause").status_code == 200
+        service.wait(job_id, "paused", timeout=20)
+        assert service.trainers(job_id) == []
+        assert service.client.post(f"/jobs/{job_id}/resume").status_code == 200
+        service.wait(job_id, "succeeded", "failed")
+    again = ["starting", "running"]
+    watch.check(["queued", "preparing", "queued", *again, "pausing", "paused", "queued", *again, "succeeded"])
+    assert weights(service, job_id) == undisturbed
+
+
+def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any]) -> None:
     job_id = service.submit({**spec, "training": {**spec["training"], "max_steps": 5000}})
     waiting = service.submit(spec)  # for the one slot
     with Watch(service, job_id) as watch:
@@ -203,5 +221,6 @@ def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any], undistu
         service.wait(job_id, "cancelled", timeout=20)
         assert service.trainers(job_id) == []
     watch.check(["queued", "preparing", "queued", "starting", "running", "stopping", "cancelled"])
-    service.wait(waiting, "succeeded", "failed")
-    assert weights(service, waiting) == undisturbed
+    service.wait(waiting, "starting", "running", timeout=20)
+    assert service.client.post(f"/jobs/{waiting}/cancel").status_code == 200
+    service.wait(waiting, "cancelled", timeout=40)

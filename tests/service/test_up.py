@@ -1,0 +1,224 @@
+"""`python -m box.up`: one service on a data root, kept up, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from box import broker
+from core import HOME
+from core.settings import MAX_SOCKET_PATH, Settings
+from tests.support.service import Service, running, wait_for
+
+SECRETS = {
+    "HF_TOKEN": "hf_hunter2",
+    "AWS_SECRET_ACCESS_KEY": "hunter2",
+    "EFT_API_KEY": "eft_hunter2",
+    "HTTPS_PROXY": "http://user:hunter2@127.0.0.1:9",
+}
+MASKS = {"HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=HOME, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    """For the tests that leave it up."""
+    yield from running(tmp_path_factory.mktemp("up"), {"EFT_MODEL_ROOTS": str(models), **SECRETS})
+
+
+@pytest.fixture
+def own(tmp_path: Path, models: Path) -> Iterator[Service]:
+    """For the tests that end it."""
+    yield from running(tmp_path, {"EFT_MODEL_ROOTS": str(models)})
+
+
+def long_job(service: Service, models: Path) -> str:
+    rows = service.folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(32)))
+    spec: dict[str, Any] = {
+        "model": str(models / "tiny"),
+        "data": service.upload(rows),
+        "training": {"max_steps": 100_000, "per_device_train_batch_size": 2, "max_length": 64},
+    }
+    return service.submit(spec)
+
+
+def test_ready_means_ready(service: Service) -> None:
+    note = service.note()
+    assert set(note["pids"]) == {"up", "broker", "api", "worker"}
+    assert stat.S_IMODE((service.data / "up.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((service.folder / "key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(service.data.stat().st_mode) == 0o700
+    assert f"is up at {note['url']}" in service.log()
+    assert service.key.startswith("eft_")
+    assert service.key not in service.log()
+    assert service.client.get("/jobs").status_code == 200
+    assert service.client.get("/jobs", headers={"Authorization": "Bearer eft_wrong"}).status_code == 401
+
+
+def test_a_second_one_on_the_same_data_root_is_refused(service: Service) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "box.up", "--port", "0"],
+        cwd=HOME,
+        env=service.environment,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert second.returncode == 1
+    assert f"already up on the data root {service.data} (process {service.pid('up')})" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert service.client.get("/healthz").status_code == 200, "the first one does not mind"
+
+
+def test_a_trainers_environment_holds_no_secret_and_one_filter(service: Service, models: Path) -> None:
+    job_id = long_job(service, models)
+    service.wait_for_step(job_id, 1)
+    (trainer,) = service.trainers(job_id)
+    raw = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
+    environment = dict(entry.decode().split("=", 1) for entry in raw if entry)
+    assert "hunter2" not in str(environment)
+    assert service.key not in str(environment)
+    assert not [name for name in environment if name.startswith("EFT_")]
+    assert {name: environment[name] for name in MASKS & set(environment)} == {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+    opened = {os.readlink(entry) for entry in Path(f"/proc/{trainer}/fd").iterdir()}
+    assert not [name for name in opened if name.startswith("socket:") or name.endswith((".db", ".lock"))], opened
+    assert "/torch/" in Path(f"/proc/{trainer}/maps").read_text()
+    assert "/torch/" not in Path(f"/proc/{service.pid('worker')}/maps").read_text()
+    assert "/torch/" not in Path(f"/proc/{service.pid('api')}/maps").read_text()
+
+    service.client.post(f"/jobs/{job_id}/cancel")
+    service.wait(job_id, "cancelled")
+    assert service.trainers() == []
+
+
+def test_a_killed_broker_comes_back_and_no_job_waits_for_ever(service: Service, models: Path) -> None:
+    old = service.pid("broker")
+    os.kill(old, signal.SIGKILL)
+    (models / "empty").mkdir()
+    job_id = service.submit({"model": str(models / "empty"), "data": service.upload(rows_of(service))})
+    failed = service.wait(job_id, "failed", timeout=30)
+    assert failed["failure"]["class"] == "user"
+    assert service.pid("broker") != old
+    assert "the broker ended (exit status -9)" in service.log()
+
+
+def rows_of(service: Service) -> Path:
+    path = service.folder / "one.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    return path
+
+
+def test_sigterm_hands_back_and_leaves_nothing(own: Service, models: Path) -> None:
+    job_id = long_job(own, models)
+    own.wait_for_step(job_id, 1)
+    own.stop()
+    assert own.process is not None and own.process.returncode == 0
+    assert own.processes() == {}
+    assert not (own.data / "up.json").exists()
+    with sqlite3.connect(own.data / "eft.db") as database:
+        row = database.execute("SELECT status, worker FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        held = database.execute("SELECT count(*) FROM allocations WHERE released_at IS NULL").fetchone()
+    database.close()
+    assert row == ("queued", None)
+    assert held == (0,)
+
+    own.start()  # the key is the same, and the job goes on where it was
+    own.wait_for_step(job_id, 2)
+    events = own.client.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"]
+    assert [event["type"] for event in events if event["type"] == "resumed"] == ["resumed"]
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing(own: Service, models: Path) -> None:
+    job_id = long_job(own, models)
+    own.wait_for_step(job_id, 1)
+    assert own.process is not None
+    assert len(own.processes()) >= 5, own.processes()
+    own.process.kill()
+    own.process.wait()
+    wait_for(lambda: not own.processes(), 40, "everything to end", lambda: str(own.processes()))
+
+
+def test_kill_9_of_everything_but_the_trainer_leaves_nothing(own: Service, models: Path) -> None:
+    job_id = long_job(own, models)
+    own.wait_for_step(job_id, 1)
+    for pid in own.note()["pids"].values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not own.processes(), 10, "the trainer to end itself", lambda: str(own.processes()))
+    assert own.process is not None
+    own.process.wait()
+
+
+def test_a_member_that_cannot_start_ends_it_with_words(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = os.environ | {"EFT_DATA": str(tmp_path / "data"), "EFT_NODE": "box"}
+        command = [sys.executable, "-m", "box.up", "--port", str(port), "--key-file", str(tmp_path / "key")]
+        ended = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1
+    assert "the api ended 5 times in a row, each soon after its start" in ended.stderr
+    assert "address already in use" in ended.stderr.lower()
+    assert "Traceback" not in ended.stderr
+    service = Service(tmp_path)
+    assert service.processes() == {}
+
+
+# -- the broker's socket
+
+
+def test_a_long_data_root_gets_a_short_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    short = Settings(data=Path("/data"))
+    assert short.broker_socket == Path("/data/broker/valkey.sock")
+    long = Settings(data=Path("/data") / ("x" * 100))
+    assert len(os.fsencode(long.broker_socket)) <= MAX_SOCKET_PATH
+    assert long.broker_socket != Settings(data=Path("/data") / ("y" * 100)).broker_socket
+    assert long.celery_broker_url == f"redis+socket://{long.broker_socket}"
+
+
+def test_a_socket_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "eft-0"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(broker.UnsafeFolder, match="0700"):
+        broker.prepare(tmp_path / "data", folder / "valkey.sock")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    with pytest.raises(broker.UnsafeFolder):
+        broker.prepare(tmp_path / "data", tmp_path / "link" / "valkey.sock")
+
+
+def test_the_broker_runs_on_such_a_socket_and_keeps_what_it_was_told(tmp_path: Path) -> None:
+    data, path = tmp_path / "broker", tmp_path / "run" / "valkey.sock"
+    for expected in (b"$-1", b"$4\r\nkept"):
+        broker.prepare(data, path)
+        server = subprocess.Popen(broker.command(data, path), stdout=subprocess.DEVNULL)
+        wait_for(lambda: broker.answers(path), 10, "the broker")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"GET word\r\n")
+            assert connection.recv(100).startswith(expected)
+            connection.sendall(b"SET word kept\r\n")
+            assert connection.recv(100) == b"+OK\r\n"
+            wait_for(lambda: b"kept" in b"".join(f.read_bytes() for f in data.glob("**/*.aof")), 5, "the log file")
+        server.kill()
+        server.wait()
