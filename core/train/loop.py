@@ -54,6 +54,9 @@ class Ledger:
         for name, value in state.items():
             setattr(self, name, value)
 
+    def drop_window(self) -> None:
+        self.window_loss, self.window_tokens, self.window_slots, self.window_seconds = 0.0, 0, 0, 0.0
+
     def evaluated(self, step: int) -> dict[str, float] | None:
         return next((values for values in self.evaluations if values["step"] == step), None)
 
@@ -118,11 +121,12 @@ class Loop:
             if self.stop.requested:
                 self._keep(loss_sum)
                 raise StopRequested
+            self.events.alive()
             started = time.perf_counter()
             batch = self.dataset.collate(rows, engine.pad_token_id)
             loss = engine.forward(batch, self.loss_function)
             engine.backward(loss.total / items)
-            detached = loss.total.detach()
+            detached = loss.total.detach().double()  # sums of float32 are exact in it, however a window is cut
             loss_sum = detached if loss_sum is None else loss_sum + detached
             ledger.window_tokens += batch.tokens
             ledger.window_slots += batch.slots
@@ -162,7 +166,7 @@ class Loop:
         ledger.loss_sum += loss
         ledger.tokens += ledger.window_tokens
         ledger.seconds += ledger.window_seconds
-        ledger.window_loss, ledger.window_tokens, ledger.window_slots, ledger.window_seconds = 0.0, 0, 0, 0.0
+        ledger.drop_window()
         ledger.metrics.append({"step": engine.steps, **values})
         self.events.write("metrics", step=engine.steps, values=values)
         self._tell_progress()

@@ -23,7 +23,7 @@ def build_schedule(spec: Schedule, total_steps: int) -> Callable[[int], float]:
     def cosine(step: int) -> float:
         if step < warmup:
             return step / max(1, warmup)
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / rest)))
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / rest))))
 
     match spec:
         case Linear():

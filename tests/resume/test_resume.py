@@ -1,0 +1,258 @@
+"""Resuming is exact to the bit: killed or asked to leave anywhere, the final weights are those of a run nobody touched.
+
+LoRA with dropout 0.1 and full fine-tuning, bf16, windows of 4 micro-steps, shuffled rows of different lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.checkpoint import store
+from core.train.lifeline import Stop
+from core.train.recipe import run
+from tests.support.trainer import events, log, pairs, start, wait_until, weights, write_rows, write_run
+
+STEPS, WINDOW, SAVE = 9, 4, 4
+AXES: dict[str, Any] = {
+    "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
+    "optimizer": {"learning_rate": 1e-2},
+    "schedule": "cosine",
+    "training": {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": WINDOW,
+        "precision": "bf16",
+        "max_length": 64,
+    },
+    "checkpoint": {"type": "disk", "save_steps": SAVE, "keep_last": 2},
+}
+METHODS = {"lora": AXES, "full": AXES | {"method": "full", "optimizer": {"learning_rate": 1e-3}}}
+ATTENDED = {"training": AXES["training"] | {"max_steps": 60}, "checkpoint": {"type": "disk", "save_steps": 5}}
+
+
+class StopAt(Stop):
+    """Asked to leave at the n-th place where the run looks whether it should."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("rows")
+    return write_rows(folder / "train.jsonl", pairs(27)), write_rows(folder / "held.jsonl", pairs(6))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[bytes, list[Any]]]:
+    """Final weights and metrics of runs in a process of their own that nobody touched."""
+    found = {}
+    for name, axes in METHODS.items():
+        run_dir = write_run(tmp_path_factory.mktemp("calm") / name, tiny_dir, rows[0], held_out=rows[1], **axes)
+        assert start(run_dir).wait(180) == EXIT_OK, log(run_dir)
+        found[name] = (weights(run_dir), figures(run_dir))
+    return found
+
+
+def figures(*run_dirs: Path) -> list[Any]:
+    """Loss, rate and norm of each step over the attempts; a later attempt's word counts."""
+    steps = {}
+    for run_dir in run_dirs:
+        for event in events(run_dir, "metrics"):
+            steps[event["step"]] = [event["values"][name] for name in ("loss", "learning_rate", "grad_norm")]
+    return [steps[step] for step in sorted(steps)]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_leaving_at_every_place_in_turn(
+    tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path, method: str
+) -> None:
+    """Every attempt does a few micro-steps more and leaves; each goes on from the checkpoint of the one before."""
+    axes, attempts = METHODS[method], list[Path]()
+    for number in range(60):
+        run_dir = write_run(
+            tmp_path / f"attempt-{number}",
+            tiny_dir,
+            rows[0],
+            held_out=rows[1],
+            resume_from=list(reversed(attempts)),
+            **axes,
+        )
+        attempts.append(run_dir)
+        reading = 27 + 6 + 1  # places in the reading of rows and after loading the model
+        code = run(run_dir, StopAt(reading + 3 + number % 3))
+        if code == EXIT_OK:
+            break
+        assert code == EXIT_CHECKPOINTED, events(run_dir)[-1]
+    else:
+        pytest.fail("the run never came to its end")
+    assert number >= 8
+    micro = {event["micro_step"] for attempt in attempts for event in events(attempt, "checkpoint")}
+    assert {0, 1, 2, 3} <= micro, "no attempt left inside a window"
+    assert weights(attempts[-1]) == undisturbed[method][0]
+    assert figures(*attempts) == undisturbed[method][1]
+    before = events(attempts[-1], "result")[0]["result"]["eval_before"]
+    assert before is not None, "the first evaluation is remembered over all attempts"
+
+
+def test_real_processes_killed_and_stopped(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    axes = AXES | ATTENDED
+    calm = write_run(tmp_path / "calm", tiny_dir, rows[0], **axes)
+    assert start(calm).wait(180) == EXIT_OK, log(calm)
+
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **axes)
+    process = start(first)
+    wait_until(lambda: len(events(first, "metrics")) >= 12, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert events(first, "checkpoint")
+
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[first], **axes)
+    process = start(second)
+    wait_until(lambda: len(events(second, "metrics")) >= 10, process)
+    process.terminate()
+    assert process.wait(60) == EXIT_CHECKPOINTED, log(second)
+    (left,) = events(second, "checkpoint")[-1:]
+    assert events(second)[-1] == left, "the checkpoint is the last word"
+
+    third = write_run(tmp_path / "attempt-3", tiny_dir, rows[0], resume_from=[second, first], **axes)
+    assert start(third).wait(180) == EXIT_OK, log(third)
+    resumed = events(third, "resumed")[0]
+    assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
+    assert not events(third, "notice")
+    assert weights(third) == weights(calm)
+    assert figures(first, second, third) == figures(calm)
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+import core.train.checkpoint.store as store
+left, sync = int(os.environ["KILL_AT_SYNC"]), store.sync
+def deadly(path):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+store.sync = deadly
+from core.train.recipe import run
+sys.exit(run(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("sync", [3, 7, 14])
+def test_killed_inside_the_saving_of_a_checkpoint(
+    tiny_dir: Path,
+    rows: tuple[Path, Path],
+    undisturbed: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sync: int,
+) -> None:
+    """A checkpoint has 5 files and a manifest: 6 syncs, the folder's, the rename, the parent's. Killed at the third
+    file of the first, at its folder, at the last but one of the second."""
+    monkeypatch.setenv("KILL_AT_SYNC", str(sync))
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], held_out=rows[1], **AXES)
+    process = start(first, "-c", KILLED_WHILE_SAVING)
+    assert process.wait(120) == -signal.SIGKILL, log(first)
+    left = sorted(path.name for path in (first / "checkpoints").iterdir())
+    assert any(name.startswith("tmp-") for name in left), left
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **AXES)
+    assert run(second) == EXIT_OK, events(second)[-1]
+    assert bool(events(second, "resumed")) == any(name.startswith("step-") for name in left)
+    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == left, "the old attempt is not touched"
+    assert weights(second) == undisturbed["lora"][0]
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_taken(
+    tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path
+) -> None:
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], held_out=rows[1], **AXES)
+    assert run(first) == EXIT_OK
+    checkpoints = first / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
+    target = checkpoints / "step-00000008" / "optimizer.safetensors"
+    content = bytearray(target.read_bytes())
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **AXES)
+    assert run(second) == EXIT_OK
+    (notice,) = events(second, "notice")
+    assert notice["code"] == "bad_checkpoint" and "optimizer.safetensors has another SHA-256" in notice["message"]
+    assert events(second, "resumed")[0]["step"] == 4
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["bad-step-00000008", "step-00000004"]
+    assert weights(second) == undisturbed["lora"][0]
+
+
+def test_a_checkpoint_of_other_data_is_refused(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **AXES)
+    assert run(first) == EXIT_OK
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[1], resume_from=[first], **AXES)
+    assert run(second) == EXIT_FAILED
+    error = events(second)[-1]
+    assert (error["failure"], error["code"]) == ("user", "checkpoint_mismatch")
+
+
+def test_drift_is_told(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **AXES)
+    assert run(first) == EXIT_OK
+    newest = store.newest_first([first / "checkpoints"])[0].path
+    state = json.loads((newest / "state.json").read_text())
+    state["parts"]["environment"]["threads"] = 77
+    state["parts"]["environment"]["versions"]["torch"] = "1.0"
+    again = tmp_path / "again"
+
+    def fill(folder: Path) -> None:
+        for path in newest.iterdir():
+            if path.name not in (store.MANIFEST, "state.json"):
+                os.link(path, folder / path.name)
+        (folder / "state.json").write_text(json.dumps(state))
+
+    store.write(again / "checkpoints", newest.name, fill)
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[again], **AXES)
+    assert run(second) == EXIT_OK
+    (notice,) = events(second, "notice")
+    assert notice["code"] == "drift"
+    assert "threads was 77" in notice["message"] and "torch was 1.0" in notice["message"]
+
+
+def test_asked_before_anything_was_done(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **AXES)
+    assert run(run_dir, StopAt(0)) == EXIT_CHECKPOINTED
+    assert not events(run_dir, "checkpoint") and not events(run_dir, "error")
+
+
+def test_the_same_folder_goes_on(tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path) -> None:
+    """By hand there is one folder: its events go on counting."""
+    run_dir = write_run(tmp_path / "run", tiny_dir, rows[0], held_out=rows[1], **AXES)
+    assert run(run_dir, StopAt(34 + 22)) == EXIT_CHECKPOINTED
+    assert run(run_dir) == EXIT_OK
+    assert [event["seq"] for event in events(run_dir)] == list(range(1, len(events(run_dir)) + 1))
+    assert weights(run_dir) == undisturbed["lora"][0]
+
+
+def test_silence_ends_it_at_once(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    """The worker's end of the heartbeat is closed in mid-run: exit 76, and not a word more in the events."""
+    run_dir = write_run(tmp_path / "run", tiny_dir, rows[0], fence_seconds=60.0, **AXES | ATTENDED)
+    process = start(run_dir, stdin=subprocess.PIPE)
+    wait_until(lambda: len(events(run_dir, "metrics")) >= 3, process)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 76
+    assert events(run_dir)[-1]["type"] not in ("result", "error")

@@ -1,0 +1,107 @@
+"""Run folders and trainer processes for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.spec.run import EVENTS_FILE, ORDER_FILE, RunOrder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+"""One thread: the runs are tiny, and equal to the bit wherever they run."""
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    """Rows of different lengths."""
+    return [{"prompt": f"count to {n}:" + " go" * (n % 5), "completion": " " + "x" * (n % 7 + 1)} for n in range(count)]
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "ok " * (n % 4 + 1)}]}
+        for n in range(count)
+    ]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_run(
+    run_dir: Path,
+    model_dir: Path,
+    train: Path,
+    *,
+    held_out: Path | None = None,
+    resume_from: list[Path] | None = None,
+    fence_seconds: float | None = None,
+    **axes: Any,
+) -> Path:
+    """A run folder with its order; `axes` are fields of the job."""
+    data: dict[str, Any] = {"train": str(train)} | ({"eval": str(held_out)} if held_out else {})
+    spec = resolve(parse_job({"model": str(model_dir), "data": data, **axes}))
+    order = RunOrder(
+        job_id="job-test",
+        attempt=1,
+        spec=spec,
+        model_dir=str(model_dir),
+        model_source={"type": "local", "path": str(model_dir)},
+        train_file=str(train),
+        eval_file=str(held_out) if held_out else None,
+        resume_from=[str(folder) for folder in resume_from or []],
+        fence_seconds=fence_seconds,
+    )
+    run_dir.mkdir(parents=True)
+    (run_dir / ORDER_FILE).write_text(order.model_dump_json())
+    return run_dir
+
+
+def start(run_dir: Path, *command: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """`python -m core.train RUN_DIR` as a process of its own (or another command line for the same folder)."""
+    with (run_dir / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *(command or ("-m", "core.train")), str(run_dir)],
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def events(run_dir: Path, type: str | None = None) -> list[dict[str, Any]]:
+    path = run_dir / EVENTS_FILE
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    found = [json.loads(line) for line in whole.splitlines()]
+    return [event for event in found if type is None or event["type"] == type]
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the trainer ended before"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def weights(run_dir: Path) -> bytes:
+    """The final weights, byte for byte."""
+    (path,) = (run_dir / "artifacts").glob("*/*model.safetensors")
+    return path.read_bytes()
+
+
+def log(run_dir: Path) -> str:
+    path = run_dir / "log.txt"
+    return path.read_text() if path.exists() else ""

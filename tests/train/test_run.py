@@ -1,0 +1,220 @@
+"""Whole runs on a tiny model: what comes out, what is refused and in which words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from core.spec.run import EXIT_FAILED, EXIT_OK
+from core.train.ask import ask
+from core.train.recipe import run
+from tests.support.trainer import chats, events, pairs, write_rows, write_run
+
+SMALL = {"max_steps": 6, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
+
+
+def go(tmp_path: Path, model: Path, rows: list[Any], *, held_out: list[Any] | None = None, **axes: Any) -> Path:
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    held = write_rows(tmp_path / "held.jsonl", held_out) if held_out else None
+    axes = {"training": SMALL} | axes
+    run_dir = write_run(tmp_path / "run", model, train, held_out=held, **axes)
+    run(run_dir)
+    return run_dir
+
+
+def only_error(run_dir: Path) -> dict[str, Any]:
+    assert run(run_dir) == EXIT_FAILED
+    error = events(run_dir)[-1]
+    assert error["type"] == "error"
+    return error
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_comes_out_loads_elsewhere_and_is_what_was_trained(tmp_path: Path, tiny_dir: Path, method: str) -> None:
+    run_dir = go(tmp_path, tiny_dir, chats(30), held_out=chats(10), method=method, optimizer={"learning_rate": 1e-2})
+    last = events(run_dir)[-1]
+    assert last["type"] == "result", last
+    artifacts = run_dir / "artifacts"
+    listed = {entry["path"]: entry for entry in last["artifacts"]}
+    assert set(listed) == {p.relative_to(artifacts).as_posix() for p in artifacts.rglob("*") if p.is_file()}
+    for path, entry in listed.items():
+        content = (artifacts / path).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
+    kinds = {entry["kind"] for entry in listed.values()}
+    assert kinds >= {"plot", "metrics", "run_record", "card", "tokenizer", "adapter" if method == "lora" else "model"}
+    assert (artifacts / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    # The held-out loss of the last evaluation, computed again by plain libraries from what lies on the disk.
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    if method == "lora":
+        model: Any = PeftModel.from_pretrained(base, artifacts / "adapter")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(artifacts / "model")
+    tokenizer = AutoTokenizer.from_pretrained(artifacts / ("adapter" if method == "lora" else "model"))
+    total, count = 0.0, 0
+    for row in chats(10):
+        question = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)
+        start = len(question["input_ids"])
+        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]])
+        ids = ids[:, : (ids[0] == tokenizer.eos_token_id).nonzero()[-1] + 1]
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=ids).logits.float(), -1)[0, start - 1 : -1]
+        total -= float(logp.gather(1, ids[0, start:, None]).sum())
+        count += ids.shape[1] - start
+    after = last["result"]["eval_after"]
+    assert total / count == pytest.approx(after["eval_loss"], rel=1e-4)
+    assert after["eval_loss"] < last["result"]["eval_before"]["eval_loss"]
+    assert after["eval_perplexity"] == pytest.approx(math.exp(after["eval_loss"]))
+
+
+def test_figures_and_record(tmp_path: Path, tiny_dir: Path) -> None:
+    run_dir = go(tmp_path, tiny_dir, pairs(10))
+    seen = [event["type"] for event in events(run_dir)]
+    assert [event["seq"] for event in events(run_dir)] == list(range(1, len(seen) + 1))
+    metrics = events(run_dir, "metrics")
+    assert [event["step"] for event in metrics] == [1, 2, 3, 4, 5, 6]
+    names = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "padding_share", "memory_bytes", "epoch"}
+    assert all(set(event["values"]) == names for event in metrics)
+    assert metrics[-1]["values"]["epoch"] == 2.0
+    assert all(0 <= event["values"]["padding_share"] < 1 for event in metrics)
+    (record,) = (event["record"] for event in events(run_dir, "run_record"))
+    train = record["data"]["train"]
+    assert train["sha256"] == hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()
+    assert (train["rows"], train["format"]) == (10, "prompt_completion")
+    assert record["environment"]["threads"] == torch.get_num_threads()
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    result = events(run_dir)[-1]["result"]
+    assert result["total_tokens"] == 2 * train["tokens"]
+    assert events(run_dir, "progress")[-1]["seconds_left"] == 0
+
+
+def test_bf16_keeps_what_is_trained_in_float32(tmp_path: Path, tiny_dir: Path) -> None:
+    for method in ("lora", "full"):
+        folder = tmp_path / method
+        folder.mkdir()
+        run_dir = go(folder, tiny_dir, pairs(8), method=method, training=SMALL | {"precision": "bf16"})
+        (record,) = (event["record"] for event in events(run_dir, "run_record"))
+        assert record["environment"]["precision"] == "bf16"
+        assert record["precision"]["weights"] == ("bfloat16" if method == "lora" else "float32")
+        assert events(run_dir)[-1]["type"] == "result"
+
+
+def test_evaluating_does_not_change_the_weights(tmp_path: Path, tiny_dir: Path) -> None:
+    weights = []
+    for name, evaluation in (("no", "none"), ("yes", {"type": "held_out", "eval_steps": 2})):
+        folder = tmp_path / name
+        folder.mkdir()
+        lora = {"type": "lora", "lora_dropout": 0.1}
+        run_dir = go(folder, tiny_dir, pairs(12), held_out=pairs(5), evaluation=evaluation, method=lora)
+        steps = [event["step"] for event in events(run_dir, "evaluation")]
+        assert steps == ([] if name == "no" else [0, 2, 4, 6])
+        weights.append((run_dir / "artifacts/adapter/adapter_model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path) -> None:
+    rows = [{"text": f"line {n}"} for n in range(8)]
+    run_dir = go(tmp_path, tiny_dir, rows, held_out=rows[:3])
+    (record,) = (event["record"] for event in events(run_dir, "run_record"))
+    train = record["data"]["train"]
+    assert (record["data"]["loss_on"], train["label_tokens"]) == ("all", train["tokens"] - 8)
+    assert "eval_exact_match" not in events(run_dir)[-1]["result"]["eval_after"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "words"),
+    [
+        (["{"], "line 1", "not valid JSON"),
+        ([*pairs(3), {"prompt": "x"}, *pairs(3)], "line 4: completion", "needs `completion`"),
+        ([*pairs(2), {"text": "x"}], "line 3", "one format a file"),
+        ([], None, "no rows"),
+    ],
+)
+def test_bad_rows_are_the_users_and_named(
+    tmp_path: Path, tiny_dir: Path, rows: list[Any], field: str | None, words: str
+) -> None:
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    error = only_error(write_run(tmp_path / "run", tiny_dir, train, training=SMALL))
+    assert (error["failure"], error["code"], error["field"]) == ("user", "invalid_data", field)
+    assert words in error["message"]
+    assert "Traceback" not in error["message"]
+
+
+def test_rows_longer_than_the_limit_are_told(tmp_path: Path, tiny_dir: Path) -> None:
+    rows = [*pairs(6), {"prompt": "x" * 200, "completion": "y"}]
+    run_dir = go(tmp_path, tiny_dir, rows)
+    (notice,) = events(run_dir, "notice")
+    assert notice["code"] == "rows_truncated"
+    assert "1 training rows" in notice["message"] and "left out" in notice["message"]
+    assert events(run_dir, "run_record")[0]["record"]["data"]["train"]["rows"] == 6
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(8))
+    axes = {"optimizer": {"learning_rate": 10.0}, "method": "full", "schedule": {"type": "linear", "warmup_ratio": 0.0}}
+    training = SMALL | {"max_steps": 400, "max_grad_norm": None}
+    # A weight that is not a number is what a diverged run starts from; here it is in the model already.
+    broken = tmp_path / "broken"
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    model.save_pretrained(broken)
+    AutoTokenizer.from_pretrained(tiny_dir).save_pretrained(broken)
+    error = only_error(write_run(tmp_path / "run", broken, train, training=training, **axes))
+    assert (error["failure"], error["code"], error["field"]) == ("user", "diverged", "optimizer.learning_rate")
+    assert "nan" in error["message"]
+
+
+def test_text_cannot_be_learned_by_completions(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"text": "a b c"}])
+    stage = {"type": "sft", "loss_on": "completions"}
+    error = only_error(write_run(tmp_path / "run", tiny_dir, train, training=SMALL, stage=stage))
+    assert (error["failure"], error["field"]) == ("user", "stage.loss_on")
+
+
+def test_unknown_target_modules_are_named(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(4))
+    method = {"type": "lora", "target_modules": ["query"]}
+    error = only_error(write_run(tmp_path / "run", tiny_dir, train, training=SMALL, method=method))
+    assert (error["failure"], error["field"]) == ("user", "method.target_modules")
+    assert "q_proj" in error["message"]
+
+
+def test_a_missing_model_is_the_users(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(4))
+    error = only_error(write_run(tmp_path / "run", tmp_path / "nothing", train, training=SMALL))
+    assert (error["failure"], error["code"]) == ("user", "model_unavailable")
+
+
+def test_attention_only(tmp_path: Path, tiny_dir: Path) -> None:
+    run_dir = go(tmp_path, tiny_dir, pairs(4), method={"type": "lora", "target_modules": "attention"})
+    config = json.loads((run_dir / "artifacts/adapter/adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_ask_answers_with_plain_libraries(tmp_path: Path, tiny_dir: Path, method: str) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab"}]
+    training = SMALL | {"max_steps": 120}
+    rows = [{"messages": chat}] * 8
+    run_dir = go(tmp_path, tiny_dir, rows, training=training, method=method, optimizer={"learning_rate": 5e-3})
+    if method == "lora":  # adapters of a random model learn the letters, but not to stop
+        answer = ask(tiny_dir, "q", adapter=run_dir / "artifacts" / "adapter", max_new_tokens=2)
+        assert (answer.text, answer.finished) == ("ab", False)
+        assert ask(tiny_dir, "q", max_new_tokens=2).text != "ab"
+    else:
+        answer = ask(run_dir / "artifacts" / "model", "q", max_new_tokens=8)
+        assert (answer.text, answer.finished, answer.new_tokens) == ("ab", True, 3)
+
+
+def test_exit_code_is_zero(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(4))
+    assert run(write_run(tmp_path / "run", tiny_dir, train, training=SMALL)) == EXIT_OK
