@@ -16,6 +16,7 @@ from api.files.router import router as files_router
 from api.files.upload import remove_stale
 from api.jobs.router import router as jobs_router
 from api.jobs.schemas import openapi_schemas
+from api.limits import Limits
 from api.middleware import RequestContext
 from core import __version__
 from core.db.engine import Database
@@ -39,7 +40,7 @@ def create_app(settings: Settings) -> FastAPI:
     layout = Layout(settings.root)
     layout.create()
     database = Database(settings.sqlalchemy_url)
-    here = Installation(settings, database, layout, Hub(database))
+    here = Installation(settings, database, layout, Hub(database), Limits(settings))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

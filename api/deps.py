@@ -13,6 +13,7 @@ from api.auth import service as auth
 from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
+from api.limits import Limits
 from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
 from core.jobs.submit import Actor
@@ -31,6 +32,7 @@ class Installation:
     database: Database
     layout: Layout
     hub: Hub
+    limits: Limits
 
 
 def installation(request: Request) -> Installation:
@@ -58,14 +60,21 @@ def only_known_parameters(request: Request) -> None:
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 
 
-def actor(here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Actor:
-    """Who asks. Raises Unauthorized, in the same words for an unknown, a revoked and a mistyped key."""
+def actor(
+    request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Actor:
+    """Who asks. Raises Unauthorized, in the same words for an unknown, a revoked, a mistyped key; and RateLimited."""
+    address = request.client.host if request.client is not None else "local"
+    here.limits.before(given.credentials if given is not None else None, address)
     if given is None:
+        here.limits.stranger(None, address)
         raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
     with here.database.read() as session:
         owner = auth.authenticate(session, given.credentials)
     if owner is None:
+        here.limits.stranger(given.credentials, address)
         raise Unauthorized("this API key is not known here or has been revoked")
+    here.limits.known(given.credentials)
     return Actor(owner.user_id, owner.project_id, request_id.get())
 
 

@@ -85,6 +85,17 @@ class Unavailable(EftError):
     status = 503
 
 
+class RateLimited(EftError):
+    """Too many requests; `retry_after` whole seconds later there is room for one."""
+
+    code = "rate_limited"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 def render(error: EftError, headers: dict[str, str] | None = None) -> JSONResponse:
     return _body(error.status, error.as_dict(), headers)
 
@@ -104,10 +115,10 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the error statuses it may answer, beside 401 and 500."""
+    """For a route's `responses`: the error statuses it may answer, beside 401, 429 and 500."""
     return {
         status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
-        for status in sorted({401, 500, *statuses})
+        for status in sorted({401, 429, 500, *statuses})
     }
 
 
@@ -130,7 +141,11 @@ def _body(status: int, error: dict[str, Any], headers: dict[str, str] | None = N
 
 def _eft_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EftError)
-    return render(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+    match error:
+        case RateLimited():
+            return render(error, {"Retry-After": str(error.retry_after)})
+        case _:
+            return render(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
 
 
 def _database_error(_: Request, error: Exception) -> JSONResponse:

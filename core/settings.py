@@ -48,6 +48,14 @@ class Settings(BaseSettings):
     """Largest uploaded file."""
     min_free_bytes: int = 1 << 30
     """While the data root has less room than this, uploads and jobs are refused and waiting jobs are not started."""
+    rate_per_minute: float = Field(default=600.0, ge=0)
+    """Requests a minute of one API key, in one API process; above that 429 with Retry-After. 0: no limit."""
+    rate_burst: int = Field(default=200, ge=1)
+    """Requests that a key may send at once before `rate_per_minute` holds."""
+    rate_strangers_per_minute: float = Field(default=60.0, ge=0)
+    """Requests a minute without a valid API key of one address, in one API process. 0: no limit."""
+    idempotency_hours: float = Field(default=48.0, ge=24)
+    """How long the answer to an Idempotency-Key is kept for retries."""
 
     model_roots: PathList = ()
     """Folders (separated by `:`) below which `local` and `gguf` models may lie. Default: none."""

@@ -11,12 +11,14 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core.db.engine import Database
 from core.jobs import claims, leader, nodes, outbox
+from core.jobs.housekeeping import forget_answers
 from core.settings import Settings
 
 log = logging.getLogger("eft.housekeeping")
 
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
+CLEAR_SECONDS = 600.0
 
 
 class BrokerAway(Exception):
@@ -48,7 +50,7 @@ class Housekeeper:
         """What cannot be reached; told once an outage."""
 
     def run(self) -> None:
-        leads_until = next_lead = next_sweep = 0.0
+        leads_until = next_lead = next_sweep = next_clear = 0.0
         while not self._stopped.wait(RELAY_SECONDS):
             now = time.monotonic()
             if now >= next_lead:
@@ -61,6 +63,9 @@ class Housekeeper:
                 next_sweep = now + self._settings.sweep_seconds
                 self._guarded("database", self._reap)
                 self._guarded("broker", self._wake)
+            if now >= next_clear:
+                next_clear = now + CLEAR_SECONDS
+                self._guarded("database", self._clear)
             self._guarded("broker", self._relay)
 
     def stop(self) -> None:
@@ -80,6 +85,18 @@ class Housekeeper:
             count = claims.reap(session)
         if count:
             log.warning("took back %d job(s) whose worker was silent for longer than its lease", count)
+        return True
+
+    def _clear(self) -> bool:
+        gone, limit = 0, 1000
+        while True:
+            with self._database.write() as session:
+                count = forget_answers(session, self._settings.idempotency_hours, limit)
+            gone += count
+            if count < limit:
+                break
+        if gone:
+            log.info("forgot %d answer(s) to Idempotency-Keys", gone)
         return True
 
     def _wake(self) -> bool:

@@ -32,6 +32,7 @@ from core.jobs.submit import Actor, cancel
 from core.jobs.transitions import Token
 from core.storage.layout import Layout
 
+NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0}
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROWS = [
     {"messages": [{"role": "user", "content": f"lamp {number} on"}, {"role": "assistant", "content": "lamp.on"}]}
@@ -151,7 +152,7 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
         port = probe.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment |= {"EFT_DATA": str(root), "EFT_DATABASE_URL": database_url, "EFT_PORT": str(port)}
-    environment |= {f"EFT_{name.upper()}": str(value) for name, value in {"min_free_bytes": 0, **settings}.items()}
+    environment |= {f"EFT_{name.upper()}": str(value) for name, value in {**NO_LIMITS, **settings}.items()}
     log_file = folder / "api.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "api"], cwd=HOME, env=environment, stderr=log, stdout=log)

@@ -26,6 +26,7 @@ SHORT = {
     "EFT_STOP_GRACE_SECONDS": "30",
     "EFT_MIN_FREE_BYTES": "1000000",
     "OMP_NUM_THREADS": "1",
+    "EFT_RATE_PER_MINUTE": "0",  # tests look twenty times a second
     "EFT_SPARE": "0",  # a test that wants one says so: importing torch beside a test costs it seconds
 }
 """Leases of seconds, so that a test of what happens after one does not take minutes."""
