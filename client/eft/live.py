@@ -61,7 +61,7 @@ class Follower:
             self._tell(event)
         progress = snapshot.job.progress
         if progress is not None:
-            self._steps(progress, snapshot.loss)
+            self._steps(progress, snapshot.loss, ended=snapshot.job.finished)
 
     def _tell(self, event: Event) -> None:
         data = event.data
@@ -83,8 +83,9 @@ class Follower:
             case _:
                 pass  # checkpoints, records, and whatever a newer server tells: `eft watch --json` shows them
 
-    def _steps(self, progress: Progress, loss: float | None) -> None:
-        step, total, left = progress.step, progress.total_steps, progress.seconds_left
+    def _steps(self, progress: Progress, loss: float | None, *, ended: bool) -> None:
+        step, total = progress.step, progress.total_steps
+        left = None if ended else progress.seconds_left
         words = ("" if loss is None else f"loss {loss:.3f}", "" if left is None else f"{duration(left)} left")
         tail = "  ".join(word for word in words if word)
         self._bar.update(self._task, completed=step, total=total, tail=tail)

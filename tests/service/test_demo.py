@@ -16,7 +16,10 @@ DEMO = ROOT / "examples" / "voice-intents" / "demo.py"
 
 
 def test_demo_ends_well_and_leaves_nothing_running(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO), "--folder", str(tmp_path), "--set", "training.max_steps=2"]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((DEMO.parent / "heldout.jsonl").read_text().splitlines(keepends=True)[:6]))
+    less = ("training.max_steps=2", "training.per_device_train_batch_size=2", f"data.eval={_from(DEMO.parent, few)}")
+    command = [sys.executable, str(DEMO), "--folder", str(tmp_path), *(x for one in less for x in ("--set", one))]
     # What a user has set for a real installation is none of the demo's business.
     hostile = os.environ | {"EFT_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/x", "EFT_URL": "http://127.0.0.1:1"}
     ran = subprocess.run(command, env=hostile, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -42,3 +45,8 @@ def test_demo_ends_well_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert again.wait(60) == 130 and "interrupted" in told
     wait_for(lambda: here.processes() == {}, 5, "an end of all processes")
     assert not (tmp_path / "report.json").exists()
+
+
+def _from(folder: Path, path: Path) -> str:
+    """Relative, so that it is a file beside the job and goes up."""
+    return os.path.relpath(path, folder)
