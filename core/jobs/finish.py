@@ -123,7 +123,7 @@ def _next(
                 return Status.PAUSED, f"paused by its owner; {reason}", values, data
             return Status.QUEUED, reason, values, data
         case Failed(failure="memory", field=adjust.BATCH) if kind == "train":
-            failure = _failure(outcome) | {"message": f"{outcome.message}; {_lightest(job)}"}
+            failure = _failure(outcome) | {"message": _lightest(job)}
             return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():
             failure = _failure(outcome)
@@ -160,8 +160,8 @@ def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:
 def _lightest(job: Job) -> str:
     training = adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}).training
     return (
-        f"it ran with {adjust.BATCH} = {training.per_device_train_batch_size}, and smaller batches would not help: "
-        "lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all parameters, "
+        f"out of memory while training with {adjust.BATCH} = {training.per_device_train_batch_size}, and it cannot be cut "
+        "any further: lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all parameters, "
         "or take a smaller model"
     )
 

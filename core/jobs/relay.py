@@ -67,7 +67,7 @@ def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None
     told = [
         (line["type"], line["time"], _json_safe({k: v for k, v in line.items() if k not in ("seq", "time", "type")}))
         for line in batch.lines
-        if line["type"] not in ("metrics", "progress")
+        if line["type"] not in ("metrics", "progress", "alive")
     ]
     if not append_events(session, job, token.holds(), told, values, attempt=attempt):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from typing import Any
 
 from core.spec.run import EventType
 
+ALIVE_SECONDS = 20.0
+"""Silence after which `alive` writes a line; well below any bound on a hang."""
 TAIL_BYTES = 65536
 """How much of an existing file is read at first to find its last line."""
 
@@ -26,6 +29,9 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.phase = ""
+        """The one told last."""
+        self._told = time.monotonic()
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size, self._seq = _last_line(self._fd)
@@ -41,13 +47,21 @@ class EventWriter:
             try:
                 written = os.write(self._fd, line)
                 if written != len(line):
-                    raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+                    raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes could be written", str(self.path))
             except OSError:
                 os.ftruncate(self._fd, self._size)
                 raise
             self._seq = seq
             self._size += len(line)
+            self._told = time.monotonic()
+            if type == "phase":
+                self.phase = payload["phase"]
             return seq
+
+    def alive(self) -> None:
+        """Call it often from long work: the worker takes silence for a hang."""
+        if time.monotonic() - self._told >= ALIVE_SECONDS:
+            self.write("alive")
 
     def close(self) -> None:
         """Further writes are errors. A child that just ends need not call it."""

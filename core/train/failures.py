@@ -9,28 +9,25 @@ import torch
 
 from core.errors import EftError
 from core.spec.run import FailureClass
+from core.train.disk import disk_full
 from core.train.placement import DeviceMissing
 
-_CPU_OOM = ("can't allocate memory", "not enough memory")
+_OOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_BATCH = "training.per_device_train_batch_size"
+_EVAL_BATCH = "evaluation.per_device_eval_batch_size"
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """The payload of an error event."""
+def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
+    """The payload of an error event. `phase` is where it happened."""
+    if disk_full(error):
+        words = error.message if isinstance(error, EftError) else f"no space left: {error}"
+        return _event("machine", "no_space", words)
     if isinstance(error, EftError):
         faults = [fault.as_dict() for fault in error.faults]
         return _event("user", error.code, error.message, error.field) | ({"faults": faults} if faults else {})
     if is_out_of_memory(error):
-        return _event(
-            "memory",
-            "out_of_memory",
-            "out of memory; lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as "
-            "much), lower training.max_length, or set memory.gradient_checkpointing",
-            "training.per_device_train_batch_size",
-        )
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return _event("machine", "no_space", f"no space left for {error.filename or 'the run'}")
+        return _out_of_memory(phase)
     if isinstance(error, DeviceMissing):
         return _event("machine", "device_missing", str(error))
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS):
@@ -39,9 +36,32 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_OOM)
+    match error:
+        case torch.OutOfMemoryError() | MemoryError():
+            return True
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case RuntimeError():
+            return any(words in str(error) for words in _OOM_WORDS)
+        case _:
+            return False
+
+
+def _out_of_memory(phase: str) -> dict[str, Any]:
+    """The field is the one whose half is tried next; none where the size of a batch makes no difference."""
+    match phase:
+        case "training":
+            words = f"out of memory while training; lower {_BATCH} and raise gradient_accumulation_steps as much"
+            return _event("memory", "out_of_memory", words, _BATCH)
+        case "evaluating":
+            words = f"out of memory while evaluating; lower {_EVAL_BATCH} or training.max_length"
+            return _event("memory", "out_of_memory", words, _EVAL_BATCH)
+        case _:
+            words = (
+                f"out of memory while {phase or 'starting'}, before any batch: smaller batches would not help; take a "
+                "smaller model, or train adapters instead of all parameters"
+            )
+            return _event("memory", "out_of_memory", words, "model")
 
 
 def _event(failure: FailureClass, code: str, message: str, field: str | None = None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -29,6 +28,7 @@ from core.spec.run import (
     PrepareOrder,
 )
 from core.train import gguf, hub, model_files
+from core.train.disk import tell_failure
 from core.train.events import EventWriter
 from core.train.lifeline import arm
 from core.train.model_cache import MODEL, Entry, ModelCache
@@ -218,13 +218,12 @@ def main(arguments: list[str]) -> int:
             _Progress(events),
         )
     except Exception as error:
-        traceback.print_exc()
         failure = failure_class(error)
         code = error.code if isinstance(error, EftError) else failure
         message = error.message if isinstance(error, EftError) else f"{type(error).__name__}: {error}"
         field = error.field if isinstance(error, EftError) else None
-        events.write("error", failure=failure, code=code, message=message, field=field)
-        return EXIT_FAILED
+        told = {"failure": failure, "code": code, "message": message, "field": field}
+        return tell_failure(error, events, told)
     result = {
         "model_dir": str(prepared.model_dir),
         "source": prepared.source,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -17,7 +15,6 @@ from core.spec.run import (
     CHECKPOINTS,
     EVENTS_FILE,
     EXIT_CHECKPOINTED,
-    EXIT_FAILED,
     EXIT_OK,
     ORDER_FILE,
     RunOrder,
@@ -29,6 +26,7 @@ from core.train.checkpoint.rng import seed_all
 from core.train.data.dataset import BatchOrder, DataReport, TokenDataset, eval_batches, tokenise
 from core.train.data.reader import read_rows
 from core.train.data.render import Renderer
+from core.train.disk import tell_failure
 from core.train.engine import Engine
 from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
@@ -53,9 +51,7 @@ def run(run_dir: Path, stop: Stop | None = None) -> int:
     except StopRequested:
         return EXIT_CHECKPOINTED
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        events.write("error", **describe(error))
-        return EXIT_FAILED
+        return tell_failure(error, events, describe(error, events.phase))
     finally:
         events.close()
     return EXIT_OK
@@ -65,6 +61,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     spec = order.spec
 
     def leave_if_asked() -> None:
+        events.alive()
         if stop.requested:
             raise StopRequested
 
@@ -108,7 +105,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     )
     record = _record(order, placement, environment, data, engine, total_steps)
     events.write("run_record", record=record)
-    _resume(engine, environment, order, run_dir, events)
+    _resume(engine, rows, ledger, environment, order, run_dir, events)
 
     # --- loop ----------------------------------------------------------------------------------------
     held_out = spec.evaluation or NoEvaluation()
@@ -260,7 +257,15 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) ->
 # --- state and record ------------------------------------------------------------------------------------
 
 
-def _resume(engine: Engine, environment: Environment, order: RunOrder, run_dir: Path, events: EventWriter) -> None:
+def _resume(
+    engine: Engine,
+    rows: BatchOrder,
+    ledger: Ledger,
+    environment: Environment,
+    order: RunOrder,
+    run_dir: Path,
+    events: EventWriter,
+) -> None:
     """Go on from the furthest checkpoint that is whole, of this attempt or of those before."""
     roots = [run_dir / CHECKPOINTS, *(Path(folder) / CHECKPOINTS for folder in order.resume_from)]
     for found in store.newest_first(roots):
@@ -276,6 +281,12 @@ def _resume(engine: Engine, environment: Environment, order: RunOrder, run_dir: 
             engine.load(found.path)
         except ValueError as error:
             raise SpecError(f"{found.path.name} belongs to another run: {error}", code="checkpoint_mismatch") from error
+        micro = rows.translate(engine.steps, engine.micro_steps)
+        if micro is None:  # it lies between two batches of ours: the step begins anew, with all of its rows
+            engine.zero_grad()
+            ledger.drop_window()
+        else:
+            engine.micro_steps = micro
         events.write("resumed", step=found.step, micro_step=found.micro, path=str(found.path))
         if drift := environment.drift():
             message = f"not where it was before ({'; '.join(drift)}): the rest may differ in the last bits"

@@ -113,14 +113,16 @@ class BatchOrder:
     """Which rows the batches of each optimizer step hold: a pure function of (seed, step), so that a cursor is two
     numbers and resuming needs no replay.
 
-    Each epoch is a fresh permutation. Its last batch may be smaller, and its last accumulation window shorter, as with
-    transformers' Trainer; no row is dropped.
+    The rows of a step depend on batch_size x accumulation alone: a run may be gone on with smaller batches and more of
+    them. Each epoch is a fresh permutation. Its last batch may be smaller, and its last accumulation window shorter, as
+    with transformers' Trainer; no row is dropped.
     """
 
     def __init__(self, rows: int, *, batch_size: int, accumulation: int, seed: int) -> None:
         self.rows, self.batch_size, self.accumulation, self.seed = rows, batch_size, accumulation, seed
         self.batches_per_epoch = math.ceil(rows / batch_size)
         self.steps_per_epoch = math.ceil(self.batches_per_epoch / accumulation)
+        self._saved_batch_size = batch_size
         self._epoch = -1
         self._order: list[int] = []
 
@@ -145,10 +147,24 @@ class BatchOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError when the checkpoint was made over other rows or batches."""
-        for name, here in self.state_dict().items():
-            if state[name] != here:
-                raise ValueError(f"its data had {name} = {state[name]}, this run has {here}")
+        """ValueError when the checkpoint was made over other rows, or steps of another size."""
+        for name in ("rows", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"its data had {name} = {state[name]}, this run has {getattr(self, name)}")
+        there, here = state["batch_size"] * state["accumulation"], self.batch_size * self.accumulation
+        if there != here:
+            raise ValueError(f"its steps had {there} rows, those of this run have {here}")
+        self._saved_batch_size = state["batch_size"]
+
+    def translate(self, step: int, micro_steps: int) -> int | None:
+        """How many batches of ours hold just the rows of the first `micro_steps` batches of a 0-based step as the
+        loaded checkpoint cut it; None when one of ours would begin inside one of those."""
+        window = self.window(step)
+        total = sum(len(rows) for rows in window)
+        done = min(micro_steps * self._saved_batch_size, total)
+        if done % self.batch_size and done != total:
+            return None
+        return math.ceil(done / self.batch_size)
 
     def epoch_order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:

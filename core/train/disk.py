@@ -1,0 +1,38 @@
+"""A full disk, told from other errors, and told to the worker even where no event can be written any more."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import traceback
+from typing import Any
+
+from core.errors import NoSpace
+from core.spec.run import EXIT_FAILED, EXIT_NO_SPACE
+from core.train.events import EventWriter
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NATIVE = re.compile(r"\(os error (\d+)\)")
+"""How safetensors, which is written in Rust, says it."""
+
+
+def disk_full(error: BaseException) -> bool:
+    """No space, a quota used up, or a limit on the size of files."""
+    if isinstance(error, NoSpace):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    return (found := _NATIVE.search(str(error))) is not None and int(found[1]) in _FULL
+
+
+def tell_failure(error: Exception, events: EventWriter, payload: dict[str, Any]) -> int:
+    """Traceback to the log, `payload` as the error event; the exit code. On a full disk the code alone must do."""
+    try:
+        traceback.print_exception(error, file=sys.stderr)
+        events.write("error", **payload)
+    except OSError as second:
+        if not disk_full(second):
+            raise
+        return EXIT_NO_SPACE
+    return EXIT_NO_SPACE if disk_full(error) else EXIT_FAILED
