@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
@@ -92,7 +91,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
         path, equals, value = assignment.partition("=")
         if not equals or not path:
             raise SpecError(f"--set takes PATH=VALUE such as training.max_steps=10, not `{assignment}`")
-        _assign(document, path, yaml.safe_load(value))
+        _assign(document, path, load_yaml(value.encode()))
     return document
 
 

@@ -70,7 +70,7 @@ def test_every_assistant_turn_is_learned_with_its_end(tokenizer: Any) -> None:
         == tokenizer.apply_chat_template(
             [
                 {"role": r, "content": c}
-                for r, c in zip(["user", "assistant"] * 2, ["one?", "two", "three?", "four five"])
+                for r, c in zip(["user", "assistant"] * 2, ["one?", "two", "three?", "four five"], strict=True)
             ],
             return_dict=True,
         )["input_ids"]

@@ -1,0 +1,59 @@
+"""`eft train` without a server: the same order, the same child, a folder that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from core.spec.run import EXIT_CHECKPOINTED
+from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights, write_rows
+
+
+def command(model: Path, train: Path, held: Path, output: Path, steps: int, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "core.train.cli", str(model), str(train), "--eval", str(held), "--method", "lora"),
+        *("--set", f"training.max_steps={steps}", "--set", "training.max_length=64", "--set", "method.r=4"),
+        *("--set", "training.per_device_train_batch_size=2", "--set", "optimizer.learning_rate=1e-3"),
+        *("--output", str(output), "--models-dir", str(output.parent / "models"), "--offline", *more),
+    ]
+
+
+def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path) -> None:
+    train, held = write_rows(tmp_path / "train.jsonl", chats(20)), write_rows(tmp_path / "held.jsonl", chats(5))
+    output, environment = tmp_path / "out", os.environ | ENVIRONMENT
+    line = command(tiny_dir, train, held, output, 400, "--json")
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: len(events(output, "metrics")) >= 5, process)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CHECKPOINTED, told.decode()
+    assert b"the same command goes on" in told
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr.decode()
+    answer = json.loads(done.stdout)
+    assert answer["steps"] == 400
+    assert answer["eval_after"]["eval_loss"] < answer["eval_before"]["eval_loss"]
+    assert Path(answer["adapter"], "adapter_model.safetensors").read_bytes() == weights(output)
+    assert len(events(output, "resumed")) == 1
+
+    other = subprocess.run(
+        command(tiny_dir, train, held, output, 3), cwd=ROOT, env=environment, capture_output=True, timeout=100
+    )
+    assert other.returncode == 1
+    assert b"holds another run" in other.stderr
+
+
+def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
+    def told(*arguments: str) -> str:
+        line = [sys.executable, "-m", "core.train.cli", *arguments, "--output", str(tmp_path / "out")]
+        done = subprocess.run(line, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, timeout=100)
+        assert done.returncode == 1
+        assert b"Traceback" not in done.stderr
+        return " ".join(done.stderr.decode().split())
+
+    assert "did you mean `lora`" in told("some/model", "rows.jsonl", "--method", "lore")
+    assert "rows.jsonl is no file" in told("some/model", str(tmp_path / "rows.jsonl"))
