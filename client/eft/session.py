@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eft.client import Client
-from eft.errors import EftClientError, ExitCode
+from eft.errors import EftClientError, ExitCode, LocalError
 from eft.output import Output, print_error
 
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
@@ -28,6 +28,12 @@ def outputs(as_json: bool) -> Generator[Output, None, None]:
     except EftClientError as error:
         print_error(error, output)
         raise typer.Exit(error.exit_code) from error
+    except BrokenPipeError:
+        raise  # `eft ls | head`: the framework ends quietly
+    except OSError as error:
+        local = LocalError(f"{error.filename or 'this machine'}: {error.strerror or error}")
+        print_error(local, output)
+        raise typer.Exit(local.exit_code) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(ExitCode.INTERRUPTED) from error
 

@@ -123,6 +123,13 @@ def test_errors_name_what_to_do(sqlite_api: Any, job_file: Path) -> None:
     assert eft(sqlite_api, "ls", "--no-such-option").returncode == 2
     assert eft(sqlite_api, "submit", "/nonexistent.yaml").returncode == 7
     assert eft(sqlite_api, "ls", EFT_URL="not-an-url").returncode == 2
+    full = subprocess.run(f"{EFT} ls --json > /dev/full", shell=True, env=environment(sqlite_api), check=False)
+    assert full.returncode == 7
+    gone = subprocess.run(
+        f"{EFT} watch {sqlite_api.submit()['id']} --json | true", shell=True, env=environment(sqlite_api), timeout=20,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert gone.stderr == b""
 
 
 def test_a_job_of_another_project_is_not_there(sqlite_api: Any) -> None:
