@@ -19,7 +19,7 @@ def main() -> None:
 
     celery = ["-m", "celery", "--quiet", "-A", "worker.app", "worker"]
     flags = ["--hostname", f"eft@{settings().node}", "--loglevel", arguments.log_level]
-    os.execv(sys.executable, [sys.executable, *celery, *flags])
+    os.execv(sys.executable, [sys.executable, *celery, *flags])  # noqa: S606
 
 
 if __name__ == "__main__":
