@@ -229,7 +229,10 @@ class RowChecker:
             return None
         if len(fits) > 1:
             names = " and ".join(f"`{name}`" for name in fits)
-            self._fault("ambiguous_row", f"the row fits the formats {names}; name one of them as `format` (with the upload, or in the job)")
+            self._fault(
+                "ambiguous_row",
+                f"the row fits the formats {names}; name one of them as `format` (with the upload, or in the job)",
+            )
             return None
         if not fits:
             self._unknown(value)
