@@ -40,7 +40,7 @@ def main() -> int:
         _write_order(order, run_dir)
         return _follow(run_dir, console, as_json=args.json)
     except EftError as error:
-        console.print(f"[red]error[/]: {error.message}", markup=True)
+        _complain(console, error.message, error.field)
         return 1
 
 
@@ -189,10 +189,15 @@ def _follow(run_dir: Path, console: Console, *, as_json: bool) -> int:
             return EXIT_CHECKPOINTED
         case code:
             message = last.get("message") or f"the trainer ended with {code}"
-            place = f" ({last['field']})" if last.get("field") else ""
-            console.print(f"[red]error[/]{place}: ", end="")
-            console.print(f"{message}; its log is {run_dir / LOG_FILE}", markup=False)
+            _complain(console, f"{message}; its log is {run_dir / LOG_FILE}", last.get("field"))
             return 1
+
+
+def _complain(console: Console, message: str, field: str | None) -> None:
+    # soft_wrap: a message stays one line when it is piped; no markup: `messages[0]` is not a style.
+    console.print(
+        f"error: {field + ': ' if field and field not in message else ''}{message}", markup=False, soft_wrap=True
+    )
 
 
 def _events(path: Path, position: int, child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:

@@ -77,7 +77,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     leave_if_asked()
     _check_fit(model, tokenizer, data.longest, events)
     seed_all(spec.training.seed)
-    model = _adapt(model, spec)
+    model = _adapt(model, spec, placement)
     model.to(placement.device)
     if spec.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
@@ -151,7 +151,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     events.write("result", result=result, artifacts=artifacts)
 
 
-def _adapt(model: nn.Module, spec: JobSpec) -> nn.Module:
+def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
     match spec.quantization:
         case NoQuantization():
             pass
@@ -161,7 +161,7 @@ def _adapt(model: nn.Module, spec: JobSpec) -> nn.Module:
         case LoRA():
             from core.train.methods.lora import adapt_lora
 
-            return adapt_lora(model, spec.method)
+            return adapt_lora(model, spec.method, autocast=placement.autocast is not None)
         case Full():
             from core.train.methods.full import adapt_full
 
