@@ -166,13 +166,13 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
     finally:
         for client in api._clients:
             client.close()
-        if process.poll() is None:
-            process.terminate()
+        if api.process.poll() is None:  # the last one: a test may have killed the first and started another
+            api.process.terminate()
             try:
-                process.wait(20)
+                api.process.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                api.process.kill()
+                api.process.wait()
         database.dispose()
 
 
