@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests and benches: an own one of this process, or the one EFT_TEST_POSTGRES_URL names."""
+"""A real PostgreSQL server for tests and benches: one of this process, or that of EFT_TEST_POSTGRES_URL."""
 
 from __future__ import annotations
 
