@@ -26,7 +26,9 @@ from core.storage.layout import Layout
 from worker import node
 from worker.attempt import DATABASE_AWAY, Attempt, Site
 from worker.environment import child_environment
+from worker.gpu_memory import Quarantine
 from worker.housekeeping import Housekeeper
+from worker.room import Room
 from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
@@ -67,6 +69,9 @@ class Agent:
             only = gpus.get(train_slots[0].id) if len(train_slots) == 1 else None
             environment = child_environment("train", gpu=only, threads=threads, root=layout.root)
             self.site.spares = Spares(environment, self._starting)
+        self._room = Room(database, layout.root, settings.min_free_bytes)
+        self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
+        self._shown: list[str] = []
         self._claiming = threading.Lock()
         self._busy: dict[str, Attempt] = {}
         self._idle = threading.Condition()
@@ -80,13 +85,19 @@ class Agent:
         database, name = self.site.database, self.settings.node
         node.clear_orphans(database, self.site.layout, name, self.worker)
         with database.write() as session:
-            nodes.register(
-                session, name, self.worker, __version__, [self._describe(slot) for slot in self.slots], self.notes
-            )
+            self._quarantine.restore(nodes.slots(session, name))
+            self._shown = self._quarantine.notes()
+            slots = [self._describe(slot) for slot in self.slots]
+            nodes.register(session, name, self.worker, __version__, slots, self.notes + self._shown)
         for note in self.notes:
             log.warning("%s", note)
         self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
-        targets = {"leases": self._keep_leases, "leave": self._take_leave, "housekeeping": self._housekeeper.run}
+        targets = {
+            "leases": self._keep_leases,
+            "sweep": self._sweep,
+            "leave": self._take_leave,
+            "housekeeping": self._housekeeper.run,
+        }
         if self.site.spares is not None:
             targets["spares"] = self.site.spares.run
         for what, target in targets.items():
@@ -97,7 +108,9 @@ class Agent:
 
     def _describe(self, slot: Slot) -> dict[str, object]:
         gpu = self.site.gpus.get(slot.id)
-        return {"id": slot.id, "kind": slot.kind} | ({} if gpu is None else {"gpu": asdict(gpu)})
+        return {"id": slot.id, "kind": slot.kind} | (
+            {} if gpu is None else {"gpu": asdict(gpu)} | self._quarantine.as_slot(slot.id)
+        )
 
     # -- work
 
@@ -115,8 +128,10 @@ class Agent:
         """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
         with self._claiming:
             for slot in self.slots:
-                if slot.id in self._busy or self.site.leaving.is_set():
+                if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
                     continue
+                if not self._room.enough():
+                    return None
                 try:
                     with self.site.database.write() as session:
                         claim = claims.claim(
@@ -141,6 +156,30 @@ class Agent:
             return True
         recent = time.monotonic() - STARTING_SECONDS
         return any(attempt.began > recent and not attempt.stepped for attempt in list(self._busy.values()))
+
+    def _sweep(self) -> None:
+        """What may come back by itself: room on the disk, memory of a GPU. The housekeeper rings while jobs wait."""
+        while True:
+            try:
+                self._room.tell()
+                for slot in self._quarantine.look():
+                    log.warning("slot %s: its memory has come back; in use again", slot)
+                self._show()
+            except DATABASE_AWAY as error:
+                log.warning("cannot tell of room and slots, database: %s", error)
+            except Exception:
+                log.exception("sweep")
+            if self._stopped.wait(self.settings.sweep_seconds):
+                return
+
+    def _show(self) -> None:
+        """The node's row says which slots are in quarantine, and why."""
+        notes = self._quarantine.notes()
+        if notes != self._shown:
+            slots = [self._describe(slot) for slot in self.slots]
+            with self.site.database.write() as session:
+                nodes.describe(session, self.settings.node, self.worker, slots, self.notes + notes)
+            self._shown = notes
 
     # -- leases
 

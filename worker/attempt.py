@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -19,13 +20,15 @@ from core.errors import EftError
 from core.hardware.discover import Gpu
 from core.jobs import claims, relay
 from core.jobs.claims import Claim
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
 from core.spec.run import EVENTS_FILE
 from core.storage.layout import Layout
-from worker import orders, outcome, processes
+from worker import gpu_memory, orders, outcome, processes
 from worker.child import Child, write_order
 from worker.environment import child_environment
+from worker.gpu_memory import Quarantine
+from worker.pulse import Pulse
 from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
@@ -34,6 +37,10 @@ T = TypeVar("T")
 DATABASE_AWAY = (OperationalError, InterfaceError)
 MODULES = {"prepare": "core.train.prepare", "train": "core.train"}
 RETRY_SECONDS = 1.0
+DUMP_SECONDS = 2.0
+"""For a child that is about to be killed to write its stacks."""
+RESERVE = 0.1
+"""Share of max_runtime_seconds that is kept for the last checkpoint, at most the stop grace."""
 
 
 @dataclass(slots=True)
@@ -51,6 +58,8 @@ class Site:
     spares: Spares | None = None
     """None: every trainer starts cold (EFT_SPARE)."""
     leaving: threading.Event = field(default_factory=threading.Event)
+    quarantine: Quarantine | None = None
+    """GPUs that have not given their memory back; None on a box without GPUs."""
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
 
@@ -76,10 +85,17 @@ class Attempt:
         self._last: dict[str, Any] | None = None
         self._asked: str | None = None
         self._deadline: float | None = None
+        self._pulse = Pulse(claim.kind, site.settings)
+        self._hung: str | None = None
+        limit = claim.spec["resources"].get("max_runtime_seconds") if claim.kind == "train" else None
+        self._limit: int | None = limit
+        self._time_is_up = False
+        """It was told to go because its time is over, and for no other reason."""
 
     def run(self) -> None:
         """Never raises for what a job or the box does wrong: that becomes the job's outcome."""
         out_of_memory_before = processes.oom_kills()
+        memory_before = self._gpu_memory()
         try:
             self._catch_up()
             self._spawn()
@@ -96,6 +112,7 @@ class Attempt:
             return
         assert self.child is not None
         code = self.child.reap()
+        self._free_gpu(memory_before)
         killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
         try:
             self._persist(self._tell_rest)
@@ -103,7 +120,17 @@ class Attempt:
             log.exception("events of attempt %d of %s", self.token.attempt, self.token.job_id)
             self._finish(Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code)
             return
-        self._finish(outcome.read(code, self._last, asked=self._asked, out_of_memory=killed), code)
+        result = outcome.read(
+            code,
+            self._last,
+            asked=self._asked,
+            out_of_memory=killed,
+            hung=self._hung,
+            batch_helps=self.claim.slot.kind == "cpu" and self._pulse.phase == "training",
+        )
+        if self._time_is_up and isinstance(result, HandedBack):
+            result = self._over()
+        self._finish(result, code)
 
     def lose(self) -> None:
         """The lease is gone: end the child at once."""
@@ -139,6 +166,8 @@ class Attempt:
 
     def _spawn(self) -> None:
         settings, layout, slot = self.site.settings, self.site.layout, self.claim.slot
+        if self._limit is not None and self.claim.spent_seconds >= self._limit:
+            raise _Ended(self._over())
         try:
             if self.claim.kind == "prepare":
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout))
@@ -164,6 +193,8 @@ class Attempt:
                 Failed("internal", "stale_spec", "this version cannot read the job's spec; submit it again")
             ) from error
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _Ended(NoRoom(f"the process could not be started: {error}")) from error
             raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
         pid, started = self.child.pid, self.child.started
         self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started)))
@@ -186,10 +217,50 @@ class Attempt:
                 self._ask(f"asked to {stop}")
             elif self.site.leaving.is_set():
                 self.hurry()
+            elif self._out_of_time() and self._asked is None:
+                self._time_is_up = True
+                self._ask("its time is over")
             if self._deadline is not None and time.monotonic() > self._deadline:
                 log.warning("%s did not leave within its grace; killed", self.token.job_id)
                 self._deadline = None
-                child.kill()
+                self._dump_and_kill(child)
+            elif self._hung is None and (words := self._pulse.hung()) is not None:
+                log.error("%s: %s; killed", self.token.job_id, words)
+                self._hung = words
+                self._dump_and_kill(child)
+
+    def _dump_and_kill(self, child: Child) -> None:
+        child.dump()
+        if not child.exited(DUMP_SECONDS):
+            child.kill()
+
+    # -- a limit on the time, and the memory of a GPU
+
+    def _out_of_time(self) -> bool:
+        if self._limit is None:
+            return False
+        reserve = min(self.site.settings.stop_grace_seconds, RESERVE * self._limit)
+        return self.claim.spent_seconds + time.monotonic() - self.began >= self._limit - reserve
+
+    def _over(self) -> Failed:
+        words = (
+            f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` goes on from its newest "
+            "checkpoint with as many seconds again"
+        )
+        return Failed("user", "max_runtime", words, "resources.max_runtime_seconds")
+
+    def _gpu_memory(self) -> int | None:
+        gpu = self.site.gpus.get(self.claim.slot.id)
+        return None if gpu is None else gpu_memory.used(gpu, self.site.settings.sysfs)
+
+    def _free_gpu(self, before: int | None) -> None:
+        """The slot is given back by `_finish`; where its memory is still taken it goes into quarantine first."""
+        gpu, quarantine, settings = self.site.gpus.get(self.claim.slot.id), self.site.quarantine, self.site.settings
+        if gpu is None or before is None or quarantine is None:
+            return
+        taken = gpu_memory.cleared(gpu, settings.sysfs, before, settings.gpu_clear_seconds)
+        if taken is not None:
+            log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
 
     def _ask(self, why: str) -> None:
         with self._lock:
@@ -210,6 +281,7 @@ class Attempt:
                 return claims.stop_requested(session, self.token)
         self._last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self._last)
         self.stepped = self.stepped or any(line["type"] == "metrics" for line in batch.lines)
+        self._pulse.hear(batch.lines)
         self._unsure = True  # an error of the commit does not say whether it was done
         with self.site.database.write() as session:
             claims.running(session, self.token)

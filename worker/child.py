@@ -105,6 +105,12 @@ class Child:
             if not self._reaped:
                 os.kill(self.pid, signal.SIGTERM)
 
+    def dump(self) -> None:
+        """SIGUSR1: it writes the stacks of its threads to its log (core/train/lifeline.py)."""
+        with self._lock:
+            if not self._reaped:
+                os.kill(self.pid, signal.SIGUSR1)
+
     def kill(self) -> None:
         """SIGKILL to the child and to all it started."""
         with self._lock:

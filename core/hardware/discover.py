@@ -160,6 +160,7 @@ def _amd_gpu(index: int, properties: dict[str, int], device: Path) -> Gpu:
         memory_bytes=sum(int(_text(device / heap) or "0") for heap in heaps),
         integrated=integrated,
         compute_units=properties.get("simd_count", 0) // max(1, properties.get("simd_per_cu", 1)),
+        render=device.parent.name,
     )
 
 

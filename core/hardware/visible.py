@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from core.errors import EftError
@@ -48,6 +48,8 @@ class Gpu:
     integrated: bool = False
     compute_units: int = 0
     """0 when the driver does not say."""
+    render: str = field(default="", compare=False)
+    """Name of its render node below /sys/class/drm and /dev/dri, `renderD128`; empty for NVIDIA's."""
 
     @property
     def visible_variable(self) -> str:

@@ -27,6 +27,18 @@ def register(
         session.execute(insert(Node).values(name=name, **values))
 
 
+def describe(session: Session, name: str, worker: str, slots: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+    """Something has changed about the slots of a node that `worker` serves."""
+    session.execute(
+        update(Node).where(Node.name == name, Node.worker == worker).values(slots=list(slots), notes=list(notes))
+    )
+
+
+def slots(session: Session, name: str) -> list[dict[str, Any]]:
+    """As the node's worker has described them last; empty for a node that nobody has served yet."""
+    return session.execute(select(Node.slots).where(Node.name == name)).scalar_one_or_none() or []
+
+
 def heartbeat(session: Session, name: str, worker: str) -> bool:
     """False: another worker has taken this node's name."""
     row = session.execute(
