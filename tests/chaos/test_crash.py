@@ -19,7 +19,7 @@ import pytest
 from core.jobs.states import TRANSITIONS, Status
 from tests.support.service import ROOT, Service, running, wait_for
 
-STEPS = 120
+STEPS = 80
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    yield from running(tmp_path_factory.mktemp("chaos"), {"EFT_MODEL_ROOTS": str(models)})
+    yield from running(tmp_path_factory.mktemp("chaos"), {"EFT_MODEL_ROOTS": str(models), "EFT_SPARE": "1"})
 
 
 @pytest.fixture(scope="module")
