@@ -1,4 +1,4 @@
-"""The README's lines as they stand, and `eft` as people use it, against the whole service: `eft up`, a worker, a trainer.
+"""The README's lines as they stand, and `eft` as people use it, against the whole service: API, worker, trainer.
 
 The model's name in them is a real one; a hub of our own on this machine serves a tiny model under it.
 """
