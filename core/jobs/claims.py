@@ -183,11 +183,11 @@ def lose(session: Session, job: Job, why: str) -> None:
     """The worker of `job` is gone: hand the job back, or end it where its owner had asked for that."""
     job_id, attempt = job.id, job.attempt
     if Status(job.status) is Status.STOPPING:
-        moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})")
+        moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})", data={"actor": "eft"})
     elif Status(job.status) is Status.PAUSING:
-        moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True})
+        moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True, "actor": "eft"})
     else:
-        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data={"lost": True})
+        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data={"lost": True, "actor": "eft"})
         if moved:
             outbox.ring(session, job_id)
     if moved:

@@ -49,6 +49,7 @@ def move(
     if after in FINAL:
         changes |= {"finished_at": db_now()}
     changes |= dict(values or {})
+    actor = (values or {}).get("worker") or job.worker or "eft"  # a user's wish names its user in `data`
     row = session.execute(
         update(Job)
         .where(Job.id == job.id, Job.status == before.value, Job.attempt == job.attempt, *guards)
@@ -66,7 +67,7 @@ def move(
             seq=row.event_seq,
             attempt=row.attempt,
             type="status",
-            data={"from": before.value, "to": after.value, "reason": reason, **(data or {})},
+            data={"from": before.value, "to": after.value, "reason": reason, "actor": actor, **(data or {})},
         )
     )
     session.expire(job)
