@@ -1,10 +1,11 @@
-"""What the queue costs: `python -m bench.queue [--db URL] [--runs N]`.
+"""What the queue costs: `python -m bench.queue [--db postgresql|URL] [--runs N]`.
 
 - a claim with 10,000 and 100,000 jobs waiting against one with 100 (flat is a ratio near 1), with the query plan;
 - events relayed from a trainer against a bare executemany of the same rows;
 - outbox rows relayed per second against the same number of bare deletes.
 
-The default database is SQLite in a temporary folder, set up as the service does (WAL, synchronous FULL).
+The default database is SQLite in a temporary folder, set up as the service does (WAL, synchronous FULL);
+`--db postgresql` is a server of this process with its default durability.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from core.db.tables import Base, Event, Job, OutboxMessage, Project, User
 from core.ids import new_id
 from core.jobs import claims, outbox, relay
 from core.jobs.claims import Slot
+from tests.support import postgres
 
 OWNED = {"owner_id": "user-1", "project_id": "project-1"}
 
@@ -120,10 +123,14 @@ def _messages(session: Session, size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--db", help="SQLAlchemy URL of an empty database; it is filled and emptied")
+    parser.add_argument(
+        "--db", help="`postgresql`, or the SQLAlchemy URL of an empty database; it is filled and emptied"
+    )
     parser.add_argument("--runs", type=int, default=7)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="eft-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="eft-bench-") as folder, ExitStack() as stack:
+        if options.db == "postgresql":
+            options.db = stack.enter_context(postgres.databases("-c", "fsync=on"))()
         database = Database(options.db or f"sqlite:///{Path(folder) / 'bench.db'}")
         migrate.upgrade(database)
         kind = "sqlite" if database.is_sqlite else "postgresql"
