@@ -27,7 +27,7 @@ from worker import node
 from worker.attempt import DATABASE_AWAY, Attempt, Site
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
-from worker.housekeeping import Housekeeper
+from worker.housekeeping import BrokerAway, Housekeeper
 from worker.room import Room
 from worker.spare import Spares
 
@@ -105,6 +105,17 @@ class Agent:
             thread.start()
             self._threads.append(thread)
         log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))
+        self._look_first(publish)
+
+    def _look_first(self, publish: Callable[[str], None]) -> None:
+        """Ring for what waits already: whoever led the housekeeping may have died with the last worker."""
+        with self.site.database.read() as session:
+            waiting = claims.runnable(session)
+        if waiting is not None:
+            try:
+                publish(waiting)
+            except BrokerAway as error:
+                log.warning("broker: %s; the housekeeper will ring", error)
 
     def _describe(self, slot: Slot) -> dict[str, object]:
         gpu = self.site.gpus.get(slot.id)
