@@ -59,9 +59,9 @@ def build(name: str, folder: Path, shape: Shape) -> Callable[[Tensor], Tensor]:
     torch.manual_seed(0)
     match name:
         case "ours":
-            base, _ = load_quantized(folder, torch.bfloat16)
+            base: Any = load_quantized(folder, torch.bfloat16)[0]
             base.to(shape.device)
-            base.enable_input_require_grads()  # type: ignore[operator]
+            base.enable_input_require_grads()
             model = _adapt(base, shape, full=True)
             fuse_adapters(model)
             head = head_of(model)
@@ -143,15 +143,16 @@ def memory_of(name: str, folder: Path, shape: Shape, vocabulary: int) -> dict[st
     step = build(name, folder, shape)
     ids = batches(shape, 3, vocabulary)
     gc.collect()
-    if shape.device.type == "cuda":
+    on_gpu = shape.device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-        loaded, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated
     else:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is in use
-        loaded, peak = _status("VmRSS"), lambda: _status("VmHWM")
+    loaded = torch.cuda.memory_allocated() if on_gpu else _status("VmRSS")
     for batch in ids:
         step(batch)
-    return {"loaded": loaded / 2**20, "over_load": (peak() - loaded) / 2**20}
+    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
+    return {"loaded": loaded / 2**20, "over_load": (peak - loaded) / 2**20}
 
 
 def _status(field: str) -> int:
@@ -164,7 +165,7 @@ def _status(field: str) -> int:
 def _memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.qlora", "--model", str(arguments.model), "--memory-of", name,
                "--rows", str(arguments.rows), "--tokens", str(arguments.tokens), "--r", str(arguments.r),
-               "--device", arguments.device]  # fmt: skip
+               "--device", arguments.device, "--threads", str(arguments.threads)]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -180,11 +181,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--r", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--memory-of", choices=NAMES)
     parser.add_argument("--no-memory", action="store_true")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     shape = Shape(arguments.rows, arguments.tokens, arguments.r, torch.device(arguments.device))
     vocabulary = int(json.loads((arguments.model / "config.json").read_text())["vocab_size"])
     if arguments.memory_of:
@@ -207,7 +210,8 @@ def main() -> None:
             cpu[name].append(processor)
 
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {shape.rows} × {shape.tokens} tokens, r {shape.r}"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{shape.rows} × {shape.tokens} tokens, r {shape.r}"
     )
     print(f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after")
     tokens = shape.rows * shape.tokens
