@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     max_machine_failures: int = 3
     """A job is tried again after a fault of the box at most this often."""
     retry_backoff_seconds: float = 10.0
-    """Wait before the first retry; doubled with each further one."""
+    """Wait before the first retry; doubled with each further one. Six times as long after a full disk."""
     spare: bool = True
     """Keep one trainer per node that has imported torch already: jobs start seconds sooner for half a GB of memory."""
     hang_seconds_training: float = 1800.0

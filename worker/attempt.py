@@ -302,7 +302,8 @@ class Attempt:
 
     def _finish(self, result: Outcome, code: int | None) -> None:
         settings = self.site.settings
-        policy = RetryPolicy(settings.max_machine_failures, settings.retry_backoff_seconds)
+        backoff = settings.retry_backoff_seconds
+        policy = RetryPolicy(settings.max_machine_failures, backoff, no_room_seconds=6 * backoff)
         after = self._persist(
             self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
         )

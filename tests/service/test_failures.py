@@ -1,0 +1,166 @@
+"""What goes wrong with a job or its box, on a real service: time used up, hangs, memory, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service import ROOT, Service, running, wait_for
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    """Its data root is a small file system of its own where this user may mount one; the database is elsewhere."""
+    folder = tmp_path_factory.mktemp("failures")
+    mounted = os.geteuid() == 0
+    (folder / "data").mkdir(mode=0o700)
+    if mounted:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "eft-test", folder / "data"], check=True)
+    try:
+        yield from running(
+            folder,
+            {
+                "EFT_MODEL_ROOTS": str(models),
+                "EFT_DATABASE_URL": f"sqlite:///{folder / 'eft.db'}",
+                "EFT_HANG_SECONDS_TRAINING": "8",
+                "EFT_MIN_FREE_BYTES": str(8 << 20),
+            },
+        )
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", folder / "data"], check=True)
+
+
+@pytest.fixture(scope="module")
+def file(service: Service) -> str:
+    rows = service.folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "completion": " " + "x" * 200}) + "\n" for n in range(96))
+    )
+    return service.upload(rows)
+
+
+def job(service: Service, models: Path, file: str, steps: int = 100_000, batch: int = 4, **axes: Any) -> str:
+    return service.submit(
+        {
+            "model": str(models / "tiny"),
+            "data": file,
+            "training": {"max_steps": steps, "per_device_train_batch_size": batch, "max_length": 256},
+            "checkpoint": {"type": "disk", "save_steps": 5},
+            **axes,
+        }
+    )
+
+
+def retry(service: Service, job_id: str) -> str:
+    return service.client.post(f"/jobs/{job_id}/retry").json()["id"]
+
+
+def steps(service: Service, job_id: str) -> list[int]:
+    return [step for step, _ in service.client.get(f"/jobs/{job_id}/metrics").json().get("loss", [])]
+
+
+def test_time_is_up(service: Service, models: Path, file: str) -> None:
+    job_id = job(service, models, file, resources={"type": "single", "max_runtime_seconds": 12})
+    while True:
+        failure = service.wait(job_id, "failed", "succeeded")["failure"]
+        assert (failure["class"], failure["code"]) == ("user", "max_runtime")
+        assert failure["field"] == "resources.max_runtime_seconds" and "`retry`" in failure["message"]
+        if steps(service, job_id):
+            break
+        job_id = retry(service, job_id)  # all of it went into loading: this machine is busy
+    done = steps(service, job_id)
+    newest = max(path.name for path in (service.data / "runs" / job_id).glob("attempt-*/checkpoints/*"))
+    assert newest.startswith(f"step-{done[-1]:08d}"), "the checkpoint is of the last moment"
+    again = retry(service, job_id)
+    service.wait_for_step(again, done[-1] + 1)
+    service.client.post(f"/jobs/{again}/cancel")
+    service.wait(again, "cancelled")
+    assert steps(service, again)[0] == done[-1] + 1, "it went on where the other had to stop"
+
+
+def test_a_frozen_trainer_is_killed_and_tried_again(service: Service, models: Path, file: str) -> None:
+    job_id = job(service, models, file)
+    service.wait_for_step(job_id, 6)
+    (pid,) = service.trainers(job_id)
+    os.kill(pid, signal.SIGSTOP)
+    told = wait_for(lambda: events(service, job_id, "hung"), 30, "the hang", lambda: service.describe(job_id))
+    assert "no sign of life" in told[0]["failure"]["message"] and told[0]["failure"]["class"] == "machine"
+    assert not Path(f"/proc/{pid}").exists()
+    service.wait_for_step(job_id, 7)  # by another one
+    service.client.post(f"/jobs/{job_id}/cancel")
+    service.wait(job_id, "cancelled")
+
+
+def events(service: Service, job_id: str, code: str) -> list[dict[str, Any]]:
+    """The status events that tell of such a failure."""
+    reply = service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000})
+    changes = [event["data"] for event in reply.json()["data"] if event["type"] == "status"]
+    return [change for change in changes if "failure" in change and change["failure"]["code"] == code]
+
+
+def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Path) -> None:
+    rows = service.folder / "long.jsonl"
+    rows.write_text((json.dumps({"prompt": "a", "completion": " " + "x" * 500}) + "\n") * 64)
+    long_file = service.upload(rows)
+    sizes = {"max_steps": 12, "per_device_train_batch_size": 64, "max_length": 512}
+    job_id = job(service, models, long_file, training=sizes, checkpoint={"type": "disk", "save_steps": 1})
+    service.wait_for_step(job_id, 1)
+    (pid,) = service.trainers(job_id)
+    # It may map nothing more; malloc returns tensors of this size to the kernel and asks for them again.
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() - (32 << 20)
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+    ended = service.wait(job_id, "failed", "succeeded")
+    assert ended["status"] == "succeeded", service.describe(job_id)
+    batch, accumulation = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+    assert ended["adjusted"] == {batch: 32, accumulation: 2}
+    assert ended["spec"]["training"]["per_device_train_batch_size"] == 64
+    (told,) = events(service, job_id, "out_of_memory")
+    assert told["to"] == "queued" and f"{batch} = 32" in told["reason"]
+    assert steps(service, job_id) == list(range(1, 13))
+
+
+def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str) -> None:
+    if os.geteuid() != 0:
+        return  # no file system of our own to fill; tests/train/test_failures.py has the trainer's part
+    # Full fine-tuning: its checkpoints are of megabytes, and do not fit beside the ballast.
+    job_id = job(service, models, file, steps=200, method="full", checkpoint={"type": "disk", "save_steps": 20})
+    service.wait_for_step(job_id, 25)
+    ballast = service.data / "ballast"
+    with ballast.open("wb", buffering=0) as stream:
+        try:
+            while stream.write(b"\0" * 65536):
+                pass
+        except OSError:
+            pass
+    waiting = wait_for(
+        lambda: (now := service.job(job_id))["status"] == "queued" and now,
+        30,
+        "queued",
+        lambda: service.describe(job_id),
+    )
+    assert waiting["reason"].startswith("waits for room on the data root"), waiting["reason"]
+    assert waiting["failure"] is None
+    left = [path.name for path in (service.data / "runs" / job_id / "attempt-2" / "checkpoints").iterdir()]
+    assert "step-00000020" in left and not [name for name in left if name.startswith("tmp-")]
+    ballast.unlink()
+    ended = service.wait(job_id, "succeeded", "failed", timeout=120)
+    assert ended["status"] == "succeeded", service.describe(job_id)
+    assert steps(service, job_id) == list(range(1, 201))
