@@ -11,6 +11,7 @@ The default database is SQLite in a temporary folder, set up as the service does
 from __future__ import annotations
 
 import argparse
+import sqlite3
 import statistics
 import tempfile
 import time
@@ -33,11 +34,22 @@ from tests.support import postgres
 OWNED = {"owner_id": "user-1", "project_id": "project-1"}
 
 
+def _empty(database: Database) -> None:
+    """Without a look at foreign keys: to delete 100,000 jobs with them takes minutes."""
+    names = [table.name for table in reversed(Base.metadata.sorted_tables)]
+    if database.is_sqlite:
+        with sqlite3.connect(str(database.url.database)) as plain:  # enforces none unless it is asked to
+            for name in names:
+                plain.execute(f"DELETE FROM {name}")  # noqa: S608 -- our own tables' names
+    else:
+        with database.write() as session:
+            session.execute(text(f"TRUNCATE {', '.join(names)}"))
+
+
 def fill(database: Database, count: int) -> None:
     """Empty the database, then queue `count` jobs that are ready for a slot."""
+    _empty(database)
     with database.write() as session:
-        for table in reversed(Base.metadata.sorted_tables):
-            session.execute(table.delete())
         session.execute(insert(User).values(id="user-1", name="bench"))
         session.execute(insert(Project).values(id="project-1", name="bench"))
         row = {
