@@ -80,7 +80,7 @@ class Job(Owned, Base):
     accelerator: Mapped[str] = mapped_column(String(8))
     """Kind of slot it asks for: any, gpu, cpu."""
     request_id: Mapped[str | None] = mapped_column(String(64))
-    retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"))
+    retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"), index=True)
     resume_from: Mapped[list[Any]]
     """Earlier jobs whose checkpoints it may go on from, oldest first: [{"job", "attempts"}]."""
 

@@ -127,6 +127,7 @@ def upgrade() -> None:
         batch_op.create_index('ix_jobs_leased', ['lease_until'], unique=False, sqlite_where=sa.text('lease_until IS NOT NULL'), postgresql_where=sa.text('lease_until IS NOT NULL'))
         batch_op.create_index(batch_op.f('ix_jobs_project_id_id'), ['project_id', 'id'], unique=False)
         batch_op.create_index('ix_jobs_queue', ['created_at', 'id'], unique=False, sqlite_where=sa.text("status = 'queued'"), postgresql_where=sa.text("status = 'queued'"))
+        batch_op.create_index(batch_op.f('ix_jobs_retry_of'), ['retry_of'], unique=False)
 
     op.create_table('allocations',
     sa.Column('job_id', sa.String(length=40), nullable=False),
@@ -223,6 +224,7 @@ def downgrade() -> None:
 
     op.drop_table('allocations')
     with op.batch_alter_table('jobs', schema=None) as batch_op:
+        batch_op.drop_index(batch_op.f('ix_jobs_retry_of'))
         batch_op.drop_index('ix_jobs_queue', sqlite_where=sa.text("status = 'queued'"), postgresql_where=sa.text("status = 'queued'"))
         batch_op.drop_index(batch_op.f('ix_jobs_project_id_id'))
         batch_op.drop_index('ix_jobs_leased', sqlite_where=sa.text('lease_until IS NOT NULL'), postgresql_where=sa.text('lease_until IS NOT NULL'))
