@@ -128,8 +128,9 @@ class Settings(BaseSettings):
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
             return path
         name = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 -- box.broker checks whose the folder is
-        return runtime / f"eft-{os.getuid()}-{name}" / "valkey.sock"
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 -- box.broker checks whose it is
+        path = runtime / f"eft-{os.getuid()}-{name}" / "valkey.sock"
+        return path if len(os.fsencode(path)) <= MAX_SOCKET_PATH else Path("/tmp") / path.relative_to(runtime)  # noqa: S108
 
     @property
     def celery_broker_url(self) -> str:

@@ -186,8 +186,9 @@ def test_a_member_that_cannot_start_ends_it_with_words(tmp_path: Path) -> None:
 # -- the broker's socket
 
 
-def test_a_long_data_root_gets_a_short_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+@pytest.mark.parametrize("runtime", ["/run/user/1000", "/" + "z" * 90, ""])
+def test_a_long_data_root_gets_a_short_socket(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     short = Settings(data=Path("/data"))
     assert short.broker_socket == Path("/data/broker/valkey.sock")
     long = Settings(data=Path("/data") / ("x" * 100))
