@@ -21,7 +21,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     "chaos": (2, ["chaos"], []),
     "kernels": (2, ["kernels"], ["-n", "2"]),
     "browser": (2, ["browser"], []),
-    "rest": (5, ["unit", "db", "contract", "arch"], ["-n", "2", "--dist", "loadfile"]),
+    "rest": (5, ["unit", "db", "e2e", "contract", "arch"], ["-n", "2", "--dist", "loadfile"]),
 }
 
 
