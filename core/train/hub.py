@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.model import GGUFModel, HubModel
 from core.train import model_files
-from core.train.model_cache import MODEL, Entry, ModelCache, file_sha256
+from core.train.files import sha256 as file_sha256
+from core.train.model_cache import MODEL, Entry, ModelCache
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

@@ -25,6 +25,8 @@ from typing import Any
 from urllib.parse import quote
 
 from core.errors import ModelError
+from core.train.files import sha256 as file_sha256
+from core.train.files import sync
 from core.train.model_files import Summary
 
 MANIFEST = "manifest.json"
@@ -109,8 +111,8 @@ class ModelCache:
             digest = known.get(path.name) or file_sha256(path)
             files.append({"path": path.name, "bytes": path.stat().st_size, "sha256": digest})
             path.chmod(0o644)  # the mode of models_dir says who may read; writers differ in what they leave
-            _fsync(path)
-        _fsync(work / MODEL)
+            sync(path)
+        sync(work / MODEL)
         manifest = {
             "version": 1,
             "key": key,
@@ -128,7 +130,7 @@ class ModelCache:
             final.rename(damaged)
             shutil.rmtree(damaged)
         work.rename(final)
-        _fsync(final.parent)
+        sync(final.parent)
         return Entry(final / MODEL, source, summary.as_dict())
 
     def read_ref(self, name: str) -> dict[str, Any] | None:
@@ -170,11 +172,6 @@ class ModelCache:
                 os.close(fd)
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Appear whole or not at all."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -200,11 +197,3 @@ def _flat(key: str) -> str:
 def _short(name: str) -> str:
     """File names end at 255 bytes; a hub id with a long revision may not."""
     return name if len(name) <= 180 else f"{name[:140]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import core
-from core.train.checkpoint.store import sha256
 from core.train.data.dataset import DataReport
+from core.train.files import sha256
 from core.train.placement import Placement
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")

@@ -7,7 +7,6 @@ which nobody reads. Names sort by progress: `step-00000050`, and `step-00000050-
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from core.train.files import sha256, sync
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step-(\d{8,})(?:-micro-(\d{4,}))?$")
@@ -105,17 +106,3 @@ def quarantine(path: Path) -> Path:
         target = path.with_name(f"bad-{path.name}-{number}")
     path.rename(target)
     return target
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,10 +13,10 @@ from torch import nn
 
 from core.spec.job import JobSpec
 from core.spec.run import ARTIFACTS
-from core.train.checkpoint.store import sha256, sync
 from core.train.export.card import base_name, model_card
 from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
+from core.train.files import sha256, sync
 
 
 def write_artifacts(

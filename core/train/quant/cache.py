@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+
+from core.train.files import sha256, sync
 
 if TYPE_CHECKING:
     from core.train.quant.model import QuantOptions
@@ -40,7 +41,7 @@ def key(folder: Path, files: Sequence[Path], options: QuantOptions, dtype: torch
         "block": options.block,
         "skip": sorted(options.skip),
         "dtype": str(dtype),
-        "files": {file.name: _sha256(file) for file in [folder / "config.json", *files]},
+        "files": {file.name: sha256(file) for file in [folder / "config.json", *files]},
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
@@ -53,7 +54,7 @@ def lookup(cache_dir: Path, key: str) -> Path | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         good = manifest["version"] == VERSION and manifest["key"] == key
-        good = good and all(_sha256(folder / name) == digest for name, digest in manifest["files"].items())
+        good = good and all(sha256(folder / name) == digest for name, digest in manifest["files"].items())
     except (OSError, ValueError, KeyError, AttributeError):
         good = False
     if good:
@@ -71,11 +72,10 @@ def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, ke
     aside = cache_dir / f".new-{key}-{uuid.uuid4().hex}"
     try:
         save_quantized(model, aside, options, kept)
-        files = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
+        files = {file.name: sha256(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
         for file in aside.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+            sync(file)
         if not (cache_dir / key).exists():
             aside.rename(cache_dir / key)
     finally:
@@ -110,8 +110,3 @@ def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequen
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     save_file(packed_state(model), folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
