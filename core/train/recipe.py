@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
-from torch import nn
-
 from core.data.rows import RowFormat
 from core.errors import SpecError
 from core.spec.job import JobSpec
@@ -20,9 +18,8 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation
-from core.spec.training import Full, LoRA, NoQuantization
+from core.train.build import build_model
 from core.train.checkpoint import store
-from core.train.checkpoint.rng import seed_all
 from core.train.data.dataset import BatchOrder, DataReport, TokenDataset, eval_batches, tokenise
 from core.train.data.reader import read_rows
 from core.train.data.render import Renderer
@@ -32,7 +29,7 @@ from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
 from core.train.failures import describe
 from core.train.lifeline import Stop
-from core.train.load import context_length, load_model, load_tokenizer, quiet, saved_dtype
+from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
@@ -73,14 +70,15 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         events.write("notice", code="precision_fallback", message=placement.notice)
     tokenizer = load_tokenizer(Path(order.model_dir))
     data = _read_data(order, tokenizer, events, leave_if_asked)
-    model = load_model(Path(order.model_dir), placement.weights)
-    leave_if_asked()
-    _check_fit(model, tokenizer, data.longest, events)
-    seed_all(spec.training.seed)
-    model = _adapt(model, spec, placement)
-    model.to(placement.device)
-    if spec.memory.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    model = build_model(
+        spec,
+        Path(order.model_dir),
+        placement,
+        tokenizer,
+        longest=data.longest,
+        events=events,
+        between=leave_if_asked,
+    )
 
     # --- engine --------------------------------------------------------------------------------------
     training = spec.training
@@ -151,25 +149,6 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     events.write("result", result=result, artifacts=artifacts)
 
 
-def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
-    match spec.quantization:
-        case NoQuantization():
-            pass
-        case _ as never:
-            assert_never(never)
-    match spec.method:
-        case LoRA():
-            from core.train.methods.lora import adapt_lora
-
-            return adapt_lora(model, spec.method, autocast=placement.autocast is not None)
-        case Full():
-            from core.train.methods.full import adapt_full
-
-            return adapt_full(model)
-        case _ as unknown:
-            assert_never(unknown)
-
-
 # --- data ------------------------------------------------------------------------------------------------
 
 
@@ -236,22 +215,6 @@ def _tell(report: DataReport, which: str, limit: int, events: EventWriter) -> No
             "end prompts with a space or a new line"
         )
         events.write("notice", code="prompt_boundary", message=message)
-
-
-def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) -> None:
-    embeddings = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > embeddings:
-        raise SpecError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {embeddings}: they do not belong together",
-            field="model",
-        )
-    context = context_length(model)
-    if context is not None and longest > context:
-        events.write(
-            "notice",
-            code="beyond_context",
-            message=f"rows of {longest} tokens are longer than the {context} positions the model was built for",
-        )
 
 
 # --- state and record ------------------------------------------------------------------------------------
