@@ -54,6 +54,7 @@ def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
         train_file=str(_file(train, "data.train", settings.data_roots, layout)),
         eval_file=None if held_out is None else str(_file(held_out, "data.eval", settings.data_roots, layout)),
         resume_from=[str(folder) for folder in _earlier(claim, layout)],
+        cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
     )
 

@@ -76,6 +76,9 @@ class RunOrder(SpecModel):
     eval_file: str | None = None
     resume_from: list[str] = Field(default_factory=list)
     """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
+    cache_dir: str | None = None
+    """Folder for what can be made again (packed weights, tokenised rows), shared by all runs of this data root; null:
+    nothing is kept."""
     fence_seconds: float | None = None
     """End when stdin is silent this long; null when run by hand, without a worker."""
 

@@ -34,6 +34,11 @@ class Layout:
         return self.root / "models"
 
     @property
+    def cache(self) -> Path:
+        """What can be made again: packed weights, tokenised rows. Entries are keyed by content; deleting one costs time."""
+        return self.root / "cache"
+
+    @property
     def runs(self) -> Path:
         return self.root / "runs"
 
@@ -51,7 +56,7 @@ class Layout:
 
     def create(self) -> None:
         """Make the folders; only this user may look inside."""
-        for folder in (self.root, self.files, self.uploads, self.models, self.runs):
+        for folder in (self.root, self.files, self.uploads, self.models, self.cache, self.runs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def require_space(self, min_free_bytes: int, needed: int = 0) -> None:

@@ -132,6 +132,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         model_source=prepared.source,
         train_file=files[0],
         eval_file=files[1] if len(files) > 1 else None,
+        cache_dir=str(args.models_dir.absolute().parent / "cache"),
     )
 
 
