@@ -10,11 +10,12 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -32,7 +33,13 @@ INT8_METHOD = "eft-int8"
 """What config.json calls our int8."""
 
 
-def key(folder: Path, files: Sequence[Path], options: QuantOptions, dtype: torch.dtype) -> str:
+def key(
+    folder: Path,
+    files: Sequence[Path],
+    options: QuantOptions,
+    dtype: torch.dtype,
+    digest: Callable[[Path], str] = sha256,
+) -> str:
     """Hex digest over the files' contents, config.json, and everything that decides the packed bytes."""
     about: dict[str, Any] = {
         "version": VERSION,
@@ -41,45 +48,57 @@ def key(folder: Path, files: Sequence[Path], options: QuantOptions, dtype: torch
         "block": options.block,
         "skip": sorted(options.skip),
         "dtype": str(dtype),
-        "files": {file.name: sha256(file) for file in [folder / "config.json", *files]},
+        "files": {file.name: digest(file) for file in [folder / "config.json", *files]},
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def lookup(cache_dir: Path, key: str) -> Path | None:
-    """The folder of a complete entry. A damaged one is put aside, with a warning, and made anew."""
+def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
+    """The folder of a complete entry, or what was wrong with it (None: there is none). A bad entry is thrown away."""
     folder = cache_dir / key
     if not folder.is_dir():
-        return None
+        return None, None
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        good = manifest["version"] == VERSION and manifest["key"] == key
-        good = good and all(sha256(folder / name) == digest for name, digest in manifest["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        good = False
-    if good:
-        return folder
-    log.warning("the cached quantised model %s is damaged or of another version; it is made anew", folder)
+        if manifest["version"] != VERSION or manifest["key"] != key:
+            fault = f"the cached packed weights are of version {manifest['version']}, this is {VERSION}"
+        else:
+            bad = [name for name, digest in manifest["files"].items() if sha256(folder / name) != digest]
+            if not bad:
+                return folder, None
+            fault = f"the cached packed weights are damaged ({bad[0]} has another SHA-256)"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        fault = f"the cached packed weights cannot be read ({error!r})"
+    log.warning("%s: %s", fault, folder)
     aside = cache_dir / f".bad-{key}-{uuid.uuid4().hex}"
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-    return None
+    try:
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:  # another process was faster, or the cache is not ours to write
+        log.warning("it cannot be thrown away: %s", error)
+    return None, fault
 
 
-def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, kept: Sequence[str]) -> None:
-    """Write an entry; when another process was faster its entry stays."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
+def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, kept: Sequence[str]) -> str | None:
+    """Write an entry; when another process was faster its entry stays. Answers why it could not be written, if so: a
+    run does not need it."""
     aside = cache_dir / f".new-{key}-{uuid.uuid4().hex}"
     try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
         save_quantized(model, aside, options, kept)
         files = {file.name: sha256(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
-        for file in aside.iterdir():
+        for file in [*aside.iterdir(), aside]:
             sync(file)
         if not (cache_dir / key).exists():
             aside.rename(cache_dir / key)
+            sync(cache_dir)
+    except (OSError, SafetensorError) as error:
+        log.warning("the packed weights were not kept in %s: %s", cache_dir, error)
+        return f"the packed weights could not be kept ({error}); the next start packs them again"
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    return None
 
 
 def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from core.errors import ModelError
+from core.train.files import sha256
 from core.train.kernels.interface import Format
 from core.train.quant import cache
 from core.train.quant.int8 import STATE_KEY as INT8_KEY
@@ -49,6 +50,8 @@ class QuantReport:
     source: str = "quantised"
     """`quantised` from dense files, `cache`, or `as it is` (the files were packed already)."""
     seconds: float = 0.0
+    cache_fault: str | None = None
+    """Why an entry of the cache could not be used, or not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +65,43 @@ class QuantOptions:
 
 
 def load_quantized(
-    folder: Path, dtype: torch.dtype, options: QuantOptions | None = None, cache_dir: Path | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    options: QuantOptions | None = None,
+    cache_dir: Path | None = None,
+    *,
+    between: Callable[[str], None] = lambda doing: None,
+    digest: Callable[[Path], str] = sha256,
 ) -> tuple[nn.Module, QuantReport]:
     """A transformers causal language model from a local folder, on the CPU, in eval mode; everything that is not packed
     is in `dtype`. With `cache_dir` the packed weights are written there under a hash of the files and options, and read
-    from there the next time. ModelError when the files cannot be read or the model cannot be quantised."""
+    from there the next time; a cache that cannot be read or written costs time, and `cache_fault` says so. `between` is
+    called after every tensor and every large file with what is being done ("loading" or "quantizing"), and may raise;
+    `digest` answers a file's SHA-256. ModelError when the files cannot be read or the model cannot be quantised."""
     options = options or QuantOptions()
     started = time.perf_counter()
     model, config = _skeleton(folder, dtype)
     already = _already_quantised(config, options)
     targets, kept = _targets(model, options)
-    source, read_from, key = "as it is" if already else "quantised", folder, ""
+    source, read_from, key, fault = "as it is" if already else "quantised", folder, "", None
     if cache_dir is not None and not already:
-        key = cache.key(folder, _weight_files(folder), options, dtype)
-        hit = cache.lookup(cache_dir, key)
+
+        def hashed(path: Path) -> str:
+            between("loading")
+            return digest(path)
+
+        key = cache.key(folder, _weight_files(folder), options, dtype, hashed)
+        hit, fault = cache.lookup(cache_dir, key)
         if hit is not None:
             source, read_from = "cache", hit
-    _fill(model, read_from, targets, kept, dtype, options)
+    doing = "quantizing" if source == "quantised" else "loading"
+    _fill(model, read_from, targets, kept, dtype, None if already else options, lambda: between(doing))
     model.tie_weights()
     _finish(model, folder)
     packed = [m for m in model.modules() if isinstance(m, QuantLinear)]
     if cache_dir is not None and source == "quantised":
-        cache.store(cache_dir, key, model, options, sorted(kept))
+        between(doing)
+        fault = cache.store(cache_dir, key, model, options, sorted(kept)) or fault
     report = QuantReport(
         format=options.format,
         layers=len(packed),
@@ -91,6 +109,7 @@ def load_quantized(
         dense_bytes=sum(m.in_features * m.out_features for m in packed) * dtype.itemsize,
         kept=kept,
         source=source,
+        cache_fault=fault,
     )
     return model, replace(report, seconds=time.perf_counter() - started)
 
@@ -205,24 +224,34 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fill(
-    model: Any, folder: Path, targets: set[str], kept: dict[str, str], dtype: torch.dtype, options: QuantOptions
+    model: Any,
+    folder: Path,
+    targets: set[str],
+    kept: dict[str, str],
+    dtype: torch.dtype,
+    options: QuantOptions | None,
+    between: Callable[[], None],
 ) -> None:
-    """Give every parameter its values, and every target its packed module."""
+    """Give every parameter its values, and every target its packed module. Without options nothing is packed that the
+    files have dense; `kept` then names it."""
     packed_suffixes = {f"weight.{suffix}" for suffix in (*SUFFIXES, INT8_KEY)}
     wanted = {name for name, _ in model.named_parameters()} | set(_persistent_buffers(model))
     tied = _tied(model)
     pieces: dict[str, dict[str, Tensor]] = {}
     packed: dict[str, PackedWeight] = {}
     for name, tensor in _tensors(folder):
+        between()
         module, suffix = _split(name, targets, packed_suffixes)
         if module in targets and (suffix in packed_suffixes or (suffix == "weight" and not tensor.is_floating_point())):
             pieces.setdefault(module, {})[suffix] = tensor.clone()
-        elif module in targets and suffix == "weight":
+        elif module in targets and suffix == "weight" and options is not None:
             packed[module] = _quantise(name, tensor.to(dtype), options)
             wanted.discard(name)
         elif name in wanted:
             _set(model, name, tensor, dtype)
             wanted.discard(name)
+            if module in targets and suffix == "weight":
+                kept[module] = "dense in the files"
         elif name not in tied and not _ignorable(model, name):
             raise ModelError(
                 f"{name} is in the files but not in the model that transformers builds; this architecture's files are "
