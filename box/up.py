@@ -270,11 +270,12 @@ def main() -> int:
     parser.add_argument("--host", help="address to listen on (EFT_HOST; default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")
     parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (EFT_GPUS; default: all)")
+    parser.add_argument("--slots", type=int, help="jobs side by side on a box without GPUs (EFT_CPU_SLOTS; default 1)")
     parser.add_argument("--key-file", type=Path, help="keep the first API key here instead of showing it")
     given = parser.parse_args()
-    for name in ("host", "port", "gpus"):
+    for name, setting in (("host", "HOST"), ("port", "PORT"), ("gpus", "GPUS"), ("slots", "CPU_SLOTS")):
         if getattr(given, name) is not None:
-            os.environ[f"EFT_{name.upper()}"] = str(getattr(given, name))
+            os.environ[f"EFT_{setting}"] = str(getattr(given, name))
     settings = Settings()
     if settings.port == 0:
         settings = settings.model_copy(update={"port": free_port(settings.host)})

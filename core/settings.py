@@ -35,6 +35,8 @@ class Settings(BaseSettings):
     """Name of this box; one worker a name. Default: its host name."""
     gpus: IntList = None
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
+    cpu_slots: int = Field(default=1, ge=1, le=64)
+    """Jobs that train side by side on a box without GPUs. They share its cores evenly (OMP_NUM_THREADS overrules)."""
     sysfs: Path = Path("/sys")
     """Where the kernel lists the devices. Tests point it at a made-up box; leave it alone otherwise."""
 

@@ -1,4 +1,4 @@
-"""`python -m worker [--gpus 0,1]`: serve this box. Becomes `celery -A worker.app worker`, with this node's name."""
+"""`python -m worker [--gpus 0,1] [--slots 2]`: serve this box. Becomes `celery -A worker.app worker`, under its name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import sys
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (default: every one the box has, else its CPU)")
+    parser.add_argument("--slots", type=int, help="jobs side by side on a box without GPUs (EFT_CPU_SLOTS; default 1)")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     arguments = parser.parse_args()
     if arguments.gpus is not None:
         os.environ["EFT_GPUS"] = arguments.gpus  # before the settings are read
+    if arguments.slots is not None:
+        os.environ["EFT_CPU_SLOTS"] = str(arguments.slots)
 
     from core.settings import settings
 

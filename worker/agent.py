@@ -33,7 +33,6 @@ from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
 
-CPU_SLOT = Slot("cpu", "cpu")
 PREPARE_SLOT = Slot("prepare-0", "prepare")
 STARTING_SECONDS = 30.0
 """A job is left alone by the next spare until its first step, or for this long."""
@@ -46,9 +45,13 @@ class Agent:
         box = discover(sysfs=settings.sysfs, gpus=None if settings.gpus is None else list(settings.gpus))
         self.settings = settings
         self.worker = new_id("worker")
-        self.notes = box.notes
+        self.notes = list(box.notes)
         gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
-        train_slots = [Slot(uuid, "gpu") for uuid in gpus] or [CPU_SLOT]
+        train_slots = [Slot(uuid, "gpu") for uuid in gpus] or cpu_slots(settings.cpu_slots)
+        if gpus and settings.cpu_slots > 1:
+            self.notes.append(
+                f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
+            )
         self.slots = [*train_slots, PREPARE_SLOT]
         layout = Layout(settings.root)
         layout.create()
@@ -73,6 +76,8 @@ class Agent:
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._shown: list[str] = []
         self._claiming = threading.Lock()
+        self._unheard = False
+        """A claim may have been won without our hearing of it."""
         self._busy: dict[str, Attempt] = {}
         self._idle = threading.Condition()
         self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -138,6 +143,11 @@ class Agent:
     def _claim(self) -> Attempt | None:
         """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
         with self._claiming:
+            try:
+                self._give_back_unheard()
+            except DATABASE_AWAY as error:
+                log.warning("cannot claim, database: %s", error)
+                return None
             for slot in self.slots:
                 if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
                     continue
@@ -150,6 +160,7 @@ class Agent:
                         )
                 except DATABASE_AWAY as error:
                     log.warning("cannot claim, database: %s", error)
+                    self._unheard = True  # an error of the commit does not say whether it was done
                     return None
                 if claim is not None:
                     log.info(
@@ -160,6 +171,17 @@ class Agent:
                         self._busy[slot.id] = attempt
                     return attempt
         return None
+
+    def _give_back_unheard(self) -> None:
+        """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
+        if not self._unheard:
+            return
+        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in list(self._busy.values())}
+        with self.site.database.write() as session:
+            given_back = claims.give_back_unheard(session, self.worker, known)
+        self._unheard = False
+        for job_id in given_back:
+            log.warning("%s: handed back; it was claimed while the database went away", job_id)
 
     def _starting(self) -> bool:
         """A job is on its way to its first step, or there will be none: not the time to import torch beside it."""
@@ -172,6 +194,8 @@ class Agent:
         """What may come back by itself: room on the disk, memory of a GPU. The housekeeper rings while jobs wait."""
         while True:
             try:
+                with self._claiming:
+                    self._give_back_unheard()
                 self._room.tell()
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
@@ -257,6 +281,10 @@ class Agent:
             attempt.lose()
         self.site.database.dispose()
         os.close(self._lock_file)
+
+
+def cpu_slots(count: int) -> list[Slot]:
+    return [Slot("cpu", "cpu")] if count == 1 else [Slot(f"cpu-{number}", "cpu") for number in range(count)]
 
 
 def _clock() -> float:

@@ -6,6 +6,7 @@ that worker carries. Lease times are computed and compared by the database's clo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ class Slot:
     """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
 
     id: str
-    """UUID of the GPU, `cpu`, or `prepare-0`."""
+    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`."""
     kind: Literal["gpu", "cpu", "prepare"]
 
 
@@ -192,6 +193,21 @@ def lose(session: Session, job: Job, why: str) -> None:
             outbox.ring(session, job_id)
     if moved:
         release(session, job_id, attempt, why, None)
+
+
+def give_back_unheard(session: Session, worker: str, known: Collection[tuple[str, int]]) -> list[str]:
+    """Hand back what `worker` holds beside the `known` (job, attempt) pairs; the jobs' ids.
+
+    The database may have gone away between the commit of a claim and its answer. Call while that worker claims nothing.
+    """
+    held = session.execute(
+        select(Job).where(Job.worker == worker, Job.lease_until.is_not(None), Job.status.in_(LEASED)).with_for_update()
+    )
+    jobs = [job for job in held.scalars() if (job.id, job.attempt) not in known]
+    ids = [job.id for job in jobs]
+    for job in jobs:
+        lose(session, job, "its worker did not hear that it had claimed it")
+    return ids
 
 
 def reap(session: Session) -> int:

@@ -273,3 +273,26 @@ def test_what_an_earlier_worker_of_the_node_left(database: Database, make_job: M
         assert claims.orphans(session, "node-worker-a", "worker-a") == []
         ((job, attempt),) = claims.orphans(session, "node-worker-a", "worker-new")
     assert (job.id, attempt.pid, attempt.pid_started) == (job_id, 4711, 12.5)
+
+
+# -- a claim that its worker did not hear of
+
+
+def test_an_unheard_claim_is_handed_back_and_frees_its_slot(database: Database, make_job: Make, row: Row) -> None:
+    """The database went away between the commit of a claim and its answer: job and slot are held by nobody."""
+    unheard, waiting, elsewhere = make_job(), make_job(), make_job()
+    won(database)  # and forgotten
+    with pytest.raises(IntegrityError):
+        take(database)
+    heard = won(database, Slot("cpu-1", "cpu"))
+    theirs = won(database, worker="worker-b")
+    with database.write() as session:
+        known = {(heard.token.job_id, heard.token.attempt)}
+        assert claims.give_back_unheard(session, "worker-a", known) == [unheard]
+    assert [row(job_id).status for job_id in (unheard, waiting, elsewhere)] == ["queued", "starting", "starting"]
+    assert (heard.token.job_id, theirs.token.job_id) == (waiting, elsewhere)
+    assert row(unheard).reason == "waits to go on: its worker did not hear that it had claimed it"
+    again = won(database)
+    assert (again.token.job_id, again.token.attempt) == (unheard, 2)
+    with database.read() as session:
+        assert session.execute(select(OutboxMessage.id).where(OutboxMessage.job_id == unheard)).all(), "nobody is rung"

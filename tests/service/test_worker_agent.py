@@ -330,3 +330,48 @@ def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> No
     with box.database.read() as session:
         outcome = session.execute(select(Attempt.outcome).where(Attempt.attempt == 1)).scalar_one()
     assert outcome == "the worker on box ended without handing it back"
+
+
+# -- several CPU slots
+
+
+def test_cpu_slots_run_side_by_side(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    box.migrate()
+    box.settings = box.settings.model_copy(update={"cpu_slots": 2})
+    first, second = box.long(), box.long()
+    with box.database.write() as session:
+        session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
+    agent = box.agent()
+    assert [slot.id for slot in agent.slots] == ["cpu-0", "cpu-1", "prepare-0"]
+    for _ in range(2):
+        serving(agent)
+    pids = {box.wait_for_steps(first), box.wait_for_steps(second)}
+    assert len(pids) == 2
+    with box.database.read() as session:
+        held = session.execute(select(Allocation.slot).where(Allocation.released_at.is_(None))).scalars()
+        assert sorted(held) == ["cpu-0", "cpu-1"]
+
+
+@pytest.mark.parametrize(("cores", "slots", "threads"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_cpu_slots_share_the_cores_evenly(
+    monkeypatch: pytest.MonkeyPatch, box: Box, cores: int, slots: int, threads: int
+) -> None:
+    box.migrate()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    box.settings = box.settings.model_copy(update={"cpu_slots": slots})
+    assert box.agent(start=False).site.threads == threads
+
+
+def test_a_claim_that_it_did_not_hear_of_is_handed_back(box: Box) -> None:
+    """As when the database is killed between the commit of a claim and its answer."""
+    box.migrate()
+    job_id, after = box.submit(), box.submit()
+    agent = box.agent()
+    with box.database.write() as session:
+        session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
+        assert claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), 600) is not None
+    agent._unheard = True
+    agent.serve()
+    assert [box.job(name).status for name in (job_id, after)] == ["succeeded", "succeeded"]
+    assert box.statuses(job_id) == ["queued", "starting", "queued", "starting", "running", "succeeded"]
