@@ -84,9 +84,11 @@ def _fields(part: dict[str, Any], parts: dict[str, Any]) -> list[str]:
 
 
 def _models(field: dict[str, Any]) -> list[str]:
-    """Names of the models a field may hold, in the order of the union."""
+    """Names of the models a field, or an entry of it, may hold, in the order of the union."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
+    if field.get("type") == "array" and isinstance(field.get("items"), dict):
+        return _models(field["items"])
     return [name for key in ("anyOf", "oneOf") for option in field.get(key, ()) for name in _models(option)]
 
 
@@ -94,7 +96,8 @@ def _kind(field: dict[str, Any], parts: dict[str, Any]) -> str:
     models = _models(field)
     if models:
         arms = [parts[model]["properties"].get("type", {}).get("const") for model in models]
-        return ", ".join(f"`{arm}`" for arm in arms) if all(arms) else "object"
+        many = "list of " if any(option.get("type") == "array" for option in field.get("anyOf", ())) else ""
+        return many + ", ".join(f"`{arm}`" for arm in arms) if all(arms) else "object"
     if "anyOf" in field:
         return " or ".join(_kind(option, parts) for option in field["anyOf"])
     if "enum" in field:

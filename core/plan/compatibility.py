@@ -17,7 +17,7 @@ from core.errors import Fault
 from core.spec.data import FORMATS
 from core.spec.job import JobSpec
 from core.spec.runtime import SingleDevice
-from core.spec.training import Training
+from core.spec.training import Merged, Training
 
 
 def _arms(annotation: Any) -> tuple[str, ...]:
@@ -35,7 +35,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "stage": _field("stage"),
     "loss on": ("default", "completions", "all"),
     "method": _field("method"),
-    "quantization": _field("quantization"),
+    "quantization": ("default", *_field("quantization")),
+    "merged": ("no", "yes"),
     "optimizer": _field("optimizer"),
     "schedule": _field("schedule"),
     "precision": get_args(Training.model_fields["precision"].annotation),
@@ -99,6 +100,27 @@ RULES: tuple[Rule, ...] = (
         "`data.eval` is given and would never be read",
         "leave `evaluation` out to evaluate on it, or leave `data.eval` out",
     ),
+    Rule(
+        "full_over_packed",
+        {"method": ("full",), "quantization": ("nf4", "int8")},
+        "quantization",
+        "packed weights have steps that are wider than any update, so not all parameters can be trained in them",
+        "train adapters over them (`method: qlora`), or set `quantization` to `none`",
+    ),
+    Rule(
+        "qlora_over_dense",
+        {"method": ("qlora",), "quantization": ("none",)},
+        "quantization",
+        "QLoRA is LoRA over a packed base, and `none` packs nothing",
+        "leave `quantization` out (nf4), or take `method: lora`",
+    ),
+    Rule(
+        "nothing_to_merge",
+        {"method": ("full",), "merged": ("yes",)},
+        "export",
+        "all parameters are trained, so the model handed back is whole as it is",
+        "leave `merged` out of `export`",
+    ),
 )
 """Everything the spec can say and the trainer cannot do. What is slow or falls back (bf16 on an old CPU) is no
 refusal: it runs, and says so in the job's events."""
@@ -110,7 +132,8 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "stage": spec.stage.type,
         "loss on": spec.stage.loss_on or "default",
         "method": spec.method.type,
-        "quantization": spec.quantization.type,
+        "quantization": spec.quantization.type if spec.quantization is not None else "default",
+        "merged": "yes" if any(isinstance(item, Merged) for item in spec.export) else "no",
         "optimizer": spec.optimizer.type,
         "schedule": spec.schedule.type,
         "precision": spec.training.precision,

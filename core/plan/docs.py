@@ -10,6 +10,7 @@ _PAGES = (
     ("evaluation", "eval rows"),
     ("stage", "method"),
     ("method", "quantization"),
+    ("method", "merged"),
     ("method", "optimizer"),
     ("method", "strategy"),
     ("precision", "accelerator"),

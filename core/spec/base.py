@@ -33,7 +33,7 @@ class short_form:  # noqa: N801 -- reads as a word inside Annotated[…]
     The JSON schema of the input says so: the string, or the object.
     """
 
-    expand: Callable[[str], dict[str, Any]]
+    expand: Callable[[str], dict[str, Any] | list[str]]
     example: str | None = None
     """For strings that are not simply a discriminator."""
 

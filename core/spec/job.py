@@ -13,10 +13,10 @@ from core.spec.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, R
 from core.spec.training import (
     SFT,
     AdamW,
+    Exports,
     Linear,
     LoRA,
     Method,
-    NoQuantization,
     Optimizer,
     Quantization,
     Schedule,
@@ -44,8 +44,8 @@ class JobSpec(SpecModel):
     """What is learned from a row."""
     method: Method = LoRA()
     """Which parameters are trained, and how."""
-    quantization: Quantization = NoQuantization()
-    """How the frozen weights are held."""
+    quantization: Quantization | None = Field(default=None)
+    """How the frozen weights are held. Default: `nf4` with `method: qlora`, else `none`."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates."""
     schedule: Schedule = Linear()
@@ -58,5 +58,7 @@ class JobSpec(SpecModel):
     """What lies where while training."""
     checkpoint: Checkpoint = DiskCheckpoints()
     """What survives a crash."""
+    export: Exports = Field(default=[])
+    """What the job hands back beside what it trained (the adapter, or all weights): one entry a format."""
     resources: Resources = SingleDevice()
     """What the job occupies."""

@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from core.spec.job import JobSpec
 from core.spec.runtime import HeldOut, NoEvaluation
-from core.spec.training import Full, LoRA
+from core.spec.training import NF4, Full, LoRA, NoQuantization, QLoRA
 
 LEARNING_RATE_ADAPTER = 2e-4
 LEARNING_RATE_FULL = 2e-5
@@ -16,7 +16,7 @@ def resolve(spec: JobSpec) -> JobSpec:
     """The same job with every dependent default written out; resolving twice changes nothing."""
     updates: dict[str, Any] = {}
     match spec.method:
-        case LoRA():
+        case LoRA() | QLoRA():
             learning_rate = LEARNING_RATE_ADAPTER
             alpha = spec.method.lora_alpha if spec.method.lora_alpha is not None else 2.0 * spec.method.r
             updates["method"] = spec.method.model_copy(update={"lora_alpha": alpha})
@@ -24,6 +24,8 @@ def resolve(spec: JobSpec) -> JobSpec:
             learning_rate = LEARNING_RATE_FULL
         case _ as never:
             assert_never(never)
+    if spec.quantization is None:
+        updates["quantization"] = NF4() if isinstance(spec.method, QLoRA) else NoQuantization()
     if spec.optimizer.learning_rate is None:
         updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
     if spec.stage.loss_on is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from core.spec.base import SpecModel, by_type, short_form
 
@@ -33,10 +33,10 @@ class Full(SpecModel):
     type: Literal["full"] = "full"
 
 
-class LoRA(SpecModel):
-    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
+class LowRank(SpecModel):
+    """What LoRA and QLoRA share; no arm by itself."""
 
-    type: Literal["lora"] = "lora"
+    type: str
     r: Annotated[int, Field(ge=1, le=256)] = 32
     """Rank of the update."""
     lora_alpha: Annotated[float, Field(gt=0, le=4096)] | None = None
@@ -49,20 +49,60 @@ class LoRA(SpecModel):
     """`all-linear` (every linear layer but the head), `attention` (its projections), or a list of module names."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
+    use_dora: bool = False
+    """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353). Over packed weights base and adapter
+    then run apart, which is slower."""
 
 
-Method = Annotated[Full | LoRA, Field(discriminator="type"), short_form(by_type)]
+class LoRA(LowRank):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+
+
+class QLoRA(LowRank):
+    """LoRA over a base that is packed into 4 bits (Dettmers et al. 2023, arXiv:2305.14314): `quantization` is `nf4`
+    unless another packing is named."""
+
+    type: Literal["qlora"] = "qlora"
+
+
+Method = Annotated[Full | LoRA | QLoRA, Field(discriminator="type"), short_form(by_type)]
 
 # --- quantisation ----------------------------------------------------------------------------------
 
+ModuleNames = Annotated[list[ModuleName], Field(max_length=64)]
+
 
 class NoQuantization(SpecModel):
-    """The base model's weights are kept in the run's precision."""
+    """The base model's weights are kept as its files have them: in the run's precision, or packed, if somebody else has
+    packed them as NF4."""
 
     type: Literal["none"] = "none"
 
 
-Quantization = Annotated[NoQuantization, short_form(by_type)]
+class NF4(SpecModel):
+    """4 bits a weight, in blocks of 64, as bitsandbytes lays them out. Embeddings, output head and norms stay dense. A
+    base whose files are NF4 already is taken as it is."""
+
+    type: Literal["nf4"] = "nf4"
+    double: bool = True
+    """Quantise the blocks' scales too: 4.13 bits a weight in place of 4.5."""
+    skip_modules: ModuleNames = Field(default=[])
+    """Linear layers to leave dense: full names, or their last part."""
+
+
+class Int8(SpecModel):
+    """8 bits a weight: one scale (absmax) a block."""
+
+    type: Literal["int8"] = "int8"
+    block_size: Literal[32, 64, 128, 256] = 64
+    """Weights that share a scale; 64 make it 8.5 bits a weight."""
+    skip_modules: ModuleNames = Field(default=[])
+    """As for `nf4`."""
+
+
+Quantization = Annotated[NoQuantization | NF4 | Int8, Field(discriminator="type"), short_form(by_type)]
 
 # --- optimizer -------------------------------------------------------------------------------------
 
@@ -105,6 +145,33 @@ class Cosine(SpecModel):
 
 
 Schedule = Annotated[Linear | Cosine, Field(discriminator="type"), short_form(by_type)]
+
+# --- what is handed back ---------------------------------------------------------------------------
+
+
+class Merged(SpecModel):
+    """The whole model with the adapter added to its weights: loads without PEFT. What was written is loaded again with
+    plain transformers, and its logits are compared with those of base and adapter; a model that differs is not handed
+    back, and the job says so."""
+
+    type: Literal["merged"] = "merged"
+    merge_onto: Literal["trained", "original"] = "trained"
+    """`trained`: the weights that the adapter was trained over (dequantised, where they are packed), so that the merged
+    model is the one that was evaluated. `original`: the weights of the model's files before they were packed."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Of the weights; `auto`: fp16 if the base model's files are in it, else bf16."""
+
+
+Export = Annotated[Merged, short_form(by_type)]
+
+
+def _once(exports: list[Export]) -> list[Export]:
+    if len({item.type for item in exports}) < len(exports):
+        raise ValueError("each format may stand here once")
+    return exports
+
+
+Exports = Annotated[list[Export], AfterValidator(_once), short_form(lambda value: [value], "merged")]
 
 # --- the loop --------------------------------------------------------------------------------------
 

@@ -1,20 +1,33 @@
-"""The model of a run: load → check → adapt → place."""
+"""The model of a run: load → quantise → check → adapt → place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
+import torch
 from torch import nn
 
 from core.errors import SpecError
 from core.spec.job import JobSpec
-from core.spec.training import Full, LoRA, NoQuantization
+from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
 from core.train.events import EventWriter
-from core.train.load import context_length, load_model
+from core.train.files import remembered_sha256
+from core.train.load import context_length, load_model, packed_as
 from core.train.placement import Placement
+
+if TYPE_CHECKING:
+    from core.train.quant.model import QuantOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    model: nn.Module
+    quantization: dict[str, Any] | None
+    """For the run record: what was packed, from where, and how it computes; None when nothing is."""
 
 
 def build_model(
@@ -23,40 +36,120 @@ def build_model(
     placement: Placement,
     tokenizer: Any,
     *,
+    cache_dir: Path | None,
     longest: int,
     events: EventWriter,
     between: Callable[[], None],
-) -> nn.Module:
-    """The model with what its method adds, on its device, every random number drawn from the job's seed. `longest`:
-    tokens of the longest row. `between` may raise to stop."""
-    model = load_model(model_dir, placement.weights)
+) -> Built:
+    """The model with what its method adds, on its device, every random number drawn from the job's seed. Packed weights
+    are kept below `cache_dir`. `longest`: tokens of the longest row. `between` may raise to stop."""
+    model, packed = _load(spec, model_dir, placement.weights, cache_dir, events, between)
     between()
     _check_fit(model, tokenizer, longest, events)
     seed_all(spec.training.seed)
     model = _adapt(model, spec, placement)
+    if packed is not None:
+        packed |= _fuse(model, placement.device)
     model.to(placement.device)
     if spec.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    return model
+    return Built(model, packed)
 
 
-def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
+# --- load and quantise -----------------------------------------------------------------------------------
+
+
+def _load(
+    spec: JobSpec,
+    folder: Path,
+    dtype: torch.dtype,
+    cache_dir: Path | None,
+    events: EventWriter,
+    between: Callable[[], None],
+) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The model on the CPU, and what there is to say of its packed weights."""
+    already = packed_as(folder)
     match spec.quantization:
+        case None:
+            raise ValueError("the spec is not resolved: quantization is missing")
+        case NoQuantization() if already is None:
+            return load_model(folder, dtype), None
         case NoQuantization():
-            pass
+            options = _options("nf4")
+        case NF4(double=double, skip_modules=skip):
+            options = _options("nf4", double=double, skip=tuple(skip))
+        case Int8(block_size=block, skip_modules=skip):
+            options = _options("int8", block=block, skip=tuple(skip))
         case _ as never:
             assert_never(never)
-    match spec.method:
-        case LoRA():
-            from core.train.methods.lora import adapt_lora
+    if already is not None:
+        _check_packed(spec, already, events)
+    return _load_packed(folder, dtype, options, cache_dir, events, between)
 
-            return adapt_lora(model, spec.method, autocast=placement.autocast is not None)
-        case Full():
-            from core.train.methods.full import adapt_full
 
-            return adapt_full(model)
-        case _ as unknown:
-            assert_never(unknown)
+def _options(format: Any, **more: Any) -> QuantOptions:
+    from core.train.quant.model import QuantOptions
+
+    return QuantOptions(format=format, **more)
+
+
+def _check_packed(spec: JobSpec, already: str, events: EventWriter) -> None:
+    """The files are packed: what that rules out, and what it means for the job."""
+    if isinstance(spec.method, Full):
+        raise SpecError(
+            f"the model's files are packed ({already}), and not all parameters can be trained in packed weights; train "
+            "adapters over it (`method: qlora`), or name the 16-bit model it was made from",
+            field="method",
+        )
+    if any(item.merge_onto == "original" for item in spec.export):
+        raise SpecError(
+            f"the model's files are packed ({already}): there are no 16-bit weights to merge onto; take "
+            "`merge_onto: trained`, or name the 16-bit model it was made from",
+            field="export",
+        )
+    events.write(
+        "notice",
+        code="already_quantized",
+        message=f"the model's files are packed already ({already}); their weights are taken as they are",
+    )
+
+
+def _load_packed(
+    folder: Path,
+    dtype: torch.dtype,
+    options: QuantOptions,
+    cache_dir: Path | None,
+    events: EventWriter,
+    between: Callable[[], None],
+) -> tuple[nn.Module, dict[str, Any]]:
+    from core.train.quant.model import load_quantized
+
+    def told(doing: str) -> None:
+        if doing != events.phase:
+            events.write("phase", phase=doing)
+        between()
+
+    if cache_dir is None:
+        model, report = load_quantized(folder, dtype, options, between=told)
+    else:
+        notes = cache_dir / "digests"
+        notes.mkdir(parents=True, exist_ok=True)
+        model, report = load_quantized(
+            folder,
+            dtype,
+            options,
+            cache_dir / "packed",
+            between=told,
+            digest=lambda path: remembered_sha256(path, notes),
+        )
+    if report.cache_fault is not None:
+        events.write("notice", code="quantization_cache", message=report.cache_fault)
+    if events.phase != "loading":
+        events.write("phase", phase="loading")
+    return model, asdict(report)
+
+
+# --- check and adapt -------------------------------------------------------------------------------------
 
 
 def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) -> None:
@@ -73,3 +166,31 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) ->
             code="beyond_context",
             message=f"rows of {longest} tokens are longer than the {context} positions the model was built for",
         )
+
+
+def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
+    match spec.method:
+        case LoRA() | QLoRA():
+            from core.train.methods.lora import adapt_lora
+
+            return adapt_lora(model, spec.method, autocast=placement.autocast is not None)
+        case Full():
+            from core.train.methods.full import adapt_full
+
+            return adapt_full(model)
+        case _ as unknown:
+            assert_never(unknown)
+
+
+def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Base and adapter in one operator wherever it covers the adapter; how it came out."""
+    from core.train.kernels.interface import backend_for
+    from core.train.quant.adapters import fuse_adapters
+
+    return {"backend": backend_for(device), "adapters": asdict(fuse_adapters(model))}
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All of them: packed weights count as the weights they stand for."""
+    packed = [m for m in model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
+    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)

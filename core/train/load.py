@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
     return model
+
+
+def packed_as(folder: Path) -> str | None:
+    """How the weights in the model's files are packed, in words; None when they are dense."""
+    about = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if about is None:
+        return None
+    kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
+    return " ".join(str(word) for word in (kind, "by", about.get("quant_method", "an unknown method")) if word)
 
 
 def quiet() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.train.batch import IGNORE_INDEX, Batch
+from core.train.loss.head import Head, hidden_states
 
 
 def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -18,12 +19,23 @@ def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     head is the widest product of a small model. No attention mask is passed: rows are padded on the right, and
     attention is causal, so that no token sees the padding.
     """
-    targets = batch.labels[:, 1:]
-    width = batch.labels.shape[1]
-    row, column = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
-    with _head_at(model, row * width + column):
+    positions, targets = _labelled(batch)
+    with _head_at(model, positions):
         output = model(input_ids=batch.input_ids, use_cache=False)
-    return output.logits[0], targets[row, column]
+    return output.logits[0], targets
+
+
+def label_hidden(head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the head would make these logits from, [label tokens, hidden], and the labels [label tokens]."""
+    positions, targets = _labelled(batch)
+    return hidden_states(head, batch.input_ids).flatten(0, 1).index_select(0, positions), targets
+
+
+def _labelled(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Positions before a label, in the flattened batch, and the labels; row after row."""
+    targets = batch.labels[:, 1:]
+    row, column = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    return row * batch.labels.shape[1] + column, targets[row, column]
 
 
 @contextmanager

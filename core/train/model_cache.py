@@ -25,8 +25,8 @@ from typing import Any
 from urllib.parse import quote
 
 from core.errors import ModelError
+from core.train.files import remembered_sha256, sync, write_json
 from core.train.files import sha256 as file_sha256
-from core.train.files import sync
 from core.train.model_files import Summary
 
 MANIFEST = "manifest.json"
@@ -145,16 +145,7 @@ class ModelCache:
 
     def digest(self, path: Path) -> str:
         """SHA-256 of a file outside the cache, remembered as long as its size, mtime and inode stay."""
-        stat = path.stat()
-        signature = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        note = self.root / ".digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-        if note.exists():
-            known = json.loads(note.read_bytes())
-            if known["signature"] == signature:
-                return str(known["sha256"])
-        sha256 = file_sha256(path)
-        write_json(note, {"signature": signature, "sha256": sha256})
-        return sha256
+        return remembered_sha256(path, self.root / ".digests")
 
     def sweep(self) -> None:
         """Throw away work in progress that is old and that nobody holds."""
@@ -170,16 +161,6 @@ class ModelCache:
                 pass  # someone is at work on it
             finally:
                 os.close(fd)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Appear whole or not at all."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _touched(work: Path) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_never
 import torch
 
 from core.spec.runtime import Resources
-from core.spec.training import Full, LoRA, Method
+from core.spec.training import Full, LoRA, Method, QLoRA
 
 Precision = Literal["auto", "bf16", "fp32"]
 
@@ -52,7 +52,7 @@ def place(resources: Resources, precision: Precision, method: Method) -> Placeme
     """Choose for the one visible device, and set threads and deterministic kernels for this process.
 
     bf16 runs compute matrix products in bf16 under autocast. What is trained is always float32: full fine-tuning keeps
-    float32 weights, LoRA holds the frozen base in bf16 and the adapter in float32.
+    float32 weights, LoRA holds the frozen base in bf16 (or packed) and the adapter in float32.
     """
     threads = _set_threads()
     device = _device(resources)
@@ -64,7 +64,7 @@ def place(resources: Resources, precision: Precision, method: Method) -> Placeme
     match method:
         case Full():
             weights = torch.float32
-        case LoRA():
+        case LoRA() | QLoRA():
             weights = torch.bfloat16 if bf16 else torch.float32
         case _ as never:
             assert_never(never)

@@ -18,7 +18,7 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation
-from core.train.build import build_model
+from core.train.build import build_model, count_parameters
 from core.train.checkpoint import store
 from core.train.data.dataset import BatchOrder, DataReport, TokenDataset, eval_batches, tokenise
 from core.train.data.reader import read_rows
@@ -35,7 +35,7 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
 from core.train.record import Environment, data_record
-from core.train.stages.sft import evaluate, sft_loss
+from core.train.stages.sft import choose_sft_loss, evaluate
 
 
 def run(run_dir: Path, stop: Stop | None = None) -> int:
@@ -70,11 +70,12 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         events.write("notice", code="precision_fallback", message=placement.notice)
     tokenizer = load_tokenizer(Path(order.model_dir))
     data = _read_data(order, tokenizer, events, leave_if_asked)
-    model = build_model(
+    built = build_model(
         spec,
         Path(order.model_dir),
         placement,
         tokenizer,
+        cache_dir=None if order.cache_dir is None else Path(order.cache_dir),
         longest=data.longest,
         events=events,
         between=leave_if_asked,
@@ -92,8 +93,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     ledger, environment = Ledger(), Environment(placement)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     engine = Engine(
-        model,
-        build_optimizer(spec.optimizer, {n: p for n, p in model.named_parameters() if p.requires_grad}),
+        built.model,
+        build_optimizer(spec.optimizer, {n: p for n, p in built.model.named_parameters() if p.requires_grad}),
         build_schedule(spec.schedule, total_steps),
         device=placement.device,
         autocast=placement.autocast,
@@ -101,7 +102,9 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         pad_token_id=pad,
         parts={"ledger": ledger, "environment": environment, "cursor": rows},
     )
+    loss_function, loss_record = choose_sft_loss(engine)
     record = _record(order, placement, environment, data, engine, total_steps)
+    record |= {"quantization": built.quantization, "loss": loss_record}
     events.write("run_record", record=record)
     _resume(engine, rows, ledger, environment, order, run_dir, events)
 
@@ -116,7 +119,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
 
     loop = Loop(
         engine=engine,
-        loss_function=sft_loss,
+        loss_function=loss_function,
         dataset=data.train,
         order=rows,
         total_steps=total_steps,
@@ -260,7 +263,7 @@ def _resume(
 def _record(
     order: RunOrder, placement: Placement, environment: Environment, data: _Data, engine: Engine, total_steps: int
 ) -> dict[str, Any]:
-    total = sum(p.numel() for p in engine.model.parameters())
+    total = count_parameters(engine.model)
     trained = sum(p.numel() for p in engine.trained_parameters.values())
     return {
         "job_id": order.job_id,

@@ -29,7 +29,8 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 "loss_on": None if values["loss on"] == "default" else values["loss on"],
             },
             "method": values["method"],
-            "quantization": values["quantization"],
+            "quantization": None if values["quantization"] == "default" else values["quantization"],
+            "export": ["merged"] if values["merged"] == "yes" else [],
             "optimizer": values["optimizer"],
             "schedule": values["schedule"],
             "training": {"precision": values["precision"]},
@@ -71,7 +72,8 @@ def test_codes_are_unique() -> None:
 
 
 def test_axes_follow_the_spec() -> None:
-    assert AXES["method"] == ("full", "lora")
+    assert AXES["method"] == ("full", "lora", "qlora")
+    assert AXES["quantization"] == ("default", "none", "nf4", "int8")
     assert AXES["evaluation"] == ("default", "none", "held_out")
     assert AXES["precision"] == ("auto", "bf16", "fp32")
     assert AXES["strategy"] == ("single",)

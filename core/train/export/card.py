@@ -7,7 +7,7 @@ from typing import Any, assert_never
 import yaml
 
 from core.spec.job import JobSpec
-from core.spec.training import Full, LoRA
+from core.spec.training import Full, LoRA, QLoRA
 
 
 def base_name(source: dict[str, Any], model_dir: str) -> str:
@@ -19,8 +19,11 @@ def base_name(source: dict[str, Any], model_dir: str) -> str:
 def model_card(spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *, base: str) -> str:
     """README.md with metadata the hub understands, and code that loads what lies beside it."""
     match spec.method:
-        case LoRA(r=r, lora_alpha=alpha):
-            how, kind = f"LoRA, rank {r}, alpha {alpha:g}", "adapter"
+        case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
+            name = "DoRA" if spec.method.use_dora else "LoRA"
+            packed = record["quantization"]
+            over = f" over {packed['format']} weights" if packed else ""
+            how, kind = f"{name}, rank {r}, alpha {alpha:g}{over}", "adapter"
             library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
         case Full():
             how, kind = "full fine-tuning", "model"

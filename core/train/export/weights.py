@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.spec.training import Full, LoRA, Method
+from core.spec.training import Full, LoRA, Method, QLoRA
 
 
 def save_weights(
@@ -18,7 +18,7 @@ def save_weights(
     model; `dtype` is what a full model is written in (training keeps float32)."""
     target: Any = model
     match method:
-        case LoRA():
+        case LoRA() | QLoRA():
             folder = artifacts / "adapter"
             for config in target.peft_config.values():
                 config.base_model_name_or_path = base

@@ -1,4 +1,5 @@
-"""LoRA: low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685), made by PEFT."""
+"""LoRA, QLoRA and DoRA: low-rank adapters beside frozen weights, dense or packed (Hu et al. 2021, arXiv:2106.09685),
+made by PEFT."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from core.errors import SpecError
-from core.spec.training import LoRA
+from core.spec.training import LowRank
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""
 
 
-def adapt_lora(model: nn.Module, spec: LoRA, *, autocast: bool = False) -> nn.Module:
+def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
     """Wrap `model` in a PeftModel. Adapter weights are float32 whatever the base is (PEFT's autocast_adapter_dtype),
     drawn from the torch generator. SpecError when a target module does not exist.
 
@@ -33,6 +34,7 @@ def adapt_lora(model: nn.Module, spec: LoRA, *, autocast: bool = False) -> nn.Mo
         lora_dropout=spec.lora_dropout,
         target_modules=targets,
         use_rslora=spec.use_rslora,
+        use_dora=spec.use_dora,
         bias="none",
     )
     adapted = get_peft_model(model, config)
@@ -43,7 +45,7 @@ def adapt_lora(model: nn.Module, spec: LoRA, *, autocast: bool = False) -> nn.Mo
     return adapted
 
 
-def target_modules(model: nn.Module, spec: LoRA) -> str | list[str]:
+def target_modules(model: nn.Module, spec: LowRank) -> str | list[str]:
     """What PEFT takes as `target_modules`."""
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     match spec.target_modules:

@@ -4,20 +4,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from core.train.batch import IGNORE_INDEX, Batch
-from core.train.engine import Diverged, Engine, Loss
-from core.train.logits import label_logits
+from core.train.engine import Diverged, Engine, Loss, LossFunction
+from core.train.logits import label_hidden, label_logits
+from core.train.loss.head import Head, head_of
+from core.train.loss.linear_cross_entropy import linear_cross_entropy
+
+WHOLE_LOGITS_BYTES = 256 * 2**20
+"""Float32 logits of a batch up to which a trained head runs on all label tokens at once."""
 
 
 def sft_loss(model: nn.Module, batch: Batch) -> Loss:
-    """Sum of -log p over the labelled tokens of the batch, in float32."""
+    """Sum of -log p over the labelled tokens of the batch, in float32, from whole logits of these tokens."""
     logits, targets = label_logits(model, batch)
     return Loss(functional.cross_entropy(logits.float(), targets, reduction="sum"), batch.label_tokens)
+
+
+def chunked_sft_loss(head: Head) -> LossFunction:
+    """The same sum with head and cross-entropy in one, chunk by chunk: never whole logits."""
+
+    def loss(model: nn.Module, batch: Batch) -> Loss:
+        hidden, targets = label_hidden(head, batch)
+        total = linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, options=head.options)
+        return Loss(total, batch.label_tokens)
+
+    return loss
+
+
+def choose_sft_loss(engine: Engine) -> tuple[LossFunction, dict[str, Any]]:
+    """The loss of a run and what the run record says of it. Chunked, where the head is frozen and of the known form:
+    it needs less memory and no more time. A trained head costs the chunked form a sum of its own gradient over the
+    chunks, so that it is taken only where the logits are large; the choice is a batch's own, by its label tokens."""
+    with engine.inference() as model:
+        head = head_of(model)
+    if isinstance(head, str):
+        return sft_loss, {"kernel": "logits", "reason": head}
+    chunked = chunked_sft_loss(head)
+    if not head.weight.requires_grad:
+        return chunked, {"kernel": "chunked"}
+
+    def by_size(model: nn.Module, batch: Batch) -> Loss:
+        small = batch.label_tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES
+        return sft_loss(model, batch) if small else chunked(model, batch)
+
+    vocabulary = head.weight.shape[0]
+    return by_size, {"kernel": "by size", "chunked_above_tokens": WHOLE_LOGITS_BYTES // (4 * vocabulary)}
 
 
 def evaluate(
