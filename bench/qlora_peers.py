@@ -1,0 +1,266 @@
+"""Who runs in bench/qlora.py: one optimizer step each, on ids [rows, tokens] with every token labelled.
+
+For all: rank 16 (alpha 32) on every linear layer of the decoder, no dropout, activation checkpointing (non-reentrant),
+gradients clipped to a norm of 1, fused AdamW, products in bfloat16.
+
+    ours         our engine: NF4 with double quantisation, float32 adapters under autocast, the chunked loss
+    trl          bitsandbytes + PEFT + TRL's SFTTrainer as users run it: its own loss (chunked, with entropy and token
+                 accuracy), its default of bfloat16 adapters and bf16 autocast
+    bnb          bitsandbytes + PEFT in a bare loop as users write it: prepare_model_for_kbit_training, float32
+                 adapters, autocast, the model's own loss
+    tuned        bitsandbytes + PEFT well set: nothing cast to float32, bfloat16 adapters, no autocast, no padding, the
+                 model's own loss (on a CPU faster than TRL's), a bare loop without a trainer's bookkeeping
+    lora         the same loop over a bfloat16 base: plain LoRA
+    unsloth      Unsloth's FastLanguageModel in that loop, where it is installed (GPU only)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.qlora_models import tokenizer_for
+from core.train.batch import IGNORE_INDEX, Batch
+
+NAMES = ("ours", "trl", "bnb", "tuned", "lora", "unsloth")
+CHECKPOINTING = {"use_reentrant": False}
+Step = Callable[[Tensor], Tensor]
+"""One optimizer step on ids [rows, tokens]; answers the loss before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    rows: int
+    tokens: int
+    r: int
+    device: torch.device
+
+
+class Missing(Exception):
+    """A peer that cannot run here; the words say why."""
+
+
+def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> Step:
+    """`batches`: all that will be asked for, in order (a trainer wants its data set beforehand)."""
+    torch.manual_seed(0)
+    match name:
+        case "ours":
+            return _ours(folder, shape)
+        case "trl":
+            return _Trl(folder, shape, batches)
+        case "bnb" | "tuned" | "lora":
+            return _loop(name, folder, shape)
+        case "unsloth":
+            return _unsloth(folder, shape)
+        case _:
+            raise ValueError(name)
+
+
+# --- ours ------------------------------------------------------------------------------------------
+
+
+def _ours(folder: Path, shape: Shape) -> Step:
+    from core.spec.training import AdamW
+    from core.train.engine import Engine, Loss
+    from core.train.loss.head import Head, head_of, hidden_states
+    from core.train.loss.linear_cross_entropy import linear_cross_entropy
+    from core.train.optim.optimizers import build_optimizer
+    from core.train.quant.adapters import fuse_adapters
+    from core.train.quant.model import load_quantized
+
+    base: Any = load_quantized(folder, torch.bfloat16)[0]
+    base.to(shape.device)
+    base.enable_input_require_grads()
+    model = _adapt(base, shape, full=True)
+    fuse_adapters(model)
+    head = head_of(model)
+    assert isinstance(head, Head), head
+    spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    engine = Engine(
+        model, build_optimizer(spec, trained), lambda _: 1.0, device=shape.device, autocast=torch.bfloat16,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+
+    def loss_of(_: nn.Module, batch: Batch) -> Loss:
+        hidden = hidden_states(head, batch.input_ids)[:, :-1].flatten(0, 1)
+        labels = batch.labels[:, 1:].flatten()
+        total = linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, options=head.options)
+        return Loss(total, batch.label_tokens)
+
+    def step(ids: Tensor) -> Tensor:
+        rows, tokens = ids.shape
+        labels = ids.clone()
+        labels[:, 0] = IGNORE_INDEX
+        loss = engine.forward(Batch(ids, labels, (tokens,) * rows, rows * (tokens - 1)), loss_of)
+        mean = loss.total / loss.items
+        engine.backward(mean)
+        engine.step()
+        return mean.detach()
+
+    return step
+
+
+# --- bitsandbytes, PEFT, TRL -----------------------------------------------------------------------
+
+
+def _four_bits(folder: Path, shape: Shape) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    ask = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=ask, device_map={"": shape.device}
+    )
+
+
+def _lora_config(shape: Shape) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=shape.r, lora_alpha=2 * shape.r, target_modules="all-linear")
+
+
+def _adapt(base: Any, shape: Shape, *, full: bool) -> Any:
+    from peft import get_peft_model
+
+    torch.manual_seed(1)
+    model = get_peft_model(base, _lora_config(shape), autocast_adapter_dtype=full)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+    return model.train()
+
+
+def _loop(name: str, folder: Path, shape: Shape) -> Step:
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM
+
+    if name == "lora":
+        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(shape.device)
+    else:
+        base = _four_bits(folder, shape)
+    if name == "bnb":
+        base = prepare_model_for_kbit_training(base, True, CHECKPOINTING)
+    else:
+        base.enable_input_require_grads()
+    return _bare(_adapt(base, shape, full=name == "bnb"), shape, autocast=name == "bnb")
+
+
+def _bare(model: Any, shape: Shape, *, autocast: bool) -> Step:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast(shape.device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+class _Trl:
+    """TRL's trainer in a thread of its own. It stands still before every optimizer step until it is asked for one, so
+    that it can take its turn; what counts is from there to where it stands before the next one."""
+
+    def __init__(self, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._inputs: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._failed: BaseException | None = None
+        self._threads = torch.get_num_threads()
+        self._trainer = self._make(folder, shape, batches)
+        threading.Thread(target=self._run, daemon=True).start()
+        self._wait()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self._go.release()
+        self._wait()
+        assert self._inputs is not None and torch.equal(self._inputs.cpu(), ids.cpu())  # noqa: S101 -- the same batch
+        assert self._loss is not None
+        return self._loss
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._failed is not None:
+            raise RuntimeError("TRL's trainer failed") from self._failed
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            self._trainer.train()
+        except BaseException as error:
+            self._failed = error
+            self._done.release()
+
+    def _make(self, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> Any:
+        from datasets import Dataset
+        from torch.utils.data import SequentialSampler
+        from transformers import TrainerCallback
+        from trl import SFTConfig, SFTTrainer
+
+        bench = self
+
+        class InTurn(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                bench._done.release()
+                bench._go.acquire()
+
+        class InOrder(SFTTrainer):
+            def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+                return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                bench._inputs = inputs["input_ids"]
+                result = super().compute_loss(model, inputs, *args, **kwargs)
+                bench._loss = (result[0] if isinstance(result, tuple) else result).detach()
+                return result
+
+        # One batch more than will be asked for: the trainer must not end, and tidy up, beside the others' steps.
+        rows = [row.tolist() for ids in (*batches, batches[0]) for row in ids]
+        return InOrder(
+            model=_four_bits(folder, shape),
+            args=SFTConfig(
+                output_dir=str(folder / "trl"), per_device_train_batch_size=shape.rows, max_steps=len(batches) + 1,
+                learning_rate=1e-4, lr_scheduler_type="constant", max_length=shape.tokens,
+                gradient_checkpointing_kwargs=CHECKPOINTING, save_strategy="no", report_to="none", disable_tqdm=True,
+                use_cpu=shape.device.type == "cpu", seed=1,
+            ),
+            train_dataset=Dataset.from_list([{"input_ids": row, "labels": row} for row in rows]),
+            processing_class=tokenizer_for(folder),
+            peft_config=_lora_config(shape),
+            callbacks=[InTurn()],
+        )  # fmt: skip
+
+
+# --- Unsloth ---------------------------------------------------------------------------------------
+
+
+def _unsloth(folder: Path, shape: Shape) -> Step:
+    if shape.device.type != "cuda":
+        raise Missing("it runs on GPUs only")
+    if find_spec("unsloth") is None:
+        raise Missing("it is not installed (`pip install unsloth`)")
+    from unsloth import FastLanguageModel  # type: ignore[import-not-found]
+
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=shape.tokens, dtype=torch.bfloat16, load_in_4bit=True
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, r=shape.r, lora_alpha=2 * shape.r, lora_dropout=0, bias="none", random_state=1,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        use_gradient_checkpointing=True,
+    )  # fmt: skip
+    return _bare(model.train(), shape, autocast=True)
