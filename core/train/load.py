@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -31,6 +32,15 @@ def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
     return model
+
+
+def stored_tensor(folder: Path, name: str) -> Tensor:
+    """One tensor of the model's files, as it is there."""
+    index = folder / "model.safetensors.index.json"
+    file = json.loads(index.read_bytes())["weight_map"][name] if index.is_file() else "model.safetensors"
+    with safe_open(folder / file, framework="pt") as shard:
+        tensor: Tensor = shard.get_tensor(name)
+    return tensor
 
 
 def packed_as(folder: Path) -> str | None:

@@ -27,6 +27,7 @@ from core.train.disk import tell_failure
 from core.train.engine import Engine
 from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
+from core.train.export.compare import probes
 from core.train.failures import describe
 from core.train.lifeline import Stop
 from core.train.load import load_tokenizer, quiet, saved_dtype
@@ -136,19 +137,26 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     # --- save ----------------------------------------------------------------------------------------
     events.write("phase", phase="saving")
     result = _result(ledger, engine, held_out)
-    artifacts = write_artifacts(
-        run_dir,
-        spec=spec,
-        model=engine.model,
-        tokenizer=tokenizer,
-        source=order.model_source,
-        model_dir=order.model_dir,
-        dtype=saved_dtype(Path(order.model_dir)),
-        record=record,
-        result=result,
-        metrics=ledger.metrics,
-        evaluations=ledger.evaluations,
-    )
+    try:
+        result, artifacts = write_artifacts(
+            run_dir,
+            spec=spec,
+            model=engine.model,
+            tokenizer=tokenizer,
+            source=order.model_source,
+            model_dir=order.model_dir,
+            dtype=saved_dtype(Path(order.model_dir)),
+            record=record,
+            result=result,
+            metrics=ledger.metrics,
+            evaluations=ledger.evaluations,
+            probes=probes([data.train[row][0] for row in range(min(len(data.train), 64))]),
+            events=events,
+            between=leave_if_asked,
+        )
+    except StopRequested:
+        loop.save()
+        raise
     events.write("result", result=result, artifacts=artifacts)
 
 

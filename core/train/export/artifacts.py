@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.spec.job import JobSpec
 from core.spec.run import ARTIFACTS
+from core.train.events import EventWriter
 from core.train.export.card import base_name, model_card
+from core.train.export.formats import write_formats
 from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
 from core.train.files import sha256, sync
@@ -32,8 +34,12 @@ def write_artifacts(
     result: dict[str, Any],
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
-) -> list[dict[str, Any]]:
-    """Write everything the job hands back, synced, and list it: path below artifacts/, bytes, sha256, kind."""
+    probes: Sequence[Tensor],
+    events: EventWriter,
+    between: Callable[[], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Write everything the job hands back, synced: its result, with what became of each format of `spec.export` (see
+    core/train/export/formats.py), and the list of files: path below artifacts/, bytes, sha256, kind."""
     folder = run_dir / ARTIFACTS
     if folder.exists():
         shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
@@ -41,12 +47,27 @@ def write_artifacts(
     base = base_name(source, model_dir)
     weights = save_weights(model, tokenizer, spec.method, folder, base=base, dtype=dtype)
     (weights / "README.md").write_text(model_card(spec, record, result, base=base), encoding="utf-8")
+    if spec.export:
+        outcomes = write_formats(
+            spec,
+            model,
+            tokenizer,
+            folder,
+            model_dir=Path(model_dir),
+            probes=probes,
+            events=events,
+            between=between,
+        )
+        result = result | {"export": outcomes}
+        for outcome in (one for one in outcomes if one["released"]):
+            card = model_card(spec, record, result, base=base, merged=outcome)
+            (folder / outcome["folder"] / "README.md").write_text(card, encoding="utf-8")
     lines = [json.dumps(m) for m in (*metrics, *evaluations)]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
     plot_loss(metrics, evaluations, folder / "loss.png")
-    return [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return result, [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _entry(folder: Path, path: Path) -> dict[str, Any]:
@@ -71,7 +92,7 @@ def _kind(path: Path) -> str:
             return "card"
         case "adapter", name if name.startswith("adapter_"):
             return "adapter"
-        case "model", name if name.startswith("model") or name in ("config.json", "generation_config.json"):
+        case "model" | "merged", name if name.startswith("model") or name in ("config.json", "generation_config.json"):
             return "model"
         case _:
             return "tokenizer"

@@ -16,8 +16,11 @@ def base_name(source: dict[str, Any], model_dir: str) -> str:
     return str(name) if isinstance(name, str) and name and not source.get("file") else model_dir
 
 
-def model_card(spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *, base: str) -> str:
-    """README.md with metadata the hub understands, and code that loads what lies beside it."""
+def model_card(
+    spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *, base: str, merged: dict[str, Any] | None = None
+) -> str:
+    """README.md with metadata the hub understands, and code that loads what lies beside it: the adapter, the model, or
+    what `merged` says was made of both."""
     match spec.method:
         case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
             name = "DoRA" if spec.method.use_dora else "LoRA"
@@ -25,6 +28,12 @@ def model_card(spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *,
             over = f" over {packed['format']} weights" if packed else ""
             how, kind = f"{name}, rank {r}, alpha {alpha:g}{over}", "adapter"
             library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
+            if merged is not None:
+                onto = (
+                    "its original weights" if merged["merge_onto"] == "original" else "the weights it was trained over"
+                )
+                how += f"; merged onto {onto}, in {merged['dtype']}"
+                kind, library, relation, load = "model", "transformers", "finetune", _LOAD_MODEL
         case Full():
             how, kind = "full fine-tuning", "model"
             library, relation, load = "transformers", "finetune", _LOAD_MODEL

@@ -1,0 +1,144 @@
+"""A model with its adapter added to its weights, written shard by shard: dequantise → add in float32 → round once.
+
+Each layer is merged by its own adapter layer (so DoRA and rslora as PEFT has them) over a float32 copy of its weight;
+the model itself stays as it is. At no time are there more dense weights in memory than one shard and one layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from core.train.load import stored_tensor
+from core.train.quant.linear import QuantLinear
+
+SHARD_BYTES = 2 * 2**30
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def write_merged(
+    model: Any,
+    folder: Path,
+    *,
+    model_dir: Path,
+    dtype: torch.dtype,
+    original: bool = False,
+    between: Callable[[], None] = lambda: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads, without the tokenizer. `model` is a PeftModel
+    whose base came from `model_dir`; `original` takes packed layers' weights from the files there, as they were before
+    they were packed. `between` runs after every layer and may raise. ValueError when an adapter holds NaN."""
+    folder.mkdir(parents=True)
+    base = model.get_base_model()
+    tensors = merged_tensors(base, dtype, model_dir if original else None)
+    if getattr(base, "_weight_conversions", None):
+        # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
+        tensors = iter(revert_weight_conversion(base, dict(tensors)).items())
+    _write_shards(tensors, folder, between, shard_bytes)
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = dtype
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(folder)
+    if (model_dir / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(model_dir, local_files_only=True).save_pretrained(folder)
+
+
+@torch.no_grad()
+def merged_tensors(base: nn.Module, dtype: torch.dtype, originals: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor on the CPU) of every weight, one after the other; a tensor that is tied to another comes once."""
+    seen: set[int] = set()
+    adapters: list[str] = []
+    for prefix, module in base.named_modules():
+        if any(prefix.startswith(f"{name}.") for name in adapters[-1:]):
+            continue  # inside of the layer just merged
+        match module:
+            case LoraLayer():
+                adapters.append(prefix)
+                values = _merged(module, prefix, originals)
+            case QuantLinear():
+                values = _parameters(_dense(module, prefix, originals))
+            case _:
+                values = _parameters(module, seen)
+        for name, tensor in values:
+            to = dtype if tensor.is_floating_point() else tensor.dtype
+            yield f"{prefix}.{name}" if prefix else name, tensor.to("cpu", to).contiguous()
+
+
+def _merged(layer: Any, prefix: str, originals: Path | None) -> Iterator[tuple[str, Tensor]]:
+    base = layer.get_base_layer()
+    layer.base_layer = _dense(base, prefix, originals)
+    try:
+        layer.merge(safe_merge=True)
+        yield from _parameters(layer.base_layer)
+    finally:
+        layer.base_layer = base
+        layer.merged_adapters.clear()
+        layer._caches.clear()  # what DoRA keeps for an unmerge
+
+
+def _dense(base: nn.Module, prefix: str, originals: Path | None) -> nn.Module:
+    """A float32 copy of a layer, dense."""
+    if not isinstance(base, QuantLinear):
+        return copy.deepcopy(base).float()
+    dense = base.dense(torch.float32)
+    if originals is not None:
+        dense.weight.copy_(stored_tensor(originals, f"{prefix}.weight"))
+    return dense
+
+
+def _parameters(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The module's own weights and persistent buffers."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (seen is None or id(parameter) not in seen):
+            if seen is not None:
+                seen.add(id(parameter))
+            yield name, parameter.detach()
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _write_shards(
+    tensors: Iterator[tuple[str, Tensor]], folder: Path, between: Callable[[], None], shard_bytes: int
+) -> None:
+    shard: dict[str, Tensor] = {}
+    names: list[list[str]] = []
+    size = total = 0
+
+    def close() -> None:
+        save_file(shard, folder / f"shard-{len(names)}", metadata={"format": "pt"})
+        names.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        between()
+        if shard and size + tensor.nbytes > shard_bytes:
+            close()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    close()
+    if len(names) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, here in enumerate(names):
+        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(here, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
