@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
-from core.data.rows import RowFormat
 from core.errors import SpecError
-from core.spec.job import JobSpec
 from core.spec.run import (
     CHECKPOINTS,
     EVENTS_FILE,
@@ -20,22 +17,21 @@ from core.spec.run import (
 from core.spec.runtime import HeldOut, NoEvaluation
 from core.train.build import build_model, count_parameters
 from core.train.checkpoint import store
-from core.train.data.dataset import BatchOrder, DataReport, TokenDataset, eval_batches, tokenise
-from core.train.data.reader import read_rows
-from core.train.data.render import Renderer
+from core.train.data.dataset import BatchOrder, eval_batches
 from core.train.disk import tell_failure
 from core.train.engine import Engine
 from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
 from core.train.export.compare import probes
 from core.train.failures import describe
+from core.train.feed import Data, read_data
 from core.train.lifeline import Stop
 from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
-from core.train.record import Environment, data_record
+from core.train.record import Environment
 from core.train.stages.sft import choose_sft_loss, evaluate
 
 
@@ -70,7 +66,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     if placement.notice:
         events.write("notice", code="precision_fallback", message=placement.notice)
     tokenizer = load_tokenizer(Path(order.model_dir))
-    data = _read_data(order, tokenizer, events, leave_if_asked)
+    data = read_data(order, tokenizer, events, leave_if_asked)
     built = build_model(
         spec,
         Path(order.model_dir),
@@ -160,74 +156,6 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     events.write("result", result=result, artifacts=artifacts)
 
 
-# --- data ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    train: TokenDataset
-    train_record: dict[str, Any]
-    eval: TokenDataset | None
-    eval_record: dict[str, Any] | None
-    completions: bool
-    """The loss is on completions, not on all tokens."""
-    longest: int
-
-
-def _read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Any) -> _Data:
-    spec = order.spec
-    rows, row_format = read_rows(Path(order.train_file), spec.data.train.format)
-    completions = _loss_on_completions(spec, row_format)
-    renderer = Renderer(tokenizer, all_tokens=not completions)
-    limit = spec.training.max_length
-    train, report = tokenise(rows, renderer, limit, between)
-    _tell(report, "training", limit, events)
-    held: TokenDataset | None = None
-    held_record: dict[str, Any] | None = None
-    longest = report.longest
-    if order.eval_file is not None and isinstance(spec.evaluation, HeldOut):
-        source = spec.data.eval.format if spec.data.eval is not None else "auto"
-        eval_rows, eval_format = read_rows(Path(order.eval_file), source)
-        if completions and eval_format == "text":
-            raise SpecError(
-                "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
-            )
-        held, held_report = tokenise(eval_rows, renderer, limit, between)
-        _tell(held_report, "held-out", limit, events)
-        held_record = data_record(Path(order.eval_file), eval_format, held_report)
-        longest = max(longest, held_report.longest)
-    train_record = data_record(Path(order.train_file), row_format, report)
-    return _Data(train, train_record, held, held_record, completions, min(longest, limit))
-
-
-def _loss_on_completions(spec: JobSpec, row_format: RowFormat) -> bool:
-    match spec.stage.loss_on:
-        case "completions" if row_format == "text":
-            raise SpecError("rows of raw text have no completion; set stage.loss_on to `all`", field="stage.loss_on")
-        case "completions":
-            return True
-        case "all":
-            return False
-        case None:
-            return row_format != "text"
-        case _ as never:
-            assert_never(never)
-
-
-def _tell(report: DataReport, which: str, limit: int, events: EventWriter) -> None:
-    if report.truncated:
-        message = f"{report.truncated} {which} rows are longer than max_length = {limit} tokens and lost their end"
-        if report.dropped:
-            message += f"; {report.dropped} of them had nothing left to learn and are left out"
-        events.write("notice", code="rows_truncated", message=f"{message} (the longest has {report.longest} tokens)")
-    if report.cut_prompts:
-        message = (
-            f"in {report.cut_prompts} {which} rows tokens merge across the end of the prompt; "
-            "end prompts with a space or a new line"
-        )
-        events.write("notice", code="prompt_boundary", message=message)
-
-
 # --- state and record ------------------------------------------------------------------------------------
 
 
@@ -269,7 +197,7 @@ def _resume(
 
 
 def _record(
-    order: RunOrder, placement: Placement, environment: Environment, data: _Data, engine: Engine, total_steps: int
+    order: RunOrder, placement: Placement, environment: Environment, data: Data, engine: Engine, total_steps: int
 ) -> dict[str, Any]:
     total = count_parameters(engine.model)
     trained = sum(p.numel() for p in engine.trained_parameters.values())
