@@ -1,4 +1,4 @@
-"""`python -m worker [--gpus 0,1] [--slots 2]`: serve this box. Becomes `celery -A worker.app worker`, under its name."""
+"""`python -m worker [--gpus 0,1] [--slots 2]`: serve this box. Becomes `celery -A worker.app worker`, as its node."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, S
 from core.settings import Settings
 from core.spec.run import EVENTS_FILE
 from core.storage.layout import Layout
-from worker import gpu_memory, orders, outcome, processes
+from worker import gpu_memory, leftovers, orders, outcome, processes
 from worker.child import Child, write_order
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
@@ -112,6 +112,7 @@ class Attempt:
             return
         assert self.child is not None
         code = self.child.reap()
+        leftovers.clear(self.folder)
         self._free_gpu(memory_before)
         killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
         try:

@@ -13,6 +13,8 @@ from core.db.engine import Database
 from core.jobs import claims, leader, nodes, outbox
 from core.jobs.housekeeping import forget_answers
 from core.settings import Settings
+from core.storage.layout import Layout
+from worker import leftovers
 
 log = logging.getLogger("eft.housekeeping")
 
@@ -45,6 +47,7 @@ class Housekeeper:
         self._publish = publish
         self._backlog = backlog
         self._stopped = threading.Event()
+        self._layout = Layout(settings.root)
         self._lead_seconds = max(3 * settings.sweep_seconds, 10.0)
         self._away: set[str] = set()
         """What cannot be reached; told once an outage."""
@@ -82,9 +85,10 @@ class Housekeeper:
 
     def _reap(self) -> bool:
         with self._database.write() as session:
-            count = claims.reap(session)
-        if count:
-            log.warning("took back %d job(s) whose worker was silent for longer than its lease", count)
+            lost = claims.reap(session)
+        for job_id, attempt in lost:
+            log.warning("%s: taken back; its worker was silent for longer than its lease", job_id)
+            leftovers.clear(self._layout.attempt(job_id, attempt))  # its trainer has ended itself before
         return True
 
     def _clear(self) -> bool:

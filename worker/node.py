@@ -17,7 +17,7 @@ from core.db.engine import Database
 from core.db.tables import Attempt, File, Job
 from core.jobs import claims
 from core.storage.layout import Layout
-from worker import processes
+from worker import leftovers, processes
 
 log = logging.getLogger("eft.worker")
 
@@ -92,6 +92,7 @@ def clear_orphans(database: Database, layout: Layout, node: str, worker: str) ->
         left = claims.orphans(session, node, worker)
     for job, attempt in left:
         _end_processes(attempt, layout.attempt(job.id, attempt.attempt))
+        leftovers.clear(layout.attempt(job.id, attempt.attempt))
         with database.write() as session:
             again = session.execute(
                 select(Job)

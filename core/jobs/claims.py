@@ -210,8 +210,8 @@ def give_back_unheard(session: Session, worker: str, known: Collection[tuple[str
     return ids
 
 
-def reap(session: Session) -> int:
-    """Take back every job whose lease has run out. Returns how many."""
+def reap(session: Session) -> list[tuple[str, int]]:
+    """Take back every job whose lease has run out. Returns the (job, attempt) pairs that ended so."""
     expired = (
         session.execute(
             select(Job)
@@ -221,9 +221,10 @@ def reap(session: Session) -> int:
         .scalars()
         .all()
     )
+    lost = [(job.id, job.attempt) for job in expired]
     for job in expired:
         lose(session, job, f"worker on {job.node} was silent for longer than its lease")
-    return len(expired)
+    return lost
 
 
 def orphans(session: Session, node: str, worker: str) -> list[tuple[Job, Attempt]]:

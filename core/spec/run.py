@@ -4,7 +4,7 @@
       run.json            in: a RunOrder (or a PrepareOrder for `python -m core.train.prepare`)
       events.jsonl        out: one JSON object a line, appended and flushed at once: {"seq", "time", "type", …}
       log.txt             out: the child's stdout and stderr
-      checkpoints/        out: step-00000050/ …, each complete or not there
+      checkpoints/        out: step-00000050/ …, each complete or not there (tmp-…: one that is being written)
       artifacts/          out: what the job hands back, listed in the result event
 
 Heartbeat: the worker holds the child's stdin and writes a byte with every renewed lease. End of file, or silence
@@ -37,6 +37,8 @@ ORDER_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
+UNFINISHED = "tmp-"
+"""Begins the name of a checkpoint that is being written. Its writer being dead, it is rubbish."""
 ARTIFACTS = "artifacts"
 
 SPARE_READY = b"ready\n"
@@ -54,7 +56,8 @@ EventType = Literal[
     "run_record",  # {"record": {versions, device, dtype, threads, model revision, data hashes, …}}
     "alive",  # {}: a sign of life from work that has nothing else to tell; silence is taken for a hang
     "result",  # last on success: {"result": {…}, "artifacts": [{"path" below artifacts/, "bytes", "sha256", "kind"}]}
-    "error",  # last on failure: {"failure": FailureClass, "code", "message", "field": str | null}
+    "error",  # last on failure: {"failure": FailureClass, "code", "message", "field": str | null}; with code
+    # no_space also {"needs_bytes"} where it is known: what must be free before trying again makes sense
 ]
 
 FailureClass = Literal["user", "memory", "machine", "internal"]

@@ -51,7 +51,7 @@ def end(database: Database, claim: Claim, outcome: Outcome, policy: RetryPolicy 
 
 def reap(database: Database) -> int:
     with database.write() as session:
-        return claims.reap(session)
+        return len(claims.reap(session))
 
 
 # -- eligible

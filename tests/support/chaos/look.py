@@ -1,0 +1,260 @@
+"""Looking at a service from outside: its tables by plain SQL, read only, and its trainers in /proc.
+
+Nothing here is shared with the product, so that one mistake cannot hide another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from sqlalchemy import make_url
+
+WAITING_OR_OVER = ("queued", "paused", "succeeded", "failed", "cancelled")
+SAMPLE_SECONDS = 0.2
+AWAY = (sqlite3.Error, psycopg.Error)
+
+
+class Tables:
+    """Read-only SQL on SQLite or PostgreSQL; connects anew after an error. One thread an object."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url)
+        self._connection: Any = None
+
+    def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Parameters are `?`. Raises one of AWAY."""
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            if self._url.get_backend_name() == "sqlite":
+                return self._connection.execute(query, tuple(parameters)).fetchall()  # type: ignore[no-any-return]
+            return self._connection.execute(query.replace("?", "%s"), tuple(parameters)).fetchall()  # type: ignore[no-any-return]
+        except AWAY:
+            self.close()
+            raise
+
+    def _connect(self) -> Any:
+        if self._url.get_backend_name() == "sqlite":
+            return sqlite3.connect(f"file:{self._url.database}?mode=ro", uri=True, timeout=10, isolation_level=None)
+        plain = self._url.set(drivername="postgresql").render_as_string(hide_password=False)
+        connection = psycopg.connect(plain, autocommit=True, connect_timeout=3)
+        connection.read_only = True
+        return connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(*AWAY):  # it was broken already
+                self._connection.close()
+            self._connection = None
+
+
+def document(value: Any) -> Any:
+    """A JSON column: text in SQLite, already read by psycopg."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A living child of a worker."""
+
+    pid: int
+    started: int
+    """Ticks after boot: with the number, which process it is."""
+    job_id: str
+    attempt: int
+
+
+def trainers(data: Path) -> list[Trainer]:
+    """The living children that work in a run folder below `data`."""
+    below = os.fsencode(data / "runs") + b"/"
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if len(arguments) < 4 or arguments[1] != b"-m" or not arguments[2].startswith(b"core.train"):
+            continue
+        if not arguments[3].startswith(below):
+            continue
+        job, _, attempt = arguments[3][len(below) :].decode().partition("/attempt-")
+        started = alive(int(entry.name))
+        if started is not None and attempt.isdigit():
+            found.append(Trainer(int(entry.name), started, job, int(attempt)))
+    return found
+
+
+def alive(pid: int) -> int | None:
+    """The start time (ticks after boot) of a living process, None for one that is gone or only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An event as it was seen while it was new."""
+
+    seq: int
+    attempt: int
+    type: str
+    time: float
+
+
+class Observer:
+    """Samples the running service in a thread of its own: who holds which slot, what runs, which events there are."""
+
+    def __init__(self, url: str, data: Path) -> None:
+        self._tables = Tables(url)
+        self._data = data
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="observer")
+        self.statuses: dict[str, str] = {}
+        self.seen: dict[str, list[Seen]] = {}
+        self.final: dict[str, str] = {}
+        """Jobs that were seen at their end, and at which."""
+        self.faults: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self._slots: dict[tuple[str, int], tuple[str, str]] = {}
+        self._queued_since: dict[str, float] = {}
+        self.longest_wait = 0.0
+        """Seconds that a job stood queued in one go."""
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join()
+        self._tables.close()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(SAMPLE_SECONDS):
+                try:
+                    self._sample()
+                except AWAY:
+                    self.counts["database away"] += 1
+        except BaseException as error:  # told by stop()
+            self.error = error
+
+    def _sample(self) -> None:
+        before = self._jobs()
+        self._leases()
+        running = trainers(self._data)
+        after = self._jobs()
+        self._events(after)
+        self._overlaps(running)
+        for trainer in running:
+            held_by_nobody = [
+                seen[trainer.job_id][:2]
+                for seen in (before, after)
+                if trainer.job_id in seen and seen[trainer.job_id][0] in WAITING_OR_OVER
+            ]
+            # The same waiting state and attempt before and after: nobody held the job while its process was seen.
+            if len(held_by_nobody) == 2 and held_by_nobody[0] == held_by_nobody[1]:
+                self.faults.append(f"slots: {trainer} lives, and its job is {held_by_nobody[0]}")
+        self.counts["samples"] += 1
+        self.counts["trainers seen"] += len(running)
+
+    def _jobs(self) -> dict[str, tuple[str, int, int]]:
+        rows = self._tables.rows("SELECT id, status, attempt, event_seq FROM jobs")
+        now = time.monotonic()
+        for job_id, status, _, _ in rows:
+            if status == "queued":
+                since = self._queued_since.setdefault(job_id, now)
+                self.longest_wait = max(self.longest_wait, now - since)
+            else:
+                self._queued_since.pop(job_id, None)
+            if job_id in self.final and self.final[job_id] != status:
+                self.faults.append(f"ends: {job_id} was {self.final[job_id]} and is {status}")
+            if status in ("succeeded", "failed", "cancelled"):
+                self.final.setdefault(job_id, status)
+        gone = set(self.statuses) - {row[0] for row in rows}
+        if gone:
+            self.faults.append(f"accepted: jobs have vanished: {sorted(gone)}")
+        self.statuses = {row[0]: row[1] for row in rows}
+        return {row[0]: (row[1], row[2], row[3]) for row in rows}
+
+    def _leases(self) -> None:
+        rows = self._tables.rows("SELECT node, slot, job_id, attempt FROM allocations WHERE released_at IS NULL")
+        held = Counter((node, slot) for node, slot, _, _ in rows)
+        self.faults.extend(f"slots: {place} is held {count} times" for place, count in held.items() if count > 1)
+        of_job = Counter(job_id for _, _, job_id, _ in rows)
+        self.faults.extend(f"slots: {job_id} holds {count} slots" for job_id, count in of_job.items() if count > 1)
+        self._slots |= {(job_id, attempt): (node, slot) for node, slot, job_id, attempt in rows}
+        self.counts["leases seen"] += len(rows)
+
+    def _events(self, jobs: dict[str, tuple[str, int, int]]) -> None:
+        for job_id, (_, _, newest) in jobs.items():
+            known = self.seen.setdefault(job_id, [])
+            if newest <= len(known):
+                continue
+            rows = self._tables.rows(
+                "SELECT seq, attempt, type, time FROM events WHERE job_id = ? AND seq > ? ORDER BY seq",
+                (job_id, len(known)),
+            )
+            for row in rows:
+                if row[0] != len(known) + 1:
+                    self.faults.append(
+                        f"writers: {job_id} had {len(known)} events, and the next one is number {row[0]}"
+                    )
+                    return
+                known.append(Seen(*row))
+
+    def _overlaps(self, running: list[Trainer]) -> None:
+        suspects = []
+        for one, other in _pairs(running):
+            if one.job_id == other.job_id:
+                suspects.append(("two trainers of one job", one, other))
+            elif self._slot(one) is not None and self._slot(one) == self._slot(other):
+                suspects.append((f"two trainers on slot {self._slot(one)}", one, other))
+        if suspects:
+            # The list is not of one moment: only if both are in a second one were both there between the two.
+            again = set(trainers(self._data))
+            self.faults.extend(
+                f"slots: {what} at once: {one}, {other}" for what, one, other in suspects if {one, other} <= again
+            )
+
+    def _slot(self, trainer: Trainer) -> tuple[str, str] | None:
+        key = (trainer.job_id, trainer.attempt)
+        if key not in self._slots:
+            rows = self._tables.rows("SELECT node, slot FROM attempts WHERE job_id = ? AND attempt = ?", key)
+            if rows:
+                self._slots[key] = (rows[0][0], rows[0][1])
+        return self._slots.get(key)
+
+
+def _pairs(running: list[Trainer]) -> Iterator[tuple[Trainer, Trainer]]:
+    for number, one in enumerate(running):
+        for other in running[number + 1 :]:
+            yield one, other
+
+
+@contextmanager
+def tables(url: str) -> Iterator[Tables]:
+    opened = Tables(url)
+    try:
+        yield opened
+    finally:
+        opened.close()

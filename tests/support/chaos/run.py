@@ -1,0 +1,376 @@
+"""A run: bring everything up, learn what undisturbed jobs give, let the script loose, calm down, look what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from tests.support.chaos import history as histories
+from tests.support.chaos import look, script, specs
+from tests.support.chaos.history import History, Result
+from tests.support.chaos.invariants import Check, check_all
+from tests.support.chaos.look import Observer
+from tests.support.chaos.people import WAITING, People
+from tests.support.chaos.processes import ROOT, Installation, Member, wait_until
+from tests.support.chaos.script import Action
+
+TICK_SECONDS = 0.05
+MOST_OPEN = 12
+"""Jobs that are not over; more are not submitted, so that the end comes in a bounded time."""
+MOST_KILLS = 4
+"""Of the trainers of one job: the wait before its next try doubles with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seed: int
+    seconds: float
+    database: script.Databases
+    fault_every: float = 7.0
+    wish_every: float = 6.0
+    burst: int = 4
+    specs: int = 3
+    scale: float = 1.0
+    slots: int = 2
+    lease: float = 8.0
+    fence: float = 4.0
+    renew: float = 1.0
+    drain_seconds: float = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    plan: Plan
+    history: History
+    checks: dict[str, Check]
+    counts: dict[str, int]
+    log: list[str]
+    folder: Path | None
+    """Kept, because something did not hold."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    longest_wait: float = 0.0
+    own_ends: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def violations(self) -> list[str]:
+        return [f"{name}: {words}" for name, check in self.checks.items() for words in check.violations]
+
+
+class Run:
+    """One plan on an installation of its own. Call `go` from the main thread."""
+
+    def __init__(self, plan: Plan, out: TextIO = sys.stdout) -> None:
+        self.plan = plan
+        self.out = out
+        self.log: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.folder = Path(tempfile.mkdtemp(prefix="eft-chaos-", dir="/tmp"))  # short: sockets lie below it
+        self.folder.chmod(0o711)  # PostgreSQL runs as somebody else when we are root
+        self._began = time.monotonic()
+        self._hits: Counter[str] = Counter()
+        self._next_line = 0.0
+        models = self.folder / "models"
+        subprocess.run([sys.executable, "-m", "tests.support.tiny_model", models / "tiny"], cwd=ROOT, check=True)
+        self.inst = Installation(
+            self.folder,
+            plan.database,
+            models,
+            slots=plan.slots,
+            lease=plan.lease,
+            fence=plan.fence,
+            renew=plan.renew,
+        )
+
+    def go(self) -> Outcome:
+        keep = True
+        observer: Observer | None = None
+        try:
+            self.inst.up()
+            url = self.inst.postgres.url if self.inst.postgres else f"sqlite:///{self.inst.data}/eft.db"
+            observer = Observer(url, self.inst.data)
+            people = self._people(observer)
+            references = self._references(people)
+            undisturbed = self._elapsed()
+            observer.start()
+            self._storm(people)
+            stormed = self._elapsed()
+            self._drain(people, observer)
+            drained = self._elapsed()
+            observer.stop()
+            history = History(people.ledger, references)
+            self._gather(history, url, people, observer)
+            outcome = Outcome(self.plan, history, check_all(history), dict(self.counts), self.log, None)
+            outcome.seconds = {
+                "undisturbed": undisturbed,
+                "storm": stormed - undisturbed,
+                "drain": drained - stormed,
+                "all": self._elapsed(),
+            }
+            outcome.longest_wait = observer.longest_wait
+            outcome.own_ends = {member.name: member.own_ends for member in self.inst.members}
+            keep = bool(outcome.violations)
+            outcome.folder = self.folder if keep else None
+            return outcome
+        finally:
+            if observer is not None and observer._thread.is_alive():
+                observer._end.set()
+                observer._thread.join()
+            self.inst.end_all()
+            if keep:
+                self.say(f"kept: {self.folder}")
+                (self.folder / "actions.log").write_text("\n".join(self.log) + "\n")
+            else:
+                shutil.rmtree(self.folder)
+
+    # -- before
+
+    def _people(self, observer: Observer) -> People:
+        waiting = People(self.inst.url, self.inst.key, [], "", dict)
+        wait_until(lambda: self._answers(waiting), 60, "the API")
+        train, held_out = specs.write_rows(self.folder)
+        files = [waiting.upload(path.read_bytes(), path.name) for path in (train, held_out)]
+        waiting.close()
+        jobs = specs.all_specs(self.folder / "models" / "tiny", files[0], files[1], self.plan.scale)
+        run = f"chaos-{self.plan.seed}"
+        return People(self.inst.url, self.inst.key, jobs[: self.plan.specs], run, lambda: observer.statuses)
+
+    def _answers(self, people: People) -> bool:
+        self.inst.tick()
+        try:
+            people.get("/jobs")
+        except Exception:
+            return False
+        return True
+
+    def _references(self, people: People) -> list[Result]:
+        """What each spec gives when nobody disturbs it."""
+        ids = []
+        for number in range(len(people.specs)):
+            job_id = people.submit((number + 0.5) / len(people.specs))
+            assert people.ledger.accepted[job_id][1] == number
+            ids.append(job_id)
+        deadline = time.monotonic() + self.plan.drain_seconds
+        while True:
+            self.inst.tick()
+            jobs = [people.get(f"/jobs/{job_id}").json() for job_id in ids]
+            assert not [job for job in jobs if job["status"] in ("failed", "cancelled")], jobs
+            if all(job["status"] == "succeeded" for job in jobs):
+                break
+            assert time.monotonic() < deadline, f"undisturbed jobs are not done: {jobs}"
+            time.sleep(0.2)
+        again = [job for job in jobs if job["attempt"] != 2]  # one to prepare, one to train
+        assert not again, f"disturbed: {again}"
+        found = [histories.result(people, job_id) for job_id in ids]
+        assert all(result.weights and not result.faults for result in found), found
+        self.say(f"undisturbed: {len(found)} kinds of jobs, {', '.join(f'{len(r.losses)} steps' for r in found)}")
+        return found
+
+    # -- the storm
+
+    def _storm(self, people: People) -> None:
+        plan, begun = self.plan, time.monotonic()
+        actions = script.write(
+            plan.seed,
+            plan.seconds,
+            plan.database,
+            fault_every=plan.fault_every,
+            wish_every=plan.wish_every,
+            burst=plan.burst,
+        )
+        with ThreadPoolExecutor(8) as pool:
+            for action in actions:
+                while time.monotonic() - begun < action.at:
+                    self._tick(people)
+                if action.kind in script.FAULTS:
+                    self._note(action, self._fault(action))
+                else:
+                    pool.submit(self._wish, people, action)
+            while time.monotonic() - begun < plan.seconds:
+                self._tick(people)
+            self._calm()
+            while pool._work_queue.qsize():  # wishes that wait for the API to come back
+                self._tick(people)
+            threading_end = time.monotonic() + 60
+            pool.shutdown(wait=False)
+            while any(thread.is_alive() for thread in pool._threads) and time.monotonic() < threading_end:
+                self._tick(people)
+            people.stopped.set()
+
+    def _wish(self, people: People, action: Action) -> None:
+        open_jobs = [status for status in people._statuses().values() if status not in look.WAITING_OR_OVER[2:]]
+        if action.kind == "submit" and len(open_jobs) >= MOST_OPEN:
+            self._note(action, f"left out, {len(open_jobs)} jobs are open")
+            return
+        self._note(action, people.wish(action.kind, action.pick))
+
+    def _fault(self, action: Action) -> str:
+        """Do it; what it met, in words."""
+        inst, kind = self.inst, action.kind
+        match kind:
+            case "kill_api":
+                return self._count(kind, inst.api.kill(action.seconds), "the API")
+            case "kill_broker":
+                return self._count(kind, inst.broker.kill(action.seconds), "the broker")
+            case "kill_database":
+                assert inst.postgres is not None
+                return self._count(kind, inst.postgres.member.kill(action.seconds), "PostgreSQL")
+            case "kill_worker":
+                worker = self._worker(action)
+                return self._count(kind, worker.kill(2 * action.seconds), worker.name)
+            case "term_worker":
+                worker = self._worker(action)
+                return self._count(kind, worker.terminate(), worker.name)
+            case "freeze_worker":
+                worker, seconds = self._worker(action), inst.lease + action.seconds
+                return self._count(kind, worker.freeze(seconds), f"{worker.name} for {seconds:.1f} s")
+            case "kill_trainer":
+                return self._kill_trainer(action)
+            case "flushall":
+                return self._count(kind, inst.flushall(), "the broker")
+            case "kill_everything":
+                dice = random.Random(action.pick)
+                killed = [member.name for member in inst.members if member.kill(dice.uniform(0.1, 4.0))]
+                for trainer in look.trainers(inst.data):
+                    self._kill(trainer.pid)
+                    killed.append(f"trainer of {trainer.job_id}")
+                return self._count(kind, True, ", ".join(killed))
+            case _:
+                raise ValueError(kind)
+
+    def _worker(self, action: Action) -> Member:
+        """One that is awake, if there is one: a freeze must last until its lease is over."""
+        awake = [worker for worker in self.inst.workers if worker.frozen_until is None] or self.inst.workers
+        return awake[int(action.pick * len(awake))]
+
+    def _kill_trainer(self, action: Action) -> str:
+        there = sorted(
+            (trainer for trainer in look.trainers(self.inst.data) if self._hits[trainer.job_id] < MOST_KILLS),
+            key=lambda trainer: (trainer.job_id, trainer.attempt),
+        )
+        if not there:
+            return self._count(action.kind, False, "a trainer")
+        trainer = there[int(action.pick * len(there))]
+        self._hits[trainer.job_id] += 1
+        self._kill(trainer.pid)
+        return self._count(action.kind, True, f"trainer {trainer.pid} of {trainer.job_id}, attempt {trainer.attempt}")
+
+    def _kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it was quicker
+            os.kill(pid, signal.SIGKILL)
+
+    def _count(self, kind: str, done: bool, whom: str) -> str:
+        self.counts[kind if done else f"{kind}: nobody there"] += 1
+        return whom if done else f"{whom}: not there"
+
+    def _calm(self) -> None:
+        """Nothing is ended any more, and everything that is down comes back."""
+        for member in self.inst.members:
+            if member.frozen_until is not None:
+                member.thaw()
+        self.say("calm")
+
+    # -- after
+
+    def _drain(self, people: People, observer: Observer) -> None:
+        """Everything that was not cancelled must come to its end now, without help."""
+        people.stopped.clear()
+        deadline = time.monotonic() + self.plan.drain_seconds
+        while time.monotonic() < deadline:
+            self._tick(people)
+            statuses = dict(observer.statuses)
+            for job_id in [job_id for job_id, status in statuses.items() if status == "paused"]:
+                people.resume(job_id)
+            unknown = set(people.ledger.accepted) - set(statuses)
+            if not unknown and all(status in ("succeeded", "failed", "cancelled") for status in statuses.values()):
+                break
+        else:
+            self.say(f"not drained: { {j: s for j, s in observer.statuses.items() if s in (*WAITING, 'paused')} }")
+        if self.inst.postgres is not None:
+            wait_until(self.inst.postgres.answers, 30, "PostgreSQL")
+        wait_until(lambda: self._answers(people), 60, "the API")
+        time.sleep(2.5)  # for the housekeeper to publish what is in the outbox
+
+    def _gather(self, history: History, url: str, people: People, observer: Observer) -> None:
+        with look.tables(url) as tables:
+            histories.gather(history, tables, people, self.inst.data)
+        people.close()
+        history.seen = observer.seen
+        history.observed = list(dict.fromkeys(observer.faults))
+        history.samples = observer.counts["samples"]
+        self.counts.update({f"observed: {name}": count for name, count in observer.counts.items()})
+        history.left += self.inst.down()
+        history.left += [f"still running: {pid} {command}" for pid, command in self._processes().items()]
+        self.inst.end_database()
+        histories.gather_files(history, self.inst.data)
+
+    def _processes(self) -> dict[int, str]:
+        database = self.inst.postgres.member.process if self.inst.postgres else None
+        return {
+            pid: command for pid, command in self.inst.processes().items() if database is None or pid != database.pid
+        }
+
+    # -- words
+
+    def _tick(self, people: People) -> None:
+        self.inst.tick()
+        time.sleep(TICK_SECONDS)
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + (30 if self.plan.seconds > 120 else 5)
+            states = Counter(people._statuses().values())
+            faults = sum(self.counts[kind] for kind in script.FAULTS)
+            self.say(f"{faults} faults; jobs: {', '.join(f'{n} {s}' for s, n in sorted(states.items()))}")
+
+    def _note(self, action: Action, words: str) -> None:
+        self.log.append(f"{self._elapsed():8.2f}  {action.kind:<17} {words}")
+
+    def say(self, words: str) -> None:
+        self.log.append(f"{self._elapsed():8.2f}  -- {words}")
+        print(f"[{self._elapsed():7.1f} s] {words}", file=self.out, flush=True)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+
+def facts(outcome: Outcome) -> dict[str, Any]:
+    """Everything of a run that is a number, for its report."""
+    history = outcome.history
+    changes = [event for events in history.events.values() for event in events if event.type == "status"]
+    return {
+        "seed": outcome.plan.seed,
+        "database": outcome.plan.database,
+        "seconds": {name: round(value, 1) for name, value in outcome.seconds.items()},
+        "jobs": dict(Counter(row.status for row in history.jobs.values())),
+        "faults": {kind: outcome.counts.get(kind, 0) for kind in script.FAULTS},
+        "faults that met nobody": {
+            kind: outcome.counts[f"{kind}: nobody there"]
+            for kind in script.FAULTS
+            if outcome.counts.get(f"{kind}: nobody there")
+        },
+        "people": dict(sorted(history.ledger.counts.items())),
+        "attempts": len(history.attempts),
+        "most attempts of a job": max((row.attempt for row in history.jobs.values()), default=0),
+        "resumed from a checkpoint": sum(e.type == "resumed" for events in history.events.values() for e in events),
+        "leases lost": sum("lost" in event.data for event in changes),
+        "of these by running out": sum("silent for longer" in str(event.data.get("reason")) for event in changes),
+        "state changes": len(changes),
+        "events": sum(len(events) for events in history.events.values()),
+        "longest wait in the queue, s": round(outcome.longest_wait, 1),
+        "ends of members that were not ours": {
+            name: dict(Counter(map(str, codes))) for name, codes in outcome.own_ends.items() if codes
+        },
+        "samples": history.samples,
+        "checks": {name: check.looked for name, check in outcome.checks.items()},
+        "violations": len(outcome.violations),
+    }

@@ -1,0 +1,23 @@
+"""What a child that was killed leaves half-written: a checkpoint may be as large as the memory of a GPU."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from core.spec.run import CHECKPOINTS, UNFINISHED
+
+log = logging.getLogger("eft.worker")
+
+
+def clear(folder: Path) -> None:
+    """Remove unfinished checkpoints from the run folder of an attempt whose processes are gone. Never raises OSError:
+    the next attempt goes on without it, and tries again."""
+    for left in (folder / CHECKPOINTS).glob(f"{UNFINISHED}*"):
+        try:
+            shutil.rmtree(left)
+        except FileNotFoundError:
+            continue  # somebody else was at it
+        except OSError as error:
+            log.warning("%s stays: %s", left, error)
