@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from api.errors import BadRequest, nearest, printable
-from core.data.rows import MAX_FAULTS, RowChecker, RowFormat
+from core.data.checker import MAX_FAULTS, RowChecker
+from core.data.rows import RowFormat
 from core.errors import DataError, NoSpace, TooLarge
 from core.ids import new_id
 from core.settings import Settings
+from core.spec.data import Format
 from core.storage.layout import Layout, fsync_folder
 
 log = logging.getLogger("eft.api.files")
 
 SPACE_CHECK_BYTES = 64 << 20
 STALE_SECONDS = 24 * 3600.0
-FORMATS = ("auto", *get_args(RowFormat))
+FORMATS = get_args(Format)
 
 
 @dataclass(frozen=True, slots=True)

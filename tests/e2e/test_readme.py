@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.data.rows import RowChecker
+from core.data.checker import RowChecker
 from core.spec.load import load_json, load_yaml, parse_job
 from tests.support.client import EFT
 from tests.support.hub import serving

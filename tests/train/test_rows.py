@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from core.data import rows
-from core.data.rows import Chat, FileReport, Instruction, PromptCompletion, RowChecker, Text
+from core.data import checker as rows
+from core.data.checker import FileReport, RowChecker
+from core.data.rows import Chat, Instruction, PromptCompletion, Text
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 

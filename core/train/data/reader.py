@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from core.data.rows import MAX_LINE_BYTES, Row, RowChecker, RowFormat
+from core.data.checker import MAX_LINE_BYTES, RowChecker
+from core.data.rows import Numbered, RowFormat
 from core.errors import DataError
 from core.spec.data import Format
 
 SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    line: int
-    row: Row
 
 
 def read_rows(path: Path, declared: Format) -> tuple[list[Numbered], RowFormat]:
