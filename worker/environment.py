@@ -7,13 +7,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from core.hardware import faults
 from core.hardware.discover import Gpu, visible_env
 from core.jobs.claims import Kind
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
 """Tuning of the drivers and of torch's compilers."""
-ALLOWED_MORE = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_HOME"})
+ALLOWED_MORE = frozenset(
+    {"CUDA_HOME", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", *faults.ALLOCATOR_VARIABLES}
+    | {name for fault in faults.FAULTS for name in fault.set}
+)
 ALLOWED_TO_PREPARE = frozenset(
     {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
     | {name for upper in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for name in (upper, upper.lower())}
@@ -23,9 +27,18 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|DATABASE_URL", re.IGNORE
 
 
 def child_environment(
-    kind: Kind, *, gpu: Gpu | None, threads: int, root: Path, inherited: Mapping[str, str] | None = None
+    kind: Kind,
+    *,
+    gpu: Gpu | None,
+    threads: int,
+    root: Path,
+    arch: str | None = None,
+    inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Variables for one child, which sees `gpu` alone (None: no GPU).
+
+    Known faults of the GPU's architecture are routed around (core/hardware/faults.py); `arch` names it for a spare,
+    which sees no GPU yet.
 
     `threads` is how many CPU threads it may use, always set, because the order of floating point sums, and with it a
     resume to the bit, depends on their number.
@@ -49,4 +62,5 @@ def child_environment(
     }
     if kind == "train":
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    environment, _ = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
     return visible_env(environment, gpu)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import core
+from core.hardware import faults
 from core.train.data.dataset import DataReport
 from core.train.files import sha256
 from core.train.placement import Placement
@@ -26,11 +28,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _faults(arch: str) -> list[dict[str, Any]]:
+    """What is known to go wrong on this architecture, with the variables that stand against it in this process."""
+    return [
+        {"key": fault.key, "kind": fault.kind, "variables": {name: os.environ.get(name) for name in fault.set}}
+        for fault in faults.known(arch)
+    ]
+
+
 class Environment:
     """A stateful part: remembers where the run was before, so that a change is told."""
 
     def __init__(self, placement: Placement) -> None:
-        self.here: dict[str, Any] = placement.as_dict() | {"versions": versions()}
+        self.here: dict[str, Any] = placement.as_dict() | {"versions": versions(), "faults": _faults(placement.arch)}
         self.before: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:

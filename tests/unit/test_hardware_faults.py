@@ -1,0 +1,85 @@
+"""Known faults: every row, and what a trainer's environment becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.hardware import faults
+from core.hardware.arch import ROWS, lookup
+from core.hardware.discover import Gpu
+from worker.environment import child_environment
+
+KEYS = {
+    "cpu": set(),
+    "sm_90": set(),
+    "gfx90a": {"expandable-segments"},
+    "gfx942": {"expandable-segments"},
+    "gfx950": {"expandable-segments", "stores-past-2-gib"},
+    "gfx1100": {"expandable-segments", "bitsandbytes-fused-4-bit"},
+    "gfx1151": {"expandable-segments", "hipblaslt-wide-output", "sgemm-gfx1151"},
+    "gfx1200": {"expandable-segments", "hipblaslt-narrow-operand"},
+    "gfx1201": {"expandable-segments", "hipblaslt-narrow-operand", "gemm-rows-2-19"},
+}
+NO_LT = {"TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0", "DISABLE_ADDMM_CUDA_LT": "1"}
+
+
+@pytest.mark.parametrize("arch", KEYS)
+def test_which_faults_touch_which_architecture(arch: str) -> None:
+    assert {fault.key for fault in faults.known(arch)} == KEYS[arch]
+    assert {fault.key for fault in faults.known(f"{arch}:sramecc+:xnack-")} == KEYS[arch]
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.key)
+def test_row(fault: faults.KnownFault) -> None:
+    assert fault.sources and all(source.startswith("https://github.com/") for source in fault.sources)
+    assert fault.what and fault.route
+    assert all(arch == "amd" or lookup(arch) for arch in fault.arches)
+
+
+def test_no_key_twice_and_no_variable_with_two_values() -> None:
+    assert len({fault.key for fault in faults.FAULTS}) == len(faults.FAULTS)
+    for row in ROWS:
+        wanted: dict[str, str] = {}
+        for fault in faults.known(row.arch):
+            assert all(wanted.setdefault(name, value) == value for name, value in fault.set.items())
+
+
+def test_route_sets_what_the_operator_has_not() -> None:
+    environment, told = faults.route({"PATH": "/bin"}, "gfx1201")
+    assert environment == {"PATH": "/bin"} | NO_LT
+    assert [words.partition("=")[0] for words in told] == list(NO_LT)
+
+    environment, told = faults.route({"TORCH_BLAS_PREFER_HIPBLASLT": "1"}, "gfx1201")
+    assert environment["TORCH_BLAS_PREFER_HIPBLASLT"] == "1"
+    assert "TORCH_BLAS_PREFER_HIPBLASLT=1 is yours and stays" in told[0]
+
+
+def test_expandable_segments_are_dropped_on_amd_alone() -> None:
+    given = {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:256,expandable_segments:True",
+        "PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True",
+    }
+    environment, told = faults.route(given, "gfx942")
+    assert environment == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}
+    assert len(told) == 2
+    assert faults.route(given, "sm_90") == (given, [])
+
+
+def card(arch: str) -> Gpu:
+    return Gpu(0, "amd", "GPU-0123", "0000:03:00.0", "a card", arch, 1 << 35)
+
+
+def test_the_trainer_gets_it_and_a_spare_for_several_such_cards_differs_in_nothing_but_visibility() -> None:
+    def made(gpu: Gpu | None, arch: str | None = None) -> dict[str, str]:
+        return child_environment("train", gpu=gpu, threads=2, root=Path("/data"), arch=arch, inherited={"PATH": "/bin"})
+
+    trainer, spare = made(card("gfx1201")), made(None, "gfx1201")
+    assert {name: trainer[name] for name in NO_LT} == NO_LT
+    assert {name for name in {*trainer, *spare} if trainer.get(name) != spare.get(name)} == {
+        "HIP_VISIBLE_DEVICES",
+        "CUDA_VISIBLE_DEVICES",
+    }
+    assert not set(NO_LT) & set(made(card("gfx942")))
+    assert not set(NO_LT) & set(made(None))
