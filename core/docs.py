@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from core import HOME
+from core.hardware import docs as hardware_docs
 from core.plan import docs as plan_docs
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -163,6 +164,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec_page,
     "settings.md": settings_page,
     "compatibility.md": plan_docs.render,
+    "hardware.md": hardware_docs.render,
 }
 
 

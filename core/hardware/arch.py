@@ -6,6 +6,8 @@ speed: AMD's from https://rocm.docs.amd.com/en/latest/reference/precision-suppor
 of the ISA guides (https://gpuopen.com/amd-gpu-architecture-programming-documentation/), NVIDIA's from the arithmetic
 table of the CUDA programming guide (from compute capability 8.0). torch cannot be asked: on ROCm it answers
 `get_device_capability()` with numbers that mean something else, and this must be known before torch is imported.
+Matrix instructions, fp8 dialects and LDS sizes: the same precision page and ISA guides, and the table of technical
+specifications in the CUDA programming guide (maximum shared memory of a thread block).
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Vendor = Literal["amd", "nvidia", "cpu"]
+Fp8 = Literal["none", "fnuz", "ocp"]
+"""Dialect of the 8-bit floats that the matrix cores take: AMD's own first one (no infinities, no negative zero, a bias
+one higher), or the Open Compute Project's. Numbers of one are not numbers of the other."""
+Matrix = Literal["none", "mfma", "wmma", "tensor"]
+"""Matrix instructions: CDNA's, RDNA's, NVIDIA's tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,10 @@ class ArchRow:
     bf16: bool
     wave_size: int
     """Lanes that run in step (wavefront, warp); 1 for a CPU."""
+    matrix: Matrix
+    fp8: Fp8
+    lds_kib: int
+    """Local memory (LDS, shared memory) that one workgroup may use, in KiB; 0 for a CPU."""
     examples: str
     """Products, so that a person recognises the box."""
     integrated: bool = False
@@ -33,50 +44,50 @@ class ArchRow:
 
 ROWS = (
     # GCN 5 and CDNA: 64 lanes. Matrix cores with bf16 came with CDNA 1 (gfx908).
-    ArchRow("gfx900", "amd", False, 64, "Radeon RX Vega 64, Instinct MI25"),
-    ArchRow("gfx902", "amd", False, 64, "Ryzen 2000/3000 APU (Vega 8, 11)", integrated=True),
-    ArchRow("gfx906", "amd", False, 64, "Instinct MI50, MI60, Radeon VII"),
-    ArchRow("gfx908", "amd", True, 64, "Instinct MI100"),
-    ArchRow("gfx90a", "amd", True, 64, "Instinct MI210, MI250, MI250X"),
-    ArchRow("gfx90c", "amd", False, 64, "Ryzen 4000/5000 APU (Vega 6, 7, 8)", integrated=True),
-    ArchRow("gfx942", "amd", True, 64, "Instinct MI300X, MI300A, MI325X"),
-    ArchRow("gfx950", "amd", True, 64, "Instinct MI350X, MI355X"),
+    ArchRow("gfx900", "amd", False, 64, "none", "none", 64, "Radeon RX Vega 64, Instinct MI25"),
+    ArchRow("gfx902", "amd", False, 64, "none", "none", 64, "Ryzen 2000/3000 APU (Vega 8, 11)", integrated=True),
+    ArchRow("gfx906", "amd", False, 64, "none", "none", 64, "Instinct MI50, MI60, Radeon VII"),
+    ArchRow("gfx908", "amd", True, 64, "mfma", "none", 64, "Instinct MI100"),
+    ArchRow("gfx90a", "amd", True, 64, "mfma", "none", 64, "Instinct MI210, MI250, MI250X"),
+    ArchRow("gfx90c", "amd", False, 64, "none", "none", 64, "Ryzen 4000/5000 APU (Vega 6, 7, 8)", integrated=True),
+    ArchRow("gfx942", "amd", True, 64, "mfma", "fnuz", 64, "Instinct MI300X, MI300A, MI325X"),
+    ArchRow("gfx950", "amd", True, 64, "mfma", "ocp", 160, "Instinct MI350X, MI355X"),
     # RDNA 1 and 2: 32 lanes, packed fp16 but no bf16.
-    ArchRow("gfx1010", "amd", False, 32, "Radeon RX 5700 XT"),
-    ArchRow("gfx1011", "amd", False, 32, "Radeon Pro V520"),
-    ArchRow("gfx1012", "amd", False, 32, "Radeon RX 5500 XT"),
-    ArchRow("gfx1030", "amd", False, 32, "Radeon RX 6800 XT, 6900 XT, PRO W6800"),
-    ArchRow("gfx1031", "amd", False, 32, "Radeon RX 6700 XT"),
-    ArchRow("gfx1032", "amd", False, 32, "Radeon RX 6600 XT"),
-    ArchRow("gfx1033", "amd", False, 32, "Steam Deck (Van Gogh)", integrated=True),
-    ArchRow("gfx1034", "amd", False, 32, "Radeon RX 6500 XT"),
-    ArchRow("gfx1035", "amd", False, 32, "Ryzen 6000 APU (Radeon 680M)", integrated=True),
-    ArchRow("gfx1036", "amd", False, 32, "Ryzen 7000/9000 desktop (2 CUs)", integrated=True),
+    ArchRow("gfx1010", "amd", False, 32, "none", "none", 64, "Radeon RX 5700 XT"),
+    ArchRow("gfx1011", "amd", False, 32, "none", "none", 64, "Radeon Pro V520"),
+    ArchRow("gfx1012", "amd", False, 32, "none", "none", 64, "Radeon RX 5500 XT"),
+    ArchRow("gfx1030", "amd", False, 32, "none", "none", 64, "Radeon RX 6800 XT, 6900 XT, PRO W6800"),
+    ArchRow("gfx1031", "amd", False, 32, "none", "none", 64, "Radeon RX 6700 XT"),
+    ArchRow("gfx1032", "amd", False, 32, "none", "none", 64, "Radeon RX 6600 XT"),
+    ArchRow("gfx1033", "amd", False, 32, "none", "none", 64, "Steam Deck (Van Gogh)", integrated=True),
+    ArchRow("gfx1034", "amd", False, 32, "none", "none", 64, "Radeon RX 6500 XT"),
+    ArchRow("gfx1035", "amd", False, 32, "none", "none", 64, "Ryzen 6000 APU (Radeon 680M)", integrated=True),
+    ArchRow("gfx1036", "amd", False, 32, "none", "none", 64, "Ryzen 7000/9000 desktop (2 CUs)", integrated=True),
     # RDNA 3 and 3.5: WMMA with bf16.
-    ArchRow("gfx1100", "amd", True, 32, "Radeon RX 7900 XTX, 7900 XT, PRO W7900"),
-    ArchRow("gfx1101", "amd", True, 32, "Radeon RX 7800 XT, 7700 XT, PRO W7700"),
-    ArchRow("gfx1102", "amd", True, 32, "Radeon RX 7600"),
-    ArchRow("gfx1103", "amd", True, 32, "Ryzen 7040/8040 APU (Radeon 780M)", integrated=True),
-    ArchRow("gfx1150", "amd", True, 32, "Ryzen AI 300 (Strix Point, Radeon 890M)", integrated=True),
-    ArchRow("gfx1151", "amd", True, 32, "Ryzen AI Max (Strix Halo, Radeon 8060S)", integrated=True),
-    ArchRow("gfx1152", "amd", True, 32, "Ryzen AI 300 (Krackan Point)", integrated=True),
+    ArchRow("gfx1100", "amd", True, 32, "wmma", "none", 64, "Radeon RX 7900 XTX, 7900 XT, PRO W7900"),
+    ArchRow("gfx1101", "amd", True, 32, "wmma", "none", 64, "Radeon RX 7800 XT, 7700 XT, PRO W7700"),
+    ArchRow("gfx1102", "amd", True, 32, "wmma", "none", 64, "Radeon RX 7600"),
+    ArchRow("gfx1103", "amd", True, 32, "wmma", "none", 64, "Ryzen 7040/8040 APU (Radeon 780M)", integrated=True),
+    ArchRow("gfx1150", "amd", True, 32, "wmma", "none", 64, "Ryzen AI 300 (Strix Point, Radeon 890M)", integrated=True),
+    ArchRow("gfx1151", "amd", True, 32, "wmma", "none", 64, "Ryzen AI Max (Strix Halo, Radeon 8060S)", integrated=True),
+    ArchRow("gfx1152", "amd", True, 32, "wmma", "none", 64, "Ryzen AI 300 (Krackan Point)", integrated=True),
     # RDNA 4
-    ArchRow("gfx1200", "amd", True, 32, "Radeon RX 9060 XT"),
-    ArchRow("gfx1201", "amd", True, 32, "Radeon RX 9070 XT, AI PRO R9700"),
+    ArchRow("gfx1200", "amd", True, 32, "wmma", "ocp", 64, "Radeon RX 9060 XT"),
+    ArchRow("gfx1201", "amd", True, 32, "wmma", "ocp", 64, "Radeon RX 9070 XT, AI PRO R9700"),
     # NVIDIA: bf16 from Ampere on.
-    ArchRow("sm_70", "nvidia", False, 32, "V100"),
-    ArchRow("sm_75", "nvidia", False, 32, "T4, RTX 2080 Ti"),
-    ArchRow("sm_80", "nvidia", True, 32, "A100, A30"),
-    ArchRow("sm_86", "nvidia", True, 32, "RTX 3090, A10, A40"),
-    ArchRow("sm_87", "nvidia", True, 32, "Jetson Orin", integrated=True),
-    ArchRow("sm_89", "nvidia", True, 32, "RTX 4090, L4, L40S"),
-    ArchRow("sm_90", "nvidia", True, 32, "H100, H200, GH200"),
-    ArchRow("sm_100", "nvidia", True, 32, "B200, GB200"),
-    ArchRow("sm_103", "nvidia", True, 32, "B300, GB300"),
-    ArchRow("sm_120", "nvidia", True, 32, "RTX 5090, RTX PRO 6000 Blackwell"),
-    ArchRow("sm_121", "nvidia", True, 32, "GB10 (DGX Spark)", integrated=True),
+    ArchRow("sm_70", "nvidia", False, 32, "tensor", "none", 96, "V100"),
+    ArchRow("sm_75", "nvidia", False, 32, "tensor", "none", 64, "T4, RTX 2080 Ti"),
+    ArchRow("sm_80", "nvidia", True, 32, "tensor", "none", 163, "A100, A30"),
+    ArchRow("sm_86", "nvidia", True, 32, "tensor", "none", 99, "RTX 3090, A10, A40"),
+    ArchRow("sm_87", "nvidia", True, 32, "tensor", "none", 163, "Jetson Orin", integrated=True),
+    ArchRow("sm_89", "nvidia", True, 32, "tensor", "ocp", 99, "RTX 4090, L4, L40S"),
+    ArchRow("sm_90", "nvidia", True, 32, "tensor", "ocp", 227, "H100, H200, GH200"),
+    ArchRow("sm_100", "nvidia", True, 32, "tensor", "ocp", 227, "B200, GB200"),
+    ArchRow("sm_103", "nvidia", True, 32, "tensor", "ocp", 227, "B300, GB300"),
+    ArchRow("sm_120", "nvidia", True, 32, "tensor", "ocp", 99, "RTX 5090, RTX PRO 6000 Blackwell"),
+    ArchRow("sm_121", "nvidia", True, 32, "tensor", "ocp", 99, "GB10 (DGX Spark)", integrated=True),
     # torch computes in bf16 on every CPU; with AVX512_BF16 or AMX it is also the fastest.
-    ArchRow("cpu", "cpu", True, 1, "any"),
+    ArchRow("cpu", "cpu", True, 1, "none", "none", 0, "any"),
 )
 
 _BY_ARCH = {row.arch: row for row in ROWS}

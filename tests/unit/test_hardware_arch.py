@@ -14,6 +14,13 @@ NO_BF16 = {
     "gfx900", "gfx902", "gfx906", "gfx90c", "gfx1010", "gfx1011", "gfx1012", "gfx1030", "gfx1031", "gfx1032", "gfx1033",
     "gfx1034", "gfx1035", "gfx1036", "sm_70", "sm_75",
 }  # fmt: skip
+FP8 = {"gfx942": "fnuz"} | dict.fromkeys(
+    ["gfx950", "gfx1200", "gfx1201", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"], "ocp"
+)
+LOCAL_MEMORY = {  # KiB; 64 for AMD but one
+    "gfx950": 160, "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
+    "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99, "cpu": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.arch)
@@ -24,12 +31,17 @@ def test_row(row: object) -> None:
     assert lookup(row.arch) is row
     assert row.arch in BF16 | NO_BF16
     assert supports_bf16(row.arch) is (row.arch in BF16)
+    assert row.fp8 == FP8.get(row.arch, "none")
+    assert row.lds_kib == LOCAL_MEMORY.get(row.arch, 64)
     match row.vendor:
         case "amd":
+            # Matrix instructions came with CDNA 1 and RDNA 3, and bf16 with them.
+            family = "mfma" if row.arch.startswith("gfx9") else "wmma"
+            assert row.matrix == (family if row.bf16 else "none")
             assert row.arch.startswith("gfx")
             assert row.wave_size == (64 if row.arch.startswith("gfx9") else 32)
         case "nvidia":
-            assert row.arch.startswith("sm_") and row.wave_size == 32
+            assert row.arch.startswith("sm_") and row.wave_size == 32 and row.matrix == "tensor"
         case "cpu":
             assert row.arch == "cpu" and row.wave_size == 1
     assert row.examples
