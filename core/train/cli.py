@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from core import HOME
 from core.errors import DataError, EftError, SpecError
+from core.plan import compatibility
 from core.spec.job import JobSpec
 from core.spec.load import load_yaml, parse_job
 from core.spec.resolve import resolve
@@ -35,6 +36,8 @@ def main() -> int:
     console = Console(stderr=True, highlight=False)
     try:
         spec = resolve(parse_job(_document(args)))
+        if refused := compatibility.check(spec):
+            raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
         run_dir = args.output.absolute()
         order = _order(spec, args, console)
         _write_order(order, run_dir)
@@ -48,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eft train", description="Train on this machine, without a server.")
     parser.add_argument("model", nargs="?", help="hub id, local folder or .gguf file")
     parser.add_argument("data", nargs="?", help="training rows (JSONL)")
-    parser.add_argument("--method", help="lora or full")
+    parser.add_argument("--method", help="lora, qlora or full")
     parser.add_argument("--eval", help="held-out rows (JSONL)")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="e.g. training.max_steps=10")
     parser.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to start from")
@@ -256,6 +259,9 @@ def _report(run_dir: Path, event: dict[str, Any], console: Console, *, as_json: 
     folder = run_dir / ARTIFACTS
     weights = next(name for name in ("adapter", "model") if (folder / name).is_dir())
     places = {weights: str(folder / weights), "plot": str(folder / "loss.png")}
+    places |= {
+        one["folder"]: str(folder / one["folder"]) for one in event["result"].get("export", ()) if one["released"]
+    }
     if as_json:
         print(json.dumps(event["result"] | places))
         return
@@ -265,8 +271,8 @@ def _report(run_dir: Path, event: dict[str, Any], console: Console, *, as_json: 
         f"loss {result['train_loss']:.4f}",
         markup=False,
     )
-    print(f"{weights}: {places[weights]}")
-    print(f"plot: {places['plot']}")
+    for name, path in places.items():
+        print(f"{name}: {path}")
 
 
 if __name__ == "__main__":

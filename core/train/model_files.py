@@ -33,6 +33,8 @@ DTYPE_BITS = {
 BUFFERS = re.compile(r"(\.attn\.masked_bias|\.rotary_emb\.inv_freq|^(transformer\.)?h\.\d+\.attn\.bias)$")
 """Constants that old checkpoints carry and no model counts as parameters."""
 OUTPUT_HEAD = "lm_head.weight"
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
+"""The tensor that says, behind a weight's name, that it is packed."""
 SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 
 
@@ -45,7 +47,7 @@ class Summary:
     bytes: int
     """Of the weight files."""
     dtypes: dict[str, int]
-    """Parameters per stored dtype, in safetensors' names (`F32`, `BF16`, …)."""
+    """Parameters per stored dtype, in safetensors' names (`F32`, `BF16`, …), or `NF4`."""
     model_type: str
     architecture: str
     """The transformers class that will be built."""
@@ -83,7 +85,7 @@ def inspect(folder: Path, *, field: str) -> Summary:
             tensors[name] = tensor
     if index is not None and (missing := set(index["weight_map"]) - set(tensors)):
         raise unreadable(f"{INDEX_FILE} names {len(missing)} tensors that no file holds, e.g. {min(missing)}", field)
-    counted = {name: tensor for name, tensor in tensors.items() if not BUFFERS.search(name)}
+    counted = {name: tensor for name, tensor in _unpacked(tensors).items() if not BUFFERS.search(name)}
     if _ties_head(config) and len(counted) > 1:
         counted.pop(OUTPUT_HEAD, None)
     dtypes: dict[str, int] = {}
@@ -98,8 +100,22 @@ def inspect(folder: Path, *, field: str) -> Summary:
     )
 
 
+def _unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with NF4 weights as what they stand for, and without their scales."""
+    packed = {name.removesuffix(NF4_STATE) for name in tensors if name.endswith(NF4_STATE)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        weight = name[: name.find(".weight.") + 7] if ".weight." in name else name
+        if name in packed:
+            found[name] = Tensor("NF4", (2 * tensor.numel,))
+        elif weight not in packed:
+            found[name] = tensor
+    return found
+
+
 def check_config(config: dict[str, Any], *, field: str) -> str:
-    """The transformers class for this config.json; ModelError when there is none, or the weights are packed."""
+    """The transformers class for this config.json; ModelError when there is none, or when the weights are packed in a
+    way that cannot be trained over."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise unreadable("config.json has no `model_type`; it must be a transformers model", field)
@@ -118,14 +134,30 @@ def check_config(config: dict[str, Any], *, field: str) -> str:
             field=field,
             code="model_unsupported",
         )
-    if "quantization_config" in config:
-        method = (config["quantization_config"] or {}).get("quant_method", "?")
-        raise ModelError(
-            f"the weights are already quantised ({method}); give the 16-bit model they were made from",
-            field=field,
-            code="model_quantized",
-        )
+    if config.get("quantization_config") is not None:
+        check_packing(config["quantization_config"], field=field)
     return architecture
+
+
+def check_packing(about: Any, *, field: str) -> None:
+    """NF4 as bitsandbytes writes it can be trained over; ModelError, by its name, for every other packing."""
+    about = about if isinstance(about, dict) else {}
+    method = str(about.get("quant_method", "a method that config.json does not name"))
+    match method:
+        case "bitsandbytes" if about.get("load_in_8bit"):
+            method = "LLM.int8 of bitsandbytes"
+        case "bitsandbytes" if about.get("bnb_4bit_quant_type") != "nf4":
+            method = "FP4 of bitsandbytes"
+        case "bitsandbytes" if about.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+            method = f"NF4 of bitsandbytes, stored as {about['bnb_4bit_quant_storage']}"
+        case "bitsandbytes":
+            return
+    raise ModelError(
+        f"the weights are already quantised ({method}), and only NF4 as bitsandbytes stores it in bytes is trained "
+        "over; give the 16-bit model they were made from, with `method: qlora` if memory is short",
+        field=field,
+        code="model_quantized",
+    )
 
 
 def weight_files(names: Collection[str], index: dict[str, Any] | None, *, field: str) -> list[str]:

@@ -45,6 +45,7 @@ def write_run(
     held_out: Path | None = None,
     resume_from: list[Path] | None = None,
     fence_seconds: float | None = None,
+    cache_dir: Path | None = None,
     **axes: Any,
 ) -> Path:
     """A run folder with its order; `axes` are fields of the job."""
@@ -59,6 +60,7 @@ def write_run(
         train_file=str(train),
         eval_file=str(held_out) if held_out else None,
         resume_from=[str(folder) for folder in resume_from or []],
+        cache_dir=str(cache_dir) if cache_dir else None,
         fence_seconds=fence_seconds,
     )
     run_dir.mkdir(parents=True)

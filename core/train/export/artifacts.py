@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def write_artifacts(
     result: dict[str, Any],
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
+    samples: Sequence[dict[str, Any]],
     probes: Sequence[Tensor],
     events: EventWriter,
     between: Callable[[], None],
@@ -45,8 +47,9 @@ def write_artifacts(
         shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
     folder.mkdir(parents=True)
     base = base_name(source, model_dir)
+    card = partial(model_card, spec, record, result, base=base, samples=samples)
     weights = save_weights(model, tokenizer, spec.method, folder, base=base, dtype=dtype)
-    (weights / "README.md").write_text(model_card(spec, record, result, base=base), encoding="utf-8")
+    (weights / "README.md").write_text(card(), encoding="utf-8")
     if spec.export:
         outcomes = write_formats(
             spec,
@@ -60,13 +63,17 @@ def write_artifacts(
         )
         result = result | {"export": outcomes}
         for outcome in (one for one in outcomes if one["released"]):
-            card = model_card(spec, record, result, base=base, merged=outcome)
-            (folder / outcome["folder"] / "README.md").write_text(card, encoding="utf-8")
+            (folder / outcome["folder"] / "README.md").write_text(card(merged=outcome), encoding="utf-8")
     lines = [json.dumps(m) for m in (*metrics, *evaluations)]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    if samples:
+        rows = [{"step": at["step"], **one} for at in samples for one in at["samples"]]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
-    plot_loss(metrics, evaluations, folder / "loss.png")
+    best = result["best"]
+    plot_loss(metrics, evaluations, folder / "loss.png", chosen=best["step"] if best and best["restored"] else None)
     return result, [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
@@ -86,6 +93,8 @@ def _kind(path: Path) -> str:
             return "plot"
         case _, "metrics.jsonl":
             return "metrics"
+        case _, "samples.jsonl":
+            return "samples"
         case _, "run_record.json":
             return "run_record"
         case _, "README.md":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import yaml
 
 from core.spec.job import JobSpec
 from core.spec.training import Full, LoRA, QLoRA
+
+CARD_SAMPLES, CARD_CHARS = 5, 600
 
 
 def base_name(source: dict[str, Any], model_dir: str) -> str:
@@ -17,7 +20,13 @@ def base_name(source: dict[str, Any], model_dir: str) -> str:
 
 
 def model_card(
-    spec: JobSpec, record: dict[str, Any], result: dict[str, Any], *, base: str, merged: dict[str, Any] | None = None
+    spec: JobSpec,
+    record: dict[str, Any],
+    result: dict[str, Any],
+    *,
+    base: str,
+    samples: Sequence[dict[str, Any]] = (),
+    merged: dict[str, Any] | None = None,
 ) -> str:
     """README.md with metadata the hub understands, and code that loads what lies beside it: the adapter, the model, or
     what `merged` says was made of both."""
@@ -80,7 +89,8 @@ def model_card(
     if after:
         lines += ["## Held-out evaluation", "", "| | before | after |", "|---|---|---|"]
         lines += [f"| {name} | {_figure(before, name)} | {_figure(after, name)} |" for name in after]
-        lines += ["", f"Over {data['eval']['rows']} rows that were not trained on.", ""]
+        lines += ["", f"Over {data['eval']['rows']} rows that were not trained on.{_chosen(result)}", ""]
+    lines += _answers(samples, _handed_back(result))
     lines += [
         "## Limits",
         "",
@@ -89,6 +99,44 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _handed_back(result: dict[str, Any]) -> int:
+    """The step whose weights these are."""
+    best = result["best"]
+    return int(best["step"] if best and best["restored"] else result["steps"])
+
+
+def _chosen(result: dict[str, Any]) -> str:
+    step = _handed_back(result)
+    words = f" Training ended early, after step {result['steps']}." if result["stopped_early"] else ""
+    if step != result["steps"]:
+        words += f" The weights are those after step {step}, the best by {result['best']['metric']}."
+    return words
+
+
+def _answers(samples: Sequence[dict[str, Any]], step: int) -> list[str]:
+    """Some prompts with the answers of the base model and of this one."""
+    by_step = {entry["step"]: entry["samples"] for entry in samples}
+    tuned, base = by_step.get(step), by_step.get(0)
+    if not tuned:
+        return []
+    lines = ["## Samples", ""]
+    for place, after in enumerate(tuned[:CARD_SAMPLES]):
+        shown = {"Prompt": after["prompt"], "Expected": after["reference"]}
+        if base is not None and step > 0:
+            shown["Base model"] = base[place]["completion"]
+        for name, text in (shown | {"This model": after["completion"]}).items():
+            if text is not None:
+                lines += [f"{name}:", "", *_quoted(text), ""]
+        lines += ["---", ""]
+    return lines[:-2]
+
+
+def _quoted(text: str) -> list[str]:
+    """As an indented block, in which nothing is markup."""
+    cut = text if len(text) <= CARD_CHARS else text[:CARD_CHARS] + "…"
+    return [f"    {line}" for line in cut.splitlines()] or ["    (nothing)"]
 
 
 def _figure(values: dict[str, float] | None, name: str) -> str:

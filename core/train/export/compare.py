@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Root mean square of the difference over that of the logits (their mean over the vocabulary taken off), by the dtype
@@ -32,8 +33,8 @@ class Comparison:
     rows: int
     positions: int
     """At each of them all logits are compared."""
-    distance: float
-    """Root mean square of the difference, relative; see TOLERANCE."""
+    distance: float | None
+    """Root mean square of the difference, relative; see TOLERANCE. None where it is no finite number."""
     tolerance: float
     same_choice: float
     """Share of positions with the same most likely token."""
@@ -45,7 +46,9 @@ class Comparison:
 
     def fault(self) -> str | None:
         """Why the merged model is not the trained one; None when it is."""
-        if not self.distance <= self.tolerance:
+        if self.distance is None:
+            return "its logits are not finite numbers"
+        if self.distance > self.tolerance:
             return f"its logits are off by {self.distance:.2g} of their spread; {self.tolerance:g} is allowed"
         if self.adapter_kept is not None and not self.adapter_kept >= LEAST_KEPT:
             return f"only {max(self.adapter_kept, 0.0):.0%} of the adapter's effect is left in it"
@@ -66,7 +69,7 @@ def compare(with_adapter: Tensor, without: Tensor, merged: Tensor, rows: int, dt
     return Comparison(
         rows=rows,
         positions=len(target),
-        distance=gap / max(scale, 1e-30),
+        distance=gap / max(scale, 1e-30) if math.isfinite(gap) and math.isfinite(scale) else None,
         tolerance=TOLERANCE[dtype],
         same_choice=float((here.argmax(-1) == target.argmax(-1)).float().mean()),
         adapter_effect=effect / max(scale, 1e-30),
@@ -81,20 +84,19 @@ def probes(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def logits_of(model: Any, rows: Sequence[Tensor], between: Callable[[], None]) -> Tensor:
-    """[positions of all rows, vocabulary] float32 on the CPU, from an eval-mode pass in float32."""
+    """[positions of all rows, vocabulary] float32 on the CPU, from one eval-mode pass in float32. The rows are padded
+    on the right, where causal attention does not look."""
     device, training = next(model.parameters()).device, model.training
+    ids = pad_sequence([row.long() for row in rows], batch_first=True)
+    real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
+    between()
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), in_float32(model):
-            found = []
-            for ids in rows:
-                between()
-                found.append(
-                    model(input_ids=ids.long().unsqueeze(0).to(device), use_cache=False).logits[0].float().cpu()
-                )
+            logits: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
     finally:
         model.train(training)
-    return torch.cat(found)
+    return logits[real.to(device)].float().cpu()
 
 
 @contextmanager

@@ -117,10 +117,8 @@ def _merged(
     merged = logits_of(again, probes, between)
     check = compare(with_adapter, without, merged, len(probes), dtype)
     if fault := check.fault():
-        if check.adapter_kept is not None and check.distance <= check.tolerance:
-            fault += f" after rounding to {item_dtype(dtype)}; a wider `dtype` keeps it"
-        raise Withheld(fault, check)
-    return {"dtype": item_dtype(dtype), "check": check.as_dict()}
+        raise Withheld(f"in {_word(dtype)} {fault}; a `dtype` with more digits or range may do", check)
+    return {"dtype": _word(dtype), "check": check.as_dict()}
 
 
 def _dtype(item: Merged, model_dir: Path) -> torch.dtype:
@@ -137,7 +135,7 @@ def _dtype(item: Merged, model_dir: Path) -> torch.dtype:
             assert_never(never)
 
 
-def item_dtype(dtype: torch.dtype) -> str:
+def _word(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
 
 

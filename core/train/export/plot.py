@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def plot_loss(metrics: Sequence[dict[str, float]], evaluations: Sequence[dict[str, float]], path: Path) -> None:
-    """Training loss by optimizer step, and held-out loss where it was measured, as PNG."""
+def plot_loss(
+    metrics: Sequence[dict[str, float]],
+    evaluations: Sequence[dict[str, float]],
+    path: Path,
+    *,
+    chosen: int | None = None,
+) -> None:
+    """As PNG: training loss by optimizer step; held-out loss where it was measured, with a line at the base model's and
+    a star at the step whose weights were handed back (`chosen`); exact match on an axis of its own."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,9 +29,22 @@ def plot_loss(metrics: Sequence[dict[str, float]], evaluations: Sequence[dict[st
     if evaluations:
         steps, losses = [e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations]
         axes.plot(steps, losses, "o--", linewidth=1.0, label="held out")
+        if steps[0] == 0 and len(steps) > 1:
+            axes.axhline(losses[0], color="tab:gray", linestyle=":", linewidth=1.0, label="base model, held out")
+        if chosen in steps:
+            axes.plot(chosen, losses[steps.index(chosen)], "*", color="tab:red", markersize=13, label="handed back")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (mean over label tokens)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    matched = [(e["step"], e["eval_exact_match"]) for e in evaluations if "eval_exact_match" in e]
+    handles, labels = axes.get_legend_handles_labels()
+    if len(matched) > 1:
+        share = axes.twinx()
+        share.plot(*zip(*matched, strict=True), "s:", color="tab:green", linewidth=1.0, label="exact match")
+        share.set_ylabel("exact match (share of rows)")
+        share.set_ylim(0, 1.02)
+        more, words = share.get_legend_handles_labels()
+        handles, labels = [*handles, *more], [*labels, *words]
+    axes.legend(handles, labels)
     figure.savefig(path)

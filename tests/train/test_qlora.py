@@ -1,0 +1,294 @@
+"""Jobs over packed bases: what is packed and told, bases that somebody else has packed, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from core.errors import ModelError
+from core.spec.run import EXIT_FAILED, EXIT_OK
+from core.train.model_files import inspect
+from core.train.recipe import run
+from tests.support.tiny_model import make
+from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
+
+AXES: dict[str, Any] = {
+    "method": {"type": "qlora", "r": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "training": {"max_steps": 4, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"},
+}
+IDS = torch.randint(2, 250, (2, 12), generator=torch.Generator().manual_seed(1))
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", pairs(16))
+
+
+@pytest.fixture(scope="module")
+def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as bitsandbytes packs and saves it."""
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    shutil.copytree(tiny_dir, folder)
+    (folder / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(tiny_dir, quantization_config=NF4).save_pretrained(folder)
+    return folder
+
+
+def go(folder: Path, model: Path, rows: Path, **axes: Any) -> Path:
+    run_dir = write_run(folder, model, rows, **AXES | axes)
+    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
+    return run_dir
+
+
+def refusal(folder: Path, model: Path, rows: Path, **axes: Any) -> dict[str, Any]:
+    run_dir = write_run(folder, model, rows, **AXES | axes)
+    assert run(run_dir) == EXIT_FAILED
+    error = events(run_dir)[-1]
+    assert (error["type"], error["failure"]) == ("error", "user"), error
+    assert not events(run_dir, "metrics")
+    return error
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    return events(run_dir, "run_record")[0]["record"]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [event["values"]["loss"] for event in events(run_dir, "metrics")]
+
+
+def codes(run_dir: Path) -> list[str]:
+    return [event["code"] for event in events(run_dir, "notice")]
+
+
+# --- what is packed ----------------------------------------------------------------------------------------
+
+
+def test_the_record_says_what_was_packed_and_how_it_computes(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    plain = go(tmp_path / "plain", tiny_dir, rows, method={"type": "lora", "r": 4})
+    ours = go(tmp_path / "run", tiny_dir, rows)
+    packed = record(ours)["quantization"]
+    assert (packed["format"], packed["layers"], packed["source"]) == ("nf4", 14, "quantised")
+    assert packed["kept"] == {"lm_head": "output head"}
+    assert packed["packed_bytes"] < 0.2 * packed["dense_bytes"]  # of float32
+    assert packed["backend"] and packed["adapters"] == {"fused": 14, "unfused": {}}
+    assert record(ours)["loss"] == {"kernel": "chunked"} and record(plain)["quantization"] is None
+    assert record(ours)["parameters"] == record(plain)["parameters"]
+    assert "quantizing" in [event["phase"] for event in events(ours, "phase")]
+    assert losses(ours)[-1] < losses(ours)[0]
+    assert 0 < abs(losses(ours)[0] - losses(plain)[0]) < 0.05 * losses(plain)[0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "format", "layers", "fused"),
+    [
+        ({"method": {"type": "lora", "r": 4}, "quantization": "int8"}, "int8", 14, 14),
+        ({"quantization": {"type": "nf4", "double": False, "skip_modules": ["o_proj"]}}, "nf4", 12, 12),
+        ({"method": {"type": "qlora", "r": 4, "use_dora": True}}, "nf4", 14, 0),
+        ({"method": {"type": "qlora", "r": 4, "use_rslora": True, "target_modules": "attention"}}, "nf4", 14, 8),
+    ],
+    ids=["lora over int8", "skipped modules", "dora", "rslora on attention"],
+)
+def test_packings_and_adapters_in_turn(
+    tmp_path: Path, tiny_dir: Path, rows: Path, axes: dict[str, Any], format: str, layers: int, fused: int
+) -> None:
+    run_dir = go(tmp_path / "run", tiny_dir, rows, **axes)
+    packed = record(run_dir)["quantization"]
+    assert (packed["format"], packed["layers"], packed["adapters"]["fused"]) == (format, layers, fused)
+    assert losses(run_dir)[-1] < losses(run_dir)[0]
+
+
+def test_a_width_that_is_no_multiple_of_the_block(tmp_path: Path, rows: Path) -> None:
+    """Blocks run on over the rows of a weight, as in bitsandbytes: nothing is padded, nothing is left out."""
+    folder = tmp_path / "odd"
+    make(folder)
+    config = LlamaConfig.from_pretrained(folder, hidden_size=36, intermediate_size=50, num_attention_heads=2)
+    config.head_dim = 18
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    ours = go(tmp_path / "run", folder, rows, export="merged")
+    assert record(ours)["quantization"]["layers"] == 14
+    assert events(ours, "result")[0]["result"]["export"][0]["released"]
+
+
+def test_the_second_start_reads_what_the_first_has_packed(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    cache = tmp_path / "cache"
+    first = go(tmp_path / "first", tiny_dir, rows, cache_dir=cache)
+    second = go(tmp_path / "second", tiny_dir, rows, cache_dir=cache)
+    assert [record(folder)["quantization"]["source"] for folder in (first, second)] == ["quantised", "cache"]
+    assert "quantizing" not in [event["phase"] for event in events(second, "phase")]
+    assert weights(first) == weights(second)
+
+    (entry,) = (cache / "packed").iterdir()
+    data = bytearray((entry / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (entry / "model.safetensors").write_bytes(data)
+    third = go(tmp_path / "third", tiny_dir, rows, cache_dir=cache)
+    assert codes(third) == ["quantization_cache"] and "damaged" in events(third, "notice")[0]["message"]
+    manifest = json.loads((entry / "manifest.json").read_text())
+    (entry / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
+    fourth = go(tmp_path / "fourth", tiny_dir, rows, cache_dir=cache)
+    assert "of version 0" in events(fourth, "notice")[0]["message"]
+    assert weights(third) == weights(fourth) == weights(first)
+    assert record(go(tmp_path / "fifth", tiny_dir, rows, cache_dir=cache))["quantization"]["source"] == "cache"
+
+    shutil.rmtree(cache / "packed")
+    (cache / "packed").write_text("in the way")
+    sixth = go(tmp_path / "sixth", tiny_dir, rows, cache_dir=cache)
+    assert "could not be kept" in events(sixth, "notice")[0]["message"]
+    assert weights(sixth) == weights(first)
+
+
+# --- bases that somebody else has packed -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [{"method": {"type": "lora", "r": 4}}, {}], ids=["lora", "qlora"])
+def test_a_base_that_bitsandbytes_packed_is_taken_as_it_is(
+    tmp_path: Path, tiny_dir: Path, packed_dir: Path, rows: Path, axes: dict[str, Any]
+) -> None:
+    theirs = go(tmp_path / "theirs", packed_dir, rows, export="merged", cache_dir=tmp_path / "cache", **axes)
+    assert record(theirs)["quantization"]["source"] == "as it is" and "already_quantized" in codes(theirs)
+    ours = go(tmp_path / "ours", tiny_dir, rows)
+    assert losses(theirs) == losses(ours)
+    assert weights_of_adapter(theirs) == weights_of_adapter(ours)
+    (outcome,) = events(theirs, "result")[0]["result"]["export"]
+    assert outcome["released"], outcome
+    assert "quantization_config" not in json.loads((theirs / "artifacts/merged/config.json").read_text())
+
+
+def weights_of_adapter(run_dir: Path) -> bytes:
+    return (run_dir / "artifacts/adapter/adapter_model.safetensors").read_bytes()
+
+
+def test_what_a_packed_base_rules_out(tmp_path: Path, packed_dir: Path, rows: Path) -> None:
+    error = refusal(tmp_path / "int8", packed_dir, rows, quantization="int8")
+    assert error["field"] == "quantization" and "already quantised as nf4 and cannot become int8" in error["message"]
+    error = refusal(tmp_path / "full", packed_dir, rows, method="full")
+    assert error["field"] == "method" and "method: qlora" in error["message"]
+    onto = [{"type": "merged", "merge_onto": "original"}]
+    error = refusal(tmp_path / "onto", packed_dir, rows, export=onto)
+    assert error["field"] == "export" and "no 16-bit weights" in error["message"]
+
+
+def test_a_packed_base_is_measured_as_what_it_stands_for(tiny_dir: Path, packed_dir: Path) -> None:
+    dense, packed = (inspect(folder, field="model.path") for folder in (tiny_dir, packed_dir))
+    assert packed.parameters == dense.parameters and packed.bytes < dense.bytes
+    assert packed.dtypes["NF4"] == 2 * 36864
+
+
+@pytest.mark.parametrize(
+    ("about", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8 of bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "FP4 of bitsandbytes"),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
+            "stored as bfloat16",
+        ),
+        ({}, "does not name"),
+    ],
+)
+def test_other_packings_are_refused_by_name(tmp_path: Path, tiny_dir: Path, about: dict[str, Any], name: str) -> None:
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    with pytest.raises(ModelError) as caught:
+        inspect(folder, field="model.path")
+    assert caught.value.code == "model_quantized"
+    assert name in caught.value.message and "16-bit model they were made from" in caught.value.message
+
+
+# --- files that are not as they should be ------------------------------------------------------------------
+
+
+def test_bad_weights_end_the_job_in_words(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    bad = shutil.copytree(tiny_dir, tmp_path / "nan")
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    error = refusal(tmp_path / "run-nan", bad, rows)
+    assert error["field"] == "model" and "layers.1.mlp.up_proj.weight" in error["message"]
+    assert "NaN or infinite" in error["message"]
+
+    cut = shutil.copytree(tiny_dir, tmp_path / "cut")
+    content = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(content[:-64])
+    error = refusal(tmp_path / "run-cut", cut, rows)
+    assert error["field"] == "model" and "model.safetensors is truncated or damaged" in error["message"]
+
+
+# --- what is handed back -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "dtype"),
+    [
+        ({"export": "merged"}, torch.bfloat16),
+        ({"export": [{"type": "merged", "dtype": "fp32"}]}, torch.float32),
+        ({"export": [{"type": "merged", "merge_onto": "original", "dtype": "fp16"}]}, torch.float16),
+        ({"export": "merged", "quantization": "int8"}, torch.bfloat16),
+        ({"export": "merged", "method": {"type": "qlora", "r": 4, "use_dora": True}}, torch.bfloat16),
+        ({"export": "merged", "method": {"type": "lora", "r": 4}}, torch.bfloat16),
+        (
+            {"export": "merged", "method": {"type": "lora", "r": 4, "use_dora": True, "use_rslora": True}},
+            torch.bfloat16,
+        ),
+    ],
+    ids=["nf4", "fp32", "original", "int8", "qdora", "lora", "dora"],
+)
+def test_the_merged_model_is_base_and_adapter(
+    tmp_path: Path, tiny_dir: Path, rows: Path, axes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    run_dir = go(tmp_path / "run", tiny_dir, rows, **axes)
+    last = events(run_dir)[-1]
+    (outcome,) = last["result"]["export"]
+    assert outcome["released"] and outcome["check"]["adapter_kept"] == pytest.approx(1, abs=0.02)
+    listed = {entry["path"]: entry["kind"] for entry in last["artifacts"]}
+    assert listed["merged/model.safetensors"] == listed["merged/config.json"] == "model"
+    assert listed["merged/tokenizer.json"] == "tokenizer" and listed["merged/README.md"] == "card"
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "artifacts/merged")
+    assert {p.dtype for p in merged.parameters()} == {dtype}
+
+    # The same by plain libraries: the adapter's folder over the base it was trained over.
+    adapter = run_dir / "artifacts/adapter"
+    if axes.get("quantization") == "int8":
+        return  # nobody else reads that packing
+    packed = axes.get("method", AXES["method"])["type"] == "qlora" and outcome["merge_onto"] == "trained"
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir, **({"quantization_config": NF4} if packed else {}))
+    both = PeftModel.from_pretrained(base, adapter).train()  # in eval mode bitsandbytes rounds the scales
+    with torch.no_grad():
+        wanted, got = both(IDS).logits.float(), merged.float()(IDS).logits
+    spread = wanted - wanted.mean(-1, keepdim=True)
+    assert (got - wanted).norm() / spread.norm() < (5e-3 if dtype is not torch.float32 else 1e-5)
+
+
+def test_a_merged_model_that_differs_is_not_handed_back(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    """Weights beyond float16's range, in a model that is well in float32: the file would hold infinities."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 1e5
+    tensors["model.embed_tokens.weight"] *= 1e-5  # the head, too: its logits stay what they were
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    run_dir = go(tmp_path / "run", folder, rows, export=[{"type": "merged", "dtype": "fp16"}])
+    last = events(run_dir)[-1]
+    (outcome,) = last["result"]["export"]
+    assert outcome["released"] is False and "in fp16 its logits are not finite" in outcome["reason"]
+    (notice,) = events(run_dir, "notice")
+    assert notice["code"] == "merged_withheld" and "the adapter is" in notice["message"]
+    paths = {entry["path"].split("/")[0] for entry in last["artifacts"]}
+    assert "adapter" in paths and "merged" not in paths and not (run_dir / "artifacts/merged").exists()
+    assert json.loads((run_dir / "artifacts/run_record.json").read_text())["result"]["export"] == [outcome]
