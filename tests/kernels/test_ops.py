@@ -31,6 +31,10 @@ def _parts(format: str) -> dict[str, Any]:
     }
 
 
+def _member(p: dict[str, Any], format: Any, bias: Any, scaling: float, dropped: Any = None) -> autograd.Member:
+    return autograd.Member(p["packed"], p["scales"], format, 64, bias, p["a"], p["b"], scaling, dropped)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["autograd", "operator"])
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
@@ -42,18 +46,7 @@ def test_lora_linear_is_base_plus_adapter(
     leaves = [p["x"].requires_grad_(), p["a"].requires_grad_(), p["b"].requires_grad_(), p["bias"].requires_grad_()]
     mask = (torch.rand_like(p["x"]) > 0.5) * 2.0
     dropped = p["x"] * mask if dropout else None
-    y = autograd.lora_linear(
-        p["x"],
-        dropped,
-        p["packed"],
-        p["scales"],
-        format,
-        64,
-        p["bias"],
-        p["a"],
-        p["b"],
-        1.7,  # type: ignore[arg-type]
-    )
+    y = autograd.lora_linear(p["x"], _member(p, format, p["bias"], 1.7, dropped))
     source = p["x"] * mask if dropout else p["x"]
     wanted = functional.linear(p["x"], p["dense"], p["bias"]) + 1.7 * (source @ p["a"].t() @ p["b"].t())
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
@@ -79,10 +72,8 @@ def test_only_packed_weight_x_and_xa_are_kept() -> None:
     p = _parts("nf4")
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        autograd.lora_linear(
-            p["x"].requires_grad_(), None, p["packed"], p["scales"], "nf4", 64, None,
-            p["a"].requires_grad_(), p["b"].requires_grad_(), 1.0,
-        )  # fmt: skip
+        p["a"].requires_grad_(), p["b"].requires_grad_()
+        autograd.lora_linear(p["x"].requires_grad_(), _member(p, "nf4", None, 1.0))
     floats = sum(t.numel() for t in kept if t.is_floating_point())
     small = sum(s.numel() for s in p["scales"])
     assert floats <= p["x"].numel() + 10 * R + p["a"].numel() + p["b"].numel() + small
@@ -91,9 +82,8 @@ def test_only_packed_weight_x_and_xa_are_kept() -> None:
 
 def test_first_layer_dequantises_nothing_in_the_backward() -> None:
     p = _parts("nf4")
-    y = autograd.lora_linear(
-        p["x"], None, p["packed"], p["scales"], "nf4", 64, None, p["a"].requires_grad_(), p["b"], 1.0
-    )
+    p["a"].requires_grad_()
+    y = autograd.lora_linear(p["x"], _member(p, "nf4", None, 1.0))
     clear_scratch()
     scratch = scratch_for(torch.device("cpu"))
     before = scratch.misses

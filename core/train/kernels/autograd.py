@@ -1,8 +1,15 @@
-"""What modules call: linear over a packed weight, alone or with a LoRA, in eager mode and inside `torch.compile`."""
+"""What modules call: linear over a packed weight, alone or with a LoRA, in eager mode and inside `torch.compile`.
+
+A linear with LoRA is two functions in eager mode. The first makes x·Aᵀ and keeps all that the backward needs; the
+second makes the wide product, keeps nothing, and in its backward reads what the first has kept. Gradient checkpointing
+(non-reentrant) stops its recomputation at the last tensor that a layer keeps: so it never repeats the product of a
+layer's last linear, a quarter of a Llama layer's forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +18,24 @@ from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
 from core.train.kernels.interface import Format
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A packed linear with its LoRA, one of those that share an input."""
+
+    packed: Tensor
+    scales: Sequence[Tensor]
+    format: Format
+    block: int
+    bias: Tensor | None
+    a: Tensor
+    """[r, K]"""
+    b: Tensor
+    """[N, r]"""
+    scaling: float
+    dropped: Tensor | None = None
+    """The input after this adapter's dropout, where it has one."""
 
 
 def linear(
@@ -30,24 +55,27 @@ def linear(
     return y
 
 
-def lora_linear(
-    x: Tensor,
-    dropped: Tensor | None,
-    packed: Tensor,
-    scales: Sequence[Tensor],
-    format: Format,
-    block: int,
-    bias: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-) -> Tensor:
+def lora_linear(x: Tensor, member: Member) -> Tensor:
     """x·Wᵀ + bias + scaling · (x·Aᵀ)·Bᵀ; see `core.train.kernels.ops`."""
     if torch.compiler.is_compiling():
-        compiled: Tensor = ops.lora_linear(x, dropped, packed, scales, format, block, bias, a, b, scaling)[0]
+        m = member
+        compiled: Tensor = ops.lora_linear(
+            x, m.dropped, m.packed, m.scales, m.format, m.block, m.bias, m.a, m.b, m.scaling
+        )[0]
         return compiled
-    y: Tensor = _LoraLinear.apply(x, dropped, packed, scales, format, block, bias, a, b, scaling)  # type: ignore[no-untyped-call]
-    return y
+    return lora_linears(x, [member])[0]
+
+
+def lora_linears(x: Tensor, members: Sequence[Member]) -> list[Tensor]:
+    """`lora_linear` for each of several members over one input, in eager mode: one product for all A, one buffer for
+    the input's gradient. One member gives what it gives alone to the bit; in a group, x·Aᵀ and the sum of the gradients
+    of x are rounded otherwise (once in place of once a member)."""
+    leaves = [t for m in members for t in (m.a, m.b, m.bias, m.dropped)]
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *leaves)):
+        return _products(x, members, _narrow(x, members))
+    xa = _Keep.apply(members, x, *leaves)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Products.apply(members, xa, x, *leaves)  # type: ignore[no-untyped-call]
+    return list(outputs)
 
 
 class _Linear(torch.autograd.Function):
@@ -62,53 +90,124 @@ class _Linear(torch.autograd.Function):
         out_features: int,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(packed, *scales)
-        ctx.about = (format, block, x.shape[-1])
+        ctx.about = (packed, scales, format, block, x.shape[-1])  # buffers of the module: nothing to keep
         ctx.bias_dtype = None if bias is None else bias.dtype
         return ops._linear(x, packed, scales, format, block, out_features, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, *scales = ctx.saved_tensors
-        grad_x = ops._linear_grad(grad, packed, scales, *ctx.about) if ctx.needs_input_grad[0] else None
+        grad_x = ops._linear_grad(grad, *ctx.about) if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[6] else None
         return grad_x, None, None, None, None, None, grad_bias
 
 
-class _LoraLinear(torch.autograd.Function):
+# --- LoRA ------------------------------------------------------------------------------------------
+
+
+def _narrow(x: Tensor, members: Sequence[Member]) -> Tensor:
+    """x·Aᵀ of all members side by side, [rows, Σ r] in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    if all(m.dropped is None for m in members):
+        return rows @ _stacked(members, x.dtype).t()
+    parts = []
+    for m in members:
+        source = rows if m.dropped is None else m.dropped.reshape(rows.shape)
+        parts.append(source @ m.a.to(x.dtype).t())
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _stacked(members: Sequence[Member], dtype: torch.dtype) -> Tensor:
+    if len(members) == 1:
+        return members[0].a.detach().to(dtype)
+    return torch.cat([m.a.detach().to(dtype) for m in members])
+
+
+def _products(x: Tensor, members: Sequence[Member], xa: Tensor) -> list[Tensor]:
+    rows = x.reshape(-1, x.shape[-1])
+    outputs = []
+    for m, part in zip(members, xa.split([m.a.shape[0] for m in members], dim=1), strict=True):
+        weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), x)
+        y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(x.dtype))
+        y.addmm_(part, m.b.to(x.dtype).t(), alpha=m.scaling)
+        outputs.append(y.view(*x.shape[:-1], m.b.shape[0]))
+    return outputs
+
+
+class _Keep(torch.autograd.Function):
+    """x·Aᵀ of all members; keeps x (or what dropout made of it), the product, A and B. Its own backward has nothing
+    to do: `_Products` answers for the inputs of both."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dropped: Tensor | None,
-        packed: Tensor,
-        scales: Sequence[Tensor],
-        format: str,
-        block: int,
-        bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        scaling: float,
-    ) -> Tensor:
-        y, xa = ops._lora_forward(x, dropped, packed, scales, format, block, bias, a, b, scaling)
-        ctx.save_for_backward(x if dropped is None else dropped, xa, packed, a, b, *scales)
-        ctx.about = (format, block, scaling, dropped is not None)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+    def forward(ctx: Any, members: Sequence[Member], x: Tensor, *leaves: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        xa = _narrow(x, members)
+        shared = x if any(m.dropped is None for m in members) else None
+        ctx.save_for_backward(
+            xa, shared, *(m.dropped for m in members), *(m.a for m in members), *(m.b for m in members)
+        )
+        return xa
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        adapter_x, xa, packed, a, b, *scales = ctx.saved_tensors
-        format, block, scaling, separate = ctx.about
-        with_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grad_x, grad_dropped, grad_a, grad_b = ops._lora_grad(
-            grad, adapter_x, xa, packed, scales, format, block, a, b, scaling, with_x, separate
-        )
-        grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[6] else None
-        return (
-            grad_x if ctx.needs_input_grad[0] else None,
-            grad_dropped if ctx.needs_input_grad[1] else None,
-            None, None, None, None, grad_bias, grad_a, grad_b, None,
-        )  # fmt: skip
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, members: Sequence[Member], xa: Tensor, x: Tensor, *leaves: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.kept = xa.grad_fn  # the node of _Keep, which has every input of this one among its own
+        ctx.x_shape = x.shape
+        ctx.about = [(m.packed, m.scales, m.format, m.block, m.scaling) for m in members]
+        return tuple(_products(x, members, xa))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(ctx.about)
+        xa, x, *kept = ctx.kept.saved_tensors
+        dropped, a, b = kept[:count], kept[count : 2 * count], kept[2 * count :]
+        with_x, *wanted = ctx.needs_input_grad[2:]
+        flat: Tensor | None = None  # gradient of x [rows, K]
+        narrow: list[Tensor | None] = []  # of each member's part of x·Aᵀ
+        leaves: list[Tensor | None] = [None] * (4 * count)  # of each member's A, B, bias and dropped input
+        parts = xa.split([each.shape[0] for each in a], dim=1)
+        for i, (grad, part, (packed, scales, format, block, scaling)) in enumerate(
+            zip(grads, parts, ctx.about, strict=True)
+        ):
+            if grad is None:
+                narrow.append(None)
+                continue
+            rows = grad.reshape(-1, grad.shape[-1])
+            narrow.append((rows @ b[i].to(grad.dtype)).mul_(scaling))
+            leaves[4 * i + 1] = (rows.t() @ part).mul_(scaling).to(b[i].dtype)
+            if wanted[4 * i + 2]:
+                leaves[4 * i + 2] = rows.sum(0)
+            if with_x:
+                weight = ops._dense(packed, scales, format, block, (b[i].shape[0], a[i].shape[1]), grad)
+                flat = rows @ weight if flat is None else flat.addmm_(rows, weight)
+        together = [i for i in range(count) if narrow[i] is not None and dropped[i] is None]
+        if together:
+            side = _beside([narrow[i] for i in together])
+            grad_a = (side.t() @ x.reshape(-1, x.shape[-1])).split([a[i].shape[0] for i in together])
+            for i, each in zip(together, grad_a, strict=True):
+                leaves[4 * i] = each.to(a[i].dtype)
+            if flat is not None:
+                flat.addmm_(side, torch.cat([a[i].to(side.dtype) for i in together]))
+        for i in range(count):
+            part, own = narrow[i], dropped[i]
+            if part is None or own is None:
+                continue
+            leaves[4 * i] = (part.t() @ own.reshape(-1, own.shape[-1])).to(a[i].dtype)
+            if wanted[4 * i + 3]:
+                leaves[4 * i + 3] = (part @ a[i].to(part.dtype)).view(own.shape)
+        return None, None, None if flat is None else flat.view(ctx.x_shape), *leaves
+
+
+def _beside(parts: Sequence[Tensor | None]) -> Tensor:
+    found = [part for part in parts if part is not None]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)

@@ -17,10 +17,15 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
-from core.train.kernels.autograd import lora_linear
+from core.train.kernels.autograd import Member, lora_linear, lora_linears
 from core.train.quant.linear import QuantLinear, compute_dtype
 
 log = logging.getLogger("eft.train.quant")
+
+
+SHARED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of siblings that decoders call one after the other on one input. They are grouped by what happens, not by the
+name alone: see `SharedInput`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +36,91 @@ class Fusion:
     """Layers whose base and adapter are one operator."""
     unfused: dict[str, int] = field(default_factory=dict)
     """Reason → layers in PEFT's own forward."""
+    grouped: int = 0
+    """Of the fused ones: how many share their input's operator with siblings."""
+
+
+class SharedInput:
+    """Siblings over one input: the first that is called computes all, the others take what is theirs.
+
+    Dropout draws the same numbers as one by one, since nothing is drawn between siblings. If a sibling is called with
+    another tensor than the first was, the group is dissolved, with a warning.
+    """
+
+    def __init__(self, members: list[QuantLoraLinear]) -> None:
+        self.members = members
+        self.dissolved = False
+        self._x: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+
+    def forward(self, place: int, x: Tensor, adapter: str) -> Tensor:
+        if place == 0:
+            return self._all(x, adapter)
+        mine, same = self._ready.pop(place, None), self._x is x
+        if mine is not None and same:
+            if not self._ready:
+                self._x = None
+            return mine
+        if mine is not None:
+            self.dissolved = True
+            log.warning("siblings of a group were called with different inputs; they run apart from now on")
+        self._forget()
+        return self.members[place].alone(x, adapter)
+
+    def _all(self, x: Tensor, adapter: str) -> Tensor:
+        self._forget()
+        cast = x.to(compute_dtype(x))
+        taking = [(0, adapter)]
+        for place, member in enumerate(self.members[1:], start=1):
+            if (name := member.fused_adapter()) is not None:
+                taking.append((place, name))
+        first, *rest = lora_linears(cast, [self.members[place].operands(cast, name) for place, name in taking])
+        self._x, self._ready = x, {place: y for (place, _), y in zip(taking[1:], rest, strict=True)}
+        return first
+
+    def _forget(self) -> None:
+        self._x = None
+        self._ready.clear()
 
 
 class QuantLoraLinear(PeftLinear):
     """PEFT's LoRA layer over a QuantLinear."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (args or kwargs or self.disable_adapters or self.merged):
-            active = [name for name in self.active_adapters if name in self.lora_A]
-            if len(active) == 1 and why_unfused(self, active[0]) is None:
-                return self._fused(x, active[0])
-        result: Tensor = super().forward(x, *args, **kwargs)
-        return result
+    shared: SharedInput | None = None
+    place: int = 0
+    """In the group."""
 
-    def _fused(self, x: Tensor, name: str) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        adapter = None if args or kwargs else self.fused_adapter()
+        if adapter is None:
+            result: Tensor = super().forward(x, *args, **kwargs)
+            return result
+        if self.shared is None or self.shared.dissolved or torch.compiler.is_compiling():
+            return self.alone(x, adapter)
+        return self.shared.forward(self.place, x, adapter)
+
+    def fused_adapter(self) -> str | None:
+        """The one adapter that the fused operator takes now; None when PEFT's own forward has to run."""
+        if self.disable_adapters or self.merged:
+            return None
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        return active[0] if len(active) == 1 and why_unfused(self, active[0]) is None else None
+
+    def alone(self, x: Tensor, adapter: str) -> Tensor:
+        x = x.to(compute_dtype(x))
+        return lora_linear(x, self.operands(x, adapter))
+
+    def operands(self, x: Tensor, adapter: str) -> Member:
+        """What the operator takes beside x; draws the adapter's dropout."""
         base = self.base_layer
         assert isinstance(base, QuantLinear)  # why_unfused has looked
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        x = x.to(compute_dtype(x))
-        dropout = self.lora_dropout[name]
+        dropout = self.lora_dropout[adapter]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
-        return lora_linear(
-            x, dropped, base.packed, base.scales, base.format, base.block, base.bias,
-            a, b, float(self.scaling[name]),
-        )  # fmt: skip
+        return Member(
+            base.packed, base.scales, base.format, base.block, base.bias, a, b, float(self.scaling[adapter]), dropped
+        )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put a dense 16-bit layer with the adapter added in the base's place: dequantised and added in float32,
@@ -103,8 +168,8 @@ def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
 
 
 def fuse_adapters(model: nn.Module) -> Fusion:
-    """Give every LoRA layer over a QuantLinear the fused forward and the merge that counts. Call after
-    `get_peft_model`, and again after adapters were added to other layers."""
+    """Give every LoRA layer over a QuantLinear the fused forward and the merge that counts, and let siblings over one
+    input share it. Call after `get_peft_model`, and again after adapters were added to other layers."""
     fused = 0
     reasons: Counter[str] = Counter()
     for module in model.modules():
@@ -113,6 +178,7 @@ def fuse_adapters(model: nn.Module) -> Fusion:
         if type(module) not in (PeftLinear, QuantLoraLinear):
             raise TypeError(f"adapters of {type(module).__name__} do not go over a packed weight")
         module.__class__ = QuantLoraLinear
+        module.shared = None
         active = [name for name in module.active_adapters if name in module.lora_A]
         reason = "several active adapters" if len(active) != 1 else why_unfused(module, active[0])
         if reason is None:
@@ -121,4 +187,19 @@ def fuse_adapters(model: nn.Module) -> Fusion:
             reasons[reason] += 1
     for reason, count in reasons.items():
         log.warning("%d quantised layers run base and adapter apart: %s", count, reason)
-    return Fusion(fused, dict(reasons))
+    return Fusion(fused, dict(reasons), _group(model))
+
+
+def _group(model: nn.Module) -> int:
+    grouped = 0
+    for parent in model.modules():
+        for names in SHARED:
+            found = [getattr(parent, name, None) for name in names]
+            members = [m for m in found if isinstance(m, QuantLoraLinear)]
+            if len(members) < 2 or len({m.in_features for m in members}) > 1:
+                continue
+            shared = SharedInput(members)
+            for place, member in enumerate(members):
+                member.shared, member.place = shared, place
+            grouped += sum(member.fused_adapter() is not None for member in members)
+    return grouped

@@ -1,0 +1,190 @@
+/* What torch's own operators do slowly on a CPU, as plain C; core/train/kernels/native.py compiles and calls it.
+ *
+ * Every function is held to the portable arithmetic before it is used. The dequantisations are equal to it to the bit:
+ * products and sums are rounded one by one (-ffp-contract=off), and bfloat16 is rounded to nearest even. Pointers are
+ * to contiguous memory; `threads` is torch's number of threads.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline float from_bf16(uint16_t value) { return of_bits((uint32_t)value << 16); }
+
+/* Of finite values: nearest, ties to even. */
+static inline uint16_t to_bf16(float value) {
+    uint32_t bits = bits_of(value);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* --- NF4 ------------------------------------------------------------------------------------------ */
+
+/* The scale of one block: given, or by double quantisation (nested is not null). */
+static inline float scale_of(int64_t at, const uint8_t *absmax8, const float *nested, const float *map, float offset,
+                             const float *absmax) {
+    if (!nested)
+        return absmax[at];
+    float product = map[absmax8[at]] * nested[at / 256];
+    return product + offset;
+}
+
+static void nf4_elements_bf16(uint16_t *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
+    for (int64_t i = 0; i < count; i++) {
+        int code = i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4;
+        out[i] = to_bf16(table[code] * scale);
+    }
+}
+
+#ifdef __AVX512F__
+static inline __m512i rounded(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+
+/* 16 bytes are 32 elements: the high nibbles are the even ones, and come first in each pair of bfloat16. */
+static inline void nf4_32_bf16(uint16_t *out, const uint8_t *packed, __m512 table, __m512 scale) {
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
+    __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+    __m512 odd = _mm512_permutexvar_ps(bytes, table); /* looks at the low four bits only */
+    __m512i low = _mm512_srli_epi32(rounded(_mm512_mul_ps(even, scale)), 16);
+    __m512i high = _mm512_and_si512(rounded(_mm512_mul_ps(odd, scale)), _mm512_set1_epi32((int)0xffff0000u));
+    _mm512_storeu_si512(out, _mm512_or_si512(low, high));
+}
+#endif
+
+static void nf4_block_bf16(uint16_t *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
+    int64_t done = 0;
+#ifdef __AVX512F__
+    __m512 values = _mm512_loadu_ps(table), scales = _mm512_set1_ps(scale);
+    for (; done + 32 <= count; done += 32)
+        nf4_32_bf16(out + done, packed + done / 2, values, scales);
+#endif
+    nf4_elements_bf16(out + done, packed + done / 2, count - done, table, scale);
+}
+
+static void nf4_block_f32(float *out, const uint8_t *packed, int64_t count, const float *table, float scale) {
+    for (int64_t i = 0; i + 1 < count; i += 2) {
+        out[i] = table[packed[i / 2] >> 4] * scale;
+        out[i + 1] = table[packed[i / 2] & 15] * scale;
+    }
+    if (count % 2)
+        out[count - 1] = table[packed[count / 2] >> 4] * scale;
+}
+
+void eft_nf4(void *out, int bf16, const uint8_t *packed, int64_t n, int64_t block, const float *table,
+             const uint8_t *absmax8, const float *nested, const float *map, const float *offset, const float *absmax,
+             int threads) {
+    int64_t blocks = (n + block - 1) / block;
+    float shift = offset ? *offset : 0.0f;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t at = 0; at < blocks; at++) {
+        int64_t start = at * block, count = n - start < block ? n - start : block;
+        float scale = scale_of(at, absmax8, nested, map, shift, absmax);
+        if (bf16)
+            nf4_block_bf16((uint16_t *)out + start, packed + start / 2, count, table, scale);
+        else
+            nf4_block_f32((float *)out + start, packed + start / 2, count, table, scale);
+    }
+}
+
+/* --- int8 ----------------------------------------------------------------------------------------- */
+
+void eft_int8(void *out, int bf16, const int8_t *packed, int64_t n, int64_t block, const float *absmax, int threads) {
+    int64_t blocks = (n + block - 1) / block;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t at = 0; at < blocks; at++) {
+        int64_t start = at * block, end = start + block < n ? start + block : n;
+        float step = absmax[at] * (float)(1.0 / 127.0);
+        if (bf16) {
+            uint16_t *to = (uint16_t *)out;
+            for (int64_t i = start; i < end; i++)
+                to[i] = to_bf16((float)packed[i] * step);
+        } else {
+            float *to = (float *)out;
+            for (int64_t i = start; i < end; i++)
+                to[i] = (float)packed[i] * step;
+        }
+    }
+}
+
+/* --- the loss of a chunk of logits ---------------------------------------------------------------- */
+
+/* e to the power of x for x <= 0, within 2 units in the last place (a polynomial on [-ln 2 / 2, ln 2 / 2]). */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float shifted = x * 1.44269504088896341f + 12582912.0f; /* rounds to the nearest whole number */
+    float whole = shifted - 12582912.0f;
+    float r = x - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * of_bits((uint32_t)((int32_t)whole + 127) << 23);
+}
+
+#define LANES 64 /* sums run in this many lanes: one after the other would lose digits, and time */
+
+/* For each row of bfloat16 logits [rows, width]: the largest, and the sum of exp(z - largest). */
+void eft_softmax_stats(float *top, float *total, const uint16_t *logits, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint16_t *z = logits + row * width;
+        float best[LANES], sum[LANES];
+        for (int j = 0; j < LANES; j++) {
+            best[j] = -3.0e38f;
+            sum[j] = 0.0f;
+        }
+        int64_t full = width / LANES * LANES;
+        for (int64_t i = 0; i < full; i += LANES)
+            for (int j = 0; j < LANES; j++) {
+                float value = from_bf16(z[i + j]);
+                best[j] = value > best[j] ? value : best[j];
+            }
+        float largest = best[0];
+        for (int j = 1; j < LANES; j++)
+            largest = best[j] > largest ? best[j] : largest;
+        for (int64_t i = full; i < width; i++)
+            largest = from_bf16(z[i]) > largest ? from_bf16(z[i]) : largest;
+        for (int64_t i = 0; i < full; i += LANES)
+            for (int j = 0; j < LANES; j++)
+                sum[j] += exponential(from_bf16(z[i + j]) - largest);
+        float all = 0.0f;
+        for (int j = 0; j < LANES; j++)
+            all += sum[j];
+        for (int64_t i = full; i < width; i++)
+            all += exponential(from_bf16(z[i]) - largest);
+        top[row] = largest;
+        total[row] = all;
+    }
+}
+
+/* Logits become, in place, factor[row] · exp(z - top[row]). */
+void eft_softmax_scale(uint16_t *logits, const float *top, const float *factor, int64_t rows, int64_t width,
+                       int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        uint16_t *z = logits + row * width;
+        float largest = top[row], by = factor[row];
+        for (int64_t i = 0; i < width; i++)
+            z[i] = to_bf16(exponential(from_bf16(z[i]) - largest) * by);
+    }
+}

@@ -1,0 +1,204 @@
+"""The CPU backend in C (native.c): compiled by the machine's own compiler at first use, and tried before it is used.
+
+The object is kept under a hash of source, compiler, flags and processor in `~/.cache/eft/kernels` (the trainer's home
+lies on the data root, so it outlives a job). Without a compiler, or when a result differs from torch's, the portable
+backend does the work: said in the log and in the run record. `EFT_KERNELS=portable` asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("eft.train.kernels")
+
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-std=gnu11"]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Unavailable(Exception):
+    """Why the C kernels are not used."""
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The loaded kernels, or why there are none. Compiles, loads and tries them once a process."""
+    try:
+        loaded = _load()
+        _try_out(loaded)
+    except Unavailable as reason:
+        log.warning("CPU kernels run in portable torch, more slowly: %s", reason)
+        return str(reason)
+    return loaded
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the kernels are there and compute in this dtype."""
+    return dtype in DTYPES and not isinstance(library(), str)
+
+
+# --- what they compute -----------------------------------------------------------------------------
+
+
+def dequantize_into(out: Tensor, packed: Tensor, scales: list[Tensor], format: str, block: int) -> None:
+    """See `core.train.kernels.interface`; to bfloat16 or float32, the same as the portable backend to the bit."""
+    match format:
+        case "nf4":
+            _nf4(_ready(), out, packed, scales, block)
+        case "int8":
+            _int8(_ready(), out, packed, scales, block)
+        case _:
+            raise ValueError(f"unknown format {format}")
+
+
+def softmax_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bfloat16 logits [c, V] each row's maximum and Σ exp(z - maximum), float32 [c]."""
+    top = torch.empty(logits.shape[0], dtype=torch.float32)
+    total = torch.empty_like(top)
+    _ready().eft_softmax_stats(_at(top), _at(total), _at(logits), *_size(logits), torch.get_num_threads())
+    return top, total
+
+
+def softmax_scale_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
+    """Bfloat16 logits [c, V] become factor · exp(z - top), in place; `top` and `factor` float32 [c]."""
+    _ready().eft_softmax_scale(_at(logits), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
+
+
+def _nf4(kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:
+    from core.train.quant.layout import nf4_map
+
+    scales = [tensor.contiguous() for tensor in scales]
+    absmax8, nested, table, offset = scales if len(scales) == 4 else [None] * 4
+    kernels.eft_nf4(
+        _at(out), int(out.dtype == torch.bfloat16), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
+        ctypes.c_int64(block), _at(nf4_map(out.device)), _at(absmax8), _at(nested), _at(table), _at(offset),
+        _at(scales[0] if len(scales) == 1 else None), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _int8(kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:
+    absmax = scales[0].contiguous()
+    kernels.eft_int8(
+        _at(out), int(out.dtype == torch.bfloat16), _at(packed.contiguous()), ctypes.c_int64(out.numel()),
+        ctypes.c_int64(block), _at(absmax), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _size(tensor: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    rows, width = tensor.shape
+    return ctypes.c_int64(rows), ctypes.c_int64(width)
+
+
+def _ready() -> ctypes.CDLL:
+    loaded = library()
+    if isinstance(loaded, str):
+        raise RuntimeError(f"there are no C kernels: {loaded}")
+    return loaded
+
+
+# --- compile, load, try ----------------------------------------------------------------------------
+
+
+def _load() -> ctypes.CDLL:
+    if os.environ.get("EFT_KERNELS") == "portable":
+        raise Unavailable("EFT_KERNELS=portable asks for it")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
+    kept = _cache_folder()
+    with tempfile.TemporaryDirectory(prefix="eft-kernels-") as aside:
+        target = (kept or Path(aside)) / f"native-{_key(compiler)}.so"
+        try:
+            if kept is None or not target.is_file():
+                _compile(compiler, Path(aside) / "native.so", target)
+            loaded = ctypes.CDLL(str(target))  # stays loaded when the file goes
+        except OSError as error:
+            raise Unavailable(f"{target} cannot be made or loaded: {error}") from error
+    for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale"):
+        getattr(loaded, name).restype = None
+    return loaded
+
+
+def _cache_folder() -> Path | None:
+    """Private to this user: what lies there is run as code."""
+    try:
+        folder = Path.home() / ".cache" / "eft" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = folder.stat()
+        mine = about.st_uid == os.getuid() and not about.st_mode & 0o022
+        return folder if mine and os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):  # no home, or one that cannot be written: compiled anew in every process
+        return None
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), "\n".join(processor).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def _compile(compiler: str, aside: Path, target: Path) -> None:
+    done = subprocess.run(
+        [compiler, *FLAGS, str(SOURCE), "-o", str(aside)], capture_output=True, text=True, check=False, timeout=120
+    )
+    if done.returncode != 0:
+        raise Unavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+    near = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(aside, near)
+    near.rename(target)
+
+
+def _try_out(kernels: ctypes.CDLL) -> None:
+    """Every kernel against torch on a small case with a short last block."""
+    from core.train.quant.int8 import dequantize_int8_into, quantize_int8
+    from core.train.quant.nf4 import dequantize_nf4_into, quantize_nf4
+
+    values = torch.randn(300 * 64 + 37, generator=torch.Generator().manual_seed(0))
+    values[64:128] = 0.0
+    values[5] = 80.0
+    for dtype in DTYPES:
+        for double in (True, False):
+            nf4 = quantize_nf4(values, double=double)
+            ours, wanted = torch.empty(values.numel(), dtype=dtype), torch.empty(values.numel(), dtype=dtype)
+            _nf4(kernels, ours, nf4.packed, nf4.scales, 64)
+            dequantize_nf4_into(wanted, nf4.packed, nf4.scales, 64)
+            if not torch.equal(ours, wanted):
+                raise Unavailable(f"their NF4 in {dtype} differs from torch's on this processor")
+        int8 = quantize_int8(values)
+        _int8(kernels, ours, int8.packed, int8.scales, 64)
+        dequantize_int8_into(wanted, int8.packed, int8.scales, 64)
+        if not torch.equal(ours, wanted):
+            raise Unavailable(f"their int8 in {dtype} differs from torch's on this processor")
+    _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
+
+
+def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:
+    top, total = torch.empty(6), torch.empty(6)
+    kernels.eft_softmax_stats(_at(top), _at(total), _at(logits), *_size(logits), torch.get_num_threads())
+    wide = logits.float()
+    wanted = (wide - wide.amax(1, keepdim=True)).exp()
+    if not (torch.equal(top, wide.amax(1)) and torch.allclose(total, wanted.sum(1), rtol=1e-5)):
+        raise Unavailable("their softmax differs from torch's on this processor")
+    factor, scaled = 1 / total, logits.clone()
+    kernels.eft_softmax_scale(_at(scaled), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
+    if not torch.allclose(scaled.float(), wanted * factor.unsqueeze(1), rtol=2**-7, atol=1e-30):
+        raise Unavailable("their softmax differs from torch's on this processor")
