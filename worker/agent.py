@@ -153,6 +153,7 @@ class Agent:
                     continue
                 if not self._room.enough():
                     return None
+                began = _clock()
                 try:
                     with self.site.database.write() as session:
                         claim = claims.claim(
@@ -166,7 +167,7 @@ class Agent:
                     log.info(
                         "%s: attempt %d (%s) on slot %s", claim.token.job_id, claim.token.attempt, claim.kind, slot.id
                     )
-                    attempt = Attempt(self.site, claim)
+                    attempt = Attempt(self.site, claim, began)
                     with self._idle:
                         self._busy[slot.id] = attempt
                     return attempt
@@ -243,7 +244,7 @@ class Agent:
                     log.warning("%s: the lease of attempt %d is lost", attempt.token.job_id, attempt.token.attempt)
                     attempt.lose()
             elif not late:
-                attempt.beat()
+                attempt.beat(began)
         if not known:
             log.critical("another worker serves node %s now; this one leaves (EFT_NODE)", self.settings.node)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -67,8 +67,8 @@ class Site:
 class Attempt:
     """`lost` and `child` may be looked at, and `lose` called, from other threads."""
 
-    def __init__(self, site: Site, claim: Claim) -> None:
-        """`claim` was won just now: its lease still runs for all of its time."""
+    def __init__(self, site: Site, claim: Claim, held_at: float) -> None:
+        """`held_at`: seconds of CLOCK_BOOTTIME before which the lease was not counted yet."""
         self.site = site
         self.claim = claim
         self.token = claim.token
@@ -80,6 +80,7 @@ class Attempt:
         self.stepped = False
         """Its trainer has done a step."""
         self._lock = threading.Lock()
+        self._held_at = held_at
         self._offset = 0
         self._unsure = False
         self._last: dict[str, Any] | None = None
@@ -144,8 +145,10 @@ class Attempt:
         """The worker is leaving: the child is to checkpoint and go."""
         self._ask(f"worker on {self.site.node} is leaving")
 
-    def beat(self) -> None:
+    def beat(self, held_at: float) -> None:
+        """The lease was renewed, not before `held_at`."""
         with self._lock:
+            self._held_at = held_at
             if self.child is not None and not self.lost.is_set():
                 self.child.beat()
 
@@ -171,9 +174,9 @@ class Attempt:
             raise _Ended(self._over())
         try:
             if self.claim.kind == "prepare":
-                write_order(self.folder, orders.prepare_order(self.claim, settings, layout))
+                write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
             else:
-                write_order(self.folder, orders.run_order(self.claim, settings, layout))
+                write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at))
             environment = child_environment(
                 self.claim.kind, gpu=self.site.gpus.get(slot.id), threads=self.site.threads, root=layout.root
             )
@@ -198,7 +201,8 @@ class Attempt:
                 raise _Ended(NoRoom(f"the process could not be started: {error}")) from error
             raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
         pid, started = self.child.pid, self.child.started
-        self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started)))
+        if self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started))) is False:
+            self.lose()
 
     def _watch(self) -> None:
         """Until the child has ended: tell its events, pass on a wish to stop, and kill it when its grace is over."""

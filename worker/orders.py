@@ -23,7 +23,8 @@ class ModelGone(EftError):
     code = "model_gone"
 
 
-def prepare_order(claim: Claim, settings: Settings, layout: Layout) -> PrepareOrder:
+def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> PrepareOrder:
+    """`held_at`: see PrepareOrder."""
     return PrepareOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
@@ -32,10 +33,11 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout) -> PrepareOr
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
         fence_seconds=settings.fence_seconds,
+        held_at=held_at,
     )
 
 
-def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
+def run_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> RunOrder:
     """Raises ModelGone, or another EftError for data that is not there or not allowed."""
     spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted)
     refused = compatibility.check(spec)
@@ -56,6 +58,7 @@ def run_order(claim: Claim, settings: Settings, layout: Layout) -> RunOrder:
         resume_from=[str(folder) for folder in _earlier(claim, layout)],
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
+        held_at=held_at,
     )
 
 

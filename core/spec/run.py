@@ -84,6 +84,9 @@ class RunOrder(SpecModel):
     nothing is kept."""
     fence_seconds: float | None = None
     """End when stdin is silent this long; null when run by hand, without a worker."""
+    held_at: float | None = None
+    """When the worker last knew that it holds the lease, in seconds of this node's CLOCK_BOOTTIME: the silence that
+    `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""
 
 
 class PrepareOrder(SpecModel):
@@ -98,6 +101,7 @@ class PrepareOrder(SpecModel):
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
     fence_seconds: float | None = None
+    held_at: float | None = None
 
 
 class SpareOrder(SpecModel):

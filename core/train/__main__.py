@@ -28,7 +28,7 @@ def main() -> int:
                 "error", failure="internal", code="bad_order", message=message, field=None
             )
         return EXIT_FAILED
-    stop = arm(order.fence_seconds)
+    stop = arm(order.fence_seconds, held_at=order.held_at)
     _interrupt_stops(stop)
     before_torch()
     from core.train.recipe import run  # slow: torch and transformers

@@ -33,10 +33,13 @@ class Stop:
         self.requested = False
 
 
-def arm(fence_seconds: float | None, *, on_stop: Callable[[], None] | None = None) -> Stop:
+def arm(
+    fence_seconds: float | None, *, held_at: float | None = None, on_stop: Callable[[], None] | None = None
+) -> Stop:
     """Call once, from the main thread, before anything slow is imported.
 
-    `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. `on_stop` runs
+    `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. The fence's clock
+    starts at `held_at` (core/spec/run.py), and ends us here and now when that is too long ago. `on_stop` runs
     inside the signal handler, for a child whose work may be dropped anywhere. The kernel ties PDEATHSIG to the
     *thread* that spawned us, so a worker must spawn from a thread that lives as long as the child.
     """
@@ -57,7 +60,10 @@ def arm(fence_seconds: float | None, *, on_stop: Callable[[], None] | None = Non
         _die_with_parent()
         if os.getppid() != parent:
             os._exit(EXIT_FENCED)
-        threading.Thread(target=_watch, args=(fence_seconds, parent), name="eft-fence", daemon=True).start()
+        last = _clock() if held_at is None else held_at
+        if _clock() - last >= fence_seconds:
+            _fence(f"no heartbeat for {_clock() - last:.0f} s, since before it was started")
+        threading.Thread(target=_watch, args=(fence_seconds, parent, last), name="eft-fence", daemon=True).start()
     return stop
 
 
@@ -73,8 +79,7 @@ def await_order() -> None:
         os._exit(EXIT_FENCED)
 
 
-def _watch(fence_seconds: float, parent: int) -> None:
-    last = _clock()
+def _watch(fence_seconds: float, parent: int, last: float) -> None:
     while True:
         silent = _clock() - last
         if silent >= fence_seconds:

@@ -207,7 +207,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_FAILED
     run_dir = Path(arguments[0])
     order = PrepareOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
-    arm(order.fence_seconds, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
+    arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     events = EventWriter(run_dir / EVENTS_FILE)
     try:
         prepared = prepare_model(

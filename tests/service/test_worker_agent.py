@@ -31,6 +31,7 @@ from core.storage.layout import Layout
 from tests.support.service import wait_for
 from worker import node
 from worker.agent import Agent
+from worker.attempt import Attempt as WorkersAttempt
 
 ADA = Actor("user-ada", "proj-lab")
 
@@ -278,6 +279,28 @@ def test_a_worker_without_database_lets_its_children_end(
 
 def _zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_worker_that_slept_before_it_spawned_trains_nothing(box: Box) -> None:
+    """Frozen between its claim and the child's start until somebody else had the job: no second trainer."""
+    box.migrate()
+    job_id = box.submit()
+    agent = box.agent(start=False)
+    with box.database.write() as session:
+        session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
+        stale = claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), -1)
+        assert stale is not None
+    with box.database.write() as session:
+        claims.reap(session)
+    with box.database.write() as session:
+        assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
+    attempt = WorkersAttempt(agent.site, stale, time.clock_gettime(time.CLOCK_BOOTTIME) - 10)
+    attempt.run()
+    folder = box.layout.attempt(job_id, 1)
+    assert attempt.lost.is_set()
+    assert not (folder / "events.jsonl").exists()
+    job = box.job(job_id)
+    assert (job.status, job.worker, job.attempt) == ("starting", "worker-else", 2)
 
 
 # -- what it hands back

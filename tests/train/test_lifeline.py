@@ -90,6 +90,17 @@ def test_silence_fences_and_heartbeats_do_not() -> None:
     assert time.monotonic() - began < 3
 
 
+def test_silence_counts_from_when_the_lease_was_last_held() -> None:
+    """A worker that slept between its claim and the child's start: nobody owns the attempt any more."""
+    code = "import sys; from core.train.lifeline import arm; arm(60, held_at=float(sys.argv[1])); print('armed')"
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    for held_at, expected in ((now - 61, EXIT_FENCED), (now - 50, 0)):
+        command = [sys.executable, "-c", code, str(held_at)]
+        done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False)
+        assert done.returncode == expected, done.stderr
+        assert (b"since before it was started" in done.stderr) == (expected == EXIT_FENCED)
+
+
 @pytest.mark.parametrize("fence", ["none", "60"])
 def test_sigterm_asks_to_stop(fence: str) -> None:
     child = start(fence)
