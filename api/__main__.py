@@ -12,7 +12,7 @@ import uvicorn
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from api.health import database_checks
+from core import health
 from core.settings import settings
 
 log = logging.getLogger("eft.api")
@@ -54,9 +54,9 @@ def main() -> None:
     logging.config.dictConfig(LOGGING)
     app = create_app(settings())
     here = app.state.installation
-    for name, check in database_checks(here).items():
-        if not check["ok"]:
-            log.warning("%s: %s; requests will fail until that is mended", name, check["detail"])
+    for name, check in health.database(here.database).items():
+        if not check.ok:
+            log.warning("%s: %s; requests will fail until that is mended", name, check.detail)
     config = uvicorn.Config(
         app,
         host=settings().host,

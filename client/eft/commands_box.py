@@ -21,6 +21,7 @@ VERBS = {
     "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
     "worker": ("worker", "Run this box's worker, next to a database and a broker elsewhere."),
     "train": ("core.train.cli", "Train without a server: eft train MODEL DATA --method lora."),
+    "doctor": ("box.doctor", "What this box has, what is wrong with it, and what to do about it."),
     "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
     "keys": ("api.auth.keys", "Make, list and revoke API keys, on the server's own machine."),
 }

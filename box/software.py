@@ -1,0 +1,57 @@
+"""Versions of what is installed here and of the drivers, read from files: nothing is imported, no card is touched."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+NEEDED = ("torch", "transformers", "peft", "safetensors")
+"""What a worker cannot train without."""
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide numbers; `absent` for one that is not installed."""
+    found = {"python": platform.python_version()}
+    for name in NEEDED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def drivers(root: Path = Path("/")) -> dict[str, str]:
+    """Kernel and GPU drivers, as far as there are any."""
+    found = {"linux": platform.release()}
+    for name, path, pattern in (
+        ("amdgpu", "sys/module/amdgpu/version", r"(\S+)"),  # AMD's own package; the kernel's driver has no number
+        ("rocm", "opt/rocm/.info/version", r"(\S+)"),
+        ("nvidia", "proc/driver/nvidia/version", r"Module\s.*?(\d+\.[\d.]+)"),
+    ):
+        try:
+            match = re.search(pattern, (root / path).read_text(errors="replace"))
+        except OSError:
+            continue
+        if match:
+            found[name] = match[1]
+    return found
+
+
+def torch_build() -> str | None:
+    """`ROCm 7.2`, `CUDA 13.0` or `CPU`, from torch's version file; None when torch is not installed."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return build_of((Path(spec.origin).parent / "version.py").read_text())
+
+
+def build_of(version_file: str) -> str:
+    """What a torch with this version.py is built for."""
+    for name, words in (("hip", "ROCm"), ("cuda", "CUDA")):
+        match = re.search(rf"^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]", version_file, re.MULTILINE)
+        if match:
+            return f"{words} {'.'.join(match[1].split('.')[:2])}"
+    return "CPU"

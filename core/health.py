@@ -1,0 +1,62 @@
+"""Is what the service stands on there: database, schema, broker, data root. The API's /readyz and the doctor ask it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from core.db import migrate
+from core.db.engine import Database
+
+BROKER_TIMEOUT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing the service needs."""
+
+    ok: bool
+    detail: str
+
+
+def database(database: Database) -> dict[str, Check]:
+    """Does it answer, and is it at the revision this code was written for."""
+    try:
+        current = migrate.current(database)
+    except Exception as error:  # whatever the driver raises, the answer is: not ready
+        words = f"does not answer ({type(error).__name__})"
+        return {"database": Check(False, words), "schema": Check(False, "unknown")}
+    head = migrate.head()
+    if current == head:
+        schema = Check(True, head)
+    else:
+        schema = Check(False, f"is at {current or 'nothing'}, this version needs {head}: run `eft migrate`")
+    return {"database": Check(True, "answers"), "schema": schema}
+
+
+def broker(celery_url: str) -> Check:
+    """Whether the broker at `celery_url` (as Celery spells it) answers within a second."""
+    url = celery_url.replace("redis+socket://", "unix://", 1)
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=BROKER_TIMEOUT, socket_connect_timeout=BROKER_TIMEOUT)
+        with client:
+            client.ping()
+    except (redis.RedisError, ValueError, OSError) as error:
+        return Check(False, f"does not answer ({type(error).__name__})")
+    return Check(True, "answers")
+
+
+def data(folder: Path, reserve: int) -> Check:
+    """Whether `folder` of the data root can be written to. Less room than `reserve` bytes is told, and no failure: it
+    refuses uploads and jobs in words, and the API itself must stay, or nobody could delete anything."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return Check(False, f"{error.strerror}")
+    free = found.f_bavail * found.f_frsize
+    if not os.access(folder, os.W_OK):
+        return Check(False, "the data root cannot be written to")
+    return Check(True, f"{free >> 20} MiB free" + ("" if free >= reserve else ", less than the reserve"))
