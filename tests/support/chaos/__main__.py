@@ -19,8 +19,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the same seed does the same things (default: a new one)")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
-    parser.add_argument("--fault-every", type=float, default=7.0, metavar="SECONDS")
-    parser.add_argument("--wish-every", type=float, default=6.0, metavar="SECONDS")
+    parser.add_argument("--fault-every", type=float, default=9.0, metavar="SECONDS")
+    parser.add_argument("--wish-every", type=float, default=8.0, metavar="SECONDS")
     parser.add_argument("--output", type=Path, help="report without its ending (default: below bench/results)")
     given = parser.parse_args()
     plan = Plan(
@@ -29,7 +29,8 @@ def main() -> int:
         database=given.database,
         fault_every=given.fault_every,
         wish_every=given.wish_every,
-        scale=4.0,
+        scale=3.0,
+        drain_seconds=1200.0,
     )
     print(f"seed {plan.seed}, {given.minutes:g} minutes, {plan.database}", flush=True)
     outcome = Run(plan).go()
