@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.train.files import sync
+
 log = logging.getLogger("eft.train.kernels")
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -125,13 +127,15 @@ def _load() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="eft-kernels-") as aside:
         target = (kept or Path(aside)) / f"native-{_key(compiler)}.so"
         try:
-            if kept is None or not target.is_file():
-                _compile(compiler, Path(aside) / "native.so", target)
+            if not target.is_file():
+                _compile(compiler, Path(aside) / "made.so", target)
             loaded = ctypes.CDLL(str(target))  # stays loaded when the file goes
-        except OSError as error:
-            raise Unavailable(f"{target} cannot be made or loaded: {error}") from error
-    for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale"):
-        getattr(loaded, name).restype = None
+            for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale"):
+                getattr(loaded, name).restype = None
+        except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
+            if kept is not None:
+                target.unlink(missing_ok=True)  # damaged: the next process makes it anew
+            raise Unavailable(f"{target.name} cannot be made or loaded: {error}") from error
     return loaded
 
 
@@ -164,6 +168,7 @@ def _compile(compiler: str, aside: Path, target: Path) -> None:
         raise Unavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
     near = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(aside, near)
+    sync(near)  # a file that lost its end would crash whoever loads it
     near.rename(target)
 
 

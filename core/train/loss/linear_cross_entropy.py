@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from core.train.kernels import native
+
 IGNORE_INDEX = -100
 CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 256 * 2**20}
 """Float32 logits of one chunk. On a CPU they stay in the last-level cache: for 1,024 rows of 576 and a vocabulary of
@@ -101,8 +103,11 @@ class _Chunks:
         self.rows = max(1, min(rows, hidden.shape[0]))
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         shape, device = (self.rows, head.shape[0]), hidden.device
+        plain = bias is None and options.scale == 1.0 and options.softcap is None and not options.label_smoothing
+        self._native = plain and device.type == "cpu" and head.dtype == torch.bfloat16 and native.serves(head.dtype)
+        """Two passes in C over the bfloat16 logits, with no float32 copy of them."""
         self._product = torch.empty(shape, dtype=head.dtype, device=device)
-        self._wide = torch.empty(shape, dtype=self.dtype, device=device)
+        self._wide = torch.empty(shape if not self._native else (0, 0), dtype=self.dtype, device=device)
         self._capped = torch.empty(shape, dtype=self.dtype, device=device) if options.softcap is not None else None
 
     def exponentials(self, h: Tensor, at: Tensor) -> _Softmax:
@@ -110,6 +115,10 @@ class _Chunks:
         c, options = h.shape[0], self.options
         raw, z = self._product[:c], self._wide[:c]
         torch.mm(h, self.head.t(), out=raw)
+        if self._native:
+            picked = raw.gather(1, at).squeeze(1).float()
+            largest, total = native.softmax_stats(raw)
+            return _Softmax(raw, largest, total, picked, picked)
         if self.bias is None and options.scale == 1.0 and options.softcap is None and not options.label_smoothing:
             picked = raw.gather(1, at).squeeze(1).to(self.dtype)
             top = raw.amax(dim=1, keepdim=True).to(self.dtype)
@@ -135,6 +144,10 @@ class _Chunks:
         c, vocabulary = soft.exp.shape
         out, z, options = self._product[:c], soft.exp, self.options
         factor = weight * lse_weight / soft.total
+        if self._native:
+            at_label = (soft.picked - soft.top).exp() * factor - weight
+            native.softmax_scale_(out, soft.top, factor)
+            return out.scatter_(1, at, at_label.unsqueeze(1).to(out.dtype))
         at_label = z.gather(1, at) * factor.unsqueeze(1) - (
             weight * (1 - smoothing + smoothing / vocabulary)
         ).unsqueeze(1)
@@ -156,7 +169,7 @@ class _Chunks:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Softmax:
     exp: Tensor
-    """exp(z - max) [c, V]"""
+    """exp(z - max) [c, V]; with the native kernels the logits themselves"""
     top: Tensor
     """max [c]"""
     total: Tensor

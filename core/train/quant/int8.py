@@ -16,7 +16,7 @@ from torch import Tensor
 from core.errors import ModelError
 
 STATE_KEY = "quant_state.eft__int8"
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

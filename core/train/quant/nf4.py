@@ -18,7 +18,7 @@ from core.train.quant.layout import (
 SMALLEST = 1e-38
 """Stands in for the absmax of a block of zeros, so that nothing is divided by zero."""
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 """Elements quantised at once: a large weight needs no second copy of itself in float32."""
 
 

@@ -1,0 +1,114 @@
+"""The compiled CPU backend: the same bits as torch and bitsandbytes, and what happens where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+
+from core.train.kernels import interface, native, portable
+from core.train.loss.linear_cross_entropy import linear_cross_entropy
+from core.train.quant.int8 import quantize_int8
+from core.train.quant.nf4 import quantize_nf4
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_machine_with_a_compiler_uses_it() -> None:
+    assert interface.describe(torch.device("cpu")) == {"backend": "native"}
+
+
+@pytest.mark.parametrize("n", [64 * 300, 64 * 257 + 37, 1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("quantise", ["nf4", "nf4-single", "nf4-256", "int8"])
+def test_same_bits_as_portable_and_bitsandbytes(quantise: str, dtype: torch.dtype, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randn(n, generator=generator) * torch.rand(n, generator=generator).pow(8)
+    values[: n // 4] = 0.0
+    if quantise == "int8":
+        weight: Any = quantize_int8(values)
+    else:
+        block = 256 if quantise == "nf4-256" else 64
+        weight = quantize_nf4(values, block, double=quantise != "nf4-single")
+    format: Any = "int8" if quantise == "int8" else "nf4"
+    ours, wanted = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
+    interface.dequantize_into(ours, weight.packed, weight.scales, format, weight.block)
+    portable.dequantize_into(wanted, weight.packed, weight.scales, format, weight.block)
+    assert torch.equal(ours, wanted)
+    if quantise == "nf4" and n % 64 == 0:
+        packed, state = bnb.quantize_4bit(values.to(dtype), compress_statistics=True, quant_type="nf4")
+        again = quantize_nf4(values.to(dtype))
+        interface.dequantize_into(ours, again.packed, again.scales, "nf4", 64)
+        assert torch.equal(ours, bnb.dequantize_4bit(packed, state).view(-1))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_the_loss_is_that_of_torch(z_loss: float) -> None:
+    """Stated tolerance: 1e-5 of the loss; the gradient within 1 % of the norm (bfloat16's rounding of d logits)."""
+    from core.train.loss.linear_cross_entropy import HeadOptions
+
+    torch.manual_seed(0)
+    hidden, head = torch.randn(70, 48).bfloat16().requires_grad_(), torch.randn(1003, 48).bfloat16()
+    labels = torch.randint(0, 1003, (70,))
+    labels[::9] = -100
+    ours = linear_cross_entropy(hidden, head, labels, options=HeadOptions(z_loss=z_loss), chunk_rows=32)
+    logits = (hidden @ head.t()).float()
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    wanted = wanted + z_loss * logits.logsumexp(1)[labels != -100].square().sum()
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=0)
+    a, b = torch.autograd.grad(ours, hidden)[0], torch.autograd.grad(wanted, hidden)[0]
+    assert (a - b).float().norm() / b.float().norm() < 0.01
+    assert (a[::9] == 0).all()
+
+
+def test_logits_that_are_no_numbers_stay_so() -> None:
+    for bad in (float("nan"), float("inf")):
+        hidden = torch.randn(5, 8).bfloat16()
+        hidden[2, 0] = bad
+        assert not linear_cross_entropy(hidden, torch.ones(33, 8).bfloat16(), torch.arange(5)).isfinite()
+
+
+def _describe(**environment: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import logging, torch; logging.basicConfig();"
+        "from core.train.kernels.interface import describe;"
+        "from core.train.quant.nf4 import quantize_nf4; from core.train.quant.linear import QuantLinear;"
+        "layer = QuantLinear(quantize_nf4(torch.ones(8, 64)));"
+        "assert torch.equal(layer(torch.eye(64)), torch.ones(64, 8)); print(describe(torch.device('cpu')))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+
+
+def test_without_it_the_portable_one_computes_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "cc").write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    home = tmp_path / "home"
+    for environment, words in (
+        ({"PATH": str(tmp_path / "empty")}, "no C compiler"),
+        ({"PATH": str(tmp_path), "HOME": str(home)}, "no such header"),
+        ({"EFT_KERNELS": "portable"}, "asks for it"),
+    ):
+        done = _describe(**environment)
+        assert "'backend': 'portable'" in done.stdout and words in done.stdout
+        assert "more slowly" in done.stderr and words in done.stderr
+
+
+def test_a_damaged_object_is_made_anew(tmp_path: Path) -> None:
+    assert "'native'" in _describe(HOME=str(tmp_path)).stdout
+    (made,) = (tmp_path / ".cache/eft/kernels").iterdir()
+    size = made.stat().st_size
+    made.write_bytes(b"not an object")
+    assert "cannot be made or loaded" in _describe(HOME=str(tmp_path)).stdout
+    assert "'native'" in _describe(HOME=str(tmp_path)).stdout and made.stat().st_size == size
+    made.parent.chmod(0o777)  # anybody could put code there: not read, compiled for this process alone
+    made.write_bytes(b"not an object")
+    assert "'native'" in _describe(HOME=str(tmp_path)).stdout and made.read_bytes() == b"not an object"
+    assert native.SOURCE.is_file()
