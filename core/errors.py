@@ -98,5 +98,11 @@ class TooLarge(EftError):
 
 
 class NoSpace(EftError):
+    """`needs_bytes` is what must be free for it, where that is known."""
+
     code = "no_space"
     status = 507
+
+    def __init__(self, message: str, *, field: str | None = None, needs_bytes: int | None = None) -> None:
+        super().__init__(message, field=field)
+        self.needs_bytes = needs_bytes

@@ -80,8 +80,11 @@ class Settings(BaseSettings):
     """How often the housekeeper looks for expired leases and wakes workers while jobs wait."""
     max_machine_failures: int = 3
     """A job is tried again after a fault of the box at most this often."""
+    max_lost_workers: int = Field(default=5, ge=0)
+    """Workers that may vanish under a job, one after the other without a further checkpoint, before the job fails."""
     retry_backoff_seconds: float = 10.0
-    """Wait before the first retry; doubled with each further one. Six times as long after a full disk."""
+    """Wait before the first retry; doubled with each further one. Six times as long where a disk is full in a way that
+    its free bytes do not show."""
     spare: bool = True
     """Keep one trainer per node that has imported torch already: jobs start seconds sooner for half a GB of memory."""
     hang_seconds_training: float = 1800.0

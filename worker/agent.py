@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 from core import __version__
 from core.db.engine import Database
+from core.hardware import faults
 from core.hardware.discover import Gpu, discover
 from core.ids import new_id
 from core.jobs import claims, nodes
@@ -46,6 +47,8 @@ class Agent:
         self.settings = settings
         self.worker = new_id("worker")
         self.notes = list(box.notes)
+        for arch in sorted({gpu.arch for gpu in box.gpus}):
+            self.notes += [f"{arch}: {words}" for words in faults.route(os.environ, arch)[1]]
         gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
         train_slots = [Slot(uuid, "gpu") for uuid in gpus] or cpu_slots(settings.cpu_slots)
         if gpus and settings.cpu_slots > 1:
@@ -70,7 +73,9 @@ class Agent:
         if settings.spare:
             # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get.
             only = gpus.get(train_slots[0].id) if len(train_slots) == 1 else None
-            environment = child_environment("train", gpu=only, threads=threads, root=layout.root)
+            arches = {gpu.arch for gpu in gpus.values()}
+            same = arches.pop() if len(arches) == 1 else None  # where cards differ, each gets its own cold start
+            environment = child_environment("train", gpu=only, threads=threads, root=layout.root, arch=same)
             self.site.spares = Spares(environment, self._starting)
         self._room = Room(database, layout.root, settings.min_free_bytes)
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
@@ -88,12 +93,14 @@ class Agent:
     def start(self, publish: Callable[[str], None], backlog: Callable[[], int]) -> None:
         """Take the box over. `publish` rings the workers' bell, `backlog` counts rings that nobody has heard yet."""
         database, name = self.site.database, self.settings.node
-        node.clear_orphans(database, self.site.layout, name, self.worker)
+        node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
         with database.write() as session:
             self._quarantine.restore(nodes.slots(session, name))
             self._shown = self._quarantine.notes()
             slots = [self._describe(slot) for slot in self.slots]
-            nodes.register(session, name, self.worker, __version__, slots, self.notes + self._shown)
+            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + self._shown)
+        if drained:
+            log.warning("node %s is drained: it claims nothing until `eft worker undrain %s`", name, name)
         for note in self.notes:
             log.warning("%s", note)
         self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
@@ -115,7 +122,7 @@ class Agent:
     def _look_first(self, publish: Callable[[str], None]) -> None:
         """Ring for what waits already: whoever led the housekeeping may have died with the last worker."""
         with self.site.database.read() as session:
-            waiting = claims.runnable(session)
+            waiting = claims.runnable(session, room=self._room.left())
         if waiting is not None:
             try:
                 publish(waiting)
@@ -151,13 +158,18 @@ class Agent:
             for slot in self.slots:
                 if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
                     continue
-                if not self._room.enough():
+                if self._room.left() < 0:
                     return None
                 began = _clock()
                 try:
                     with self.site.database.write() as session:
                         claim = claims.claim(
-                            session, self.worker, self.settings.node, slot, self.settings.lease_seconds
+                            session,
+                            self.worker,
+                            self.settings.node,
+                            slot,
+                            self.settings.lease_seconds,
+                            room=self._room.left(),
                         )
                 except DATABASE_AWAY as error:
                     log.warning("cannot claim, database: %s", error)
@@ -233,8 +245,8 @@ class Agent:
         attempts = list(self._busy.values())
         lease, began = self.settings.lease_seconds, _clock()
         with self.site.database.write() as session:
+            known = nodes.heartbeat(session, self.settings.node, self.worker)  # before the jobs: core/jobs/nodes.py
             held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
-            known = nodes.heartbeat(session, self.settings.node, self.worker)
         # A heartbeat gives a child fence_seconds more, the renewal gave the lease lease_seconds from `began` on. When
         # this process slept in between (a frozen machine), the byte would outlive the lease.
         late = _clock() - began > 0.9 * (lease - self.settings.fence_seconds)

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import Database
 from core.errors import EftError
 from core.hardware.discover import Gpu
-from core.jobs import claims, relay
+from core.jobs import claims, nodes, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
@@ -218,6 +218,8 @@ class Attempt:
             if stop is None:
                 log.warning("attempt %d of %s is lost", self.token.attempt, self.token.job_id)
                 self.lose()
+            elif stop == nodes.DRAIN:
+                self._ask(f"node {self.site.node} is drained")
             elif stop:
                 self._ask(f"asked to {stop}")
             elif self.site.leaving.is_set():

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core.db.engine import Database
-from core.jobs import claims, leader, nodes, outbox
+from core.jobs import claims, leader, lost, nodes, outbox
 from core.jobs.housekeeping import forget_answers
 from core.settings import Settings
 from core.storage.layout import Layout
 from worker import leftovers
+from worker.node import loss_policy
+from worker.room import room_on
 
 log = logging.getLogger("eft.housekeeping")
 
@@ -85,8 +87,8 @@ class Housekeeper:
 
     def _reap(self) -> bool:
         with self._database.write() as session:
-            lost = claims.reap(session)
-        for job_id, attempt in lost:
+            taken = lost.reap(session, loss_policy(self._settings))
+        for job_id, attempt in taken:
             log.warning("%s: taken back; its worker was silent for longer than its lease", job_id)
             leftovers.clear(self._layout.attempt(job_id, attempt))  # its trainer has ended itself before
         return True
@@ -106,7 +108,7 @@ class Housekeeper:
     def _wake(self) -> bool:
         """A lost message is made good here. One ring a node, and none while earlier ones still wait to be heard."""
         with self._database.read() as session:
-            job_id = claims.runnable(session)
+            job_id = claims.runnable(session, room=room_on(self._settings))
             alive = nodes.alive(session, self._settings.lease_seconds)
         if job_id is not None and self._backlog() == 0:
             for _ in range(max(1, alive)):

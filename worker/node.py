@@ -15,7 +15,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, File, Job
-from core.jobs import claims
+from core.jobs import lost
+from core.jobs.lost import LossPolicy
+from core.settings import Settings
 from core.storage.layout import Layout
 from worker import leftovers, processes
 
@@ -83,13 +85,17 @@ def check_schema(database: Database) -> None:
         )
 
 
-def clear_orphans(database: Database, layout: Layout, node: str, worker: str) -> int:
+def loss_policy(settings: Settings) -> LossPolicy:
+    return LossPolicy(settings.max_lost_workers, settings.retry_backoff_seconds)
+
+
+def clear_orphans(database: Database, layout: Layout, node: str, worker: str, policy: LossPolicy) -> int:
     """End what an earlier worker of this node left running, and hand its jobs back. Returns how many.
 
     The node's lock is held, so that worker is gone. Its children end by themselves when it goes; here we see to it.
     """
     with database.read() as session:
-        left = claims.orphans(session, node, worker)
+        left = lost.orphans(session, node, worker)
     for job, attempt in left:
         _end_processes(attempt, layout.attempt(job.id, attempt.attempt))
         leftovers.clear(layout.attempt(job.id, attempt.attempt))
@@ -100,7 +106,7 @@ def clear_orphans(database: Database, layout: Layout, node: str, worker: str) ->
                 .with_for_update()
             ).scalar_one_or_none()
             if again is not None:
-                claims.lose(session, again, f"the worker on {node} ended without handing it back")
+                lost.lose(session, again, f"the worker on {node} ended without handing it back", policy)
                 log.warning("%s: handed back; the earlier worker of this node had left it", job.id)
     return len(left)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from core.errors import EftError, SpecError
 from core.jobs import adjust
 from core.jobs.claims import Claim
 from core.plan import compatibility
 from core.settings import Settings
-from core.spec.data import FileSource, PathSource
+from core.spec.data import FileSource, HubDataset, PathSource
+from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run import CHECKPOINTS, PrepareOrder, RunOrder
 from core.storage.layout import Layout
@@ -43,18 +44,33 @@ def run_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) 
     refused = compatibility.check(spec)
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
-    train, held_out = spec.data.train, spec.data.eval
     prepared = claim.prepared
     if prepared is None or not (Path(prepared["model_dir"]) / "config.json").is_file():
         raise ModelGone("the prepared model is no longer on the data root")
+    datasets = {one["field"]: one for one in prepared.get("datasets", ())}
+
+    def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+        match source:
+            case HubDataset():
+                found = datasets.get(field)
+                paths = [] if found is None else [Path(path) for path in found["paths"]]
+                if found is None or not all(path.is_file() for path in paths):
+                    raise ModelGone(f"the prepared rows of {source.id} are no longer on the data root")
+                return paths, found["source"]
+            case FileSource() | PathSource():
+                return [_file(source, field, settings.data_roots, layout)], {}
+            case _ as never:
+                assert_never(never)
+
+    train, held_out = data_orders(spec.data, located)
     return RunOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
         spec=spec,
         model_dir=prepared["model_dir"],
         model_source=prepared.get("source", {}),
-        train_file=str(_file(train, "data.train", settings.data_roots, layout)),
-        eval_file=None if held_out is None else str(_file(held_out, "data.eval", settings.data_roots, layout)),
+        train=train,
+        eval=held_out,
         resume_from=[str(folder) for folder in _earlier(claim, layout)],
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,

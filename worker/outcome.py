@@ -41,9 +41,9 @@ def read(
         case 1 if last is not None and kind == "error":
             return Failed(last["failure"], last["code"], last["message"], last.get("field"))
         case _ if code == EXIT_NO_SPACE:
-            return NoRoom(
-                last["message"] if last is not None and kind == "error" else "no space left, not even to say so"
-            )
+            if last is None or kind != "error":
+                return NoRoom("no space left, not even to say so")
+            return NoRoom(last["message"], last.get("needs_bytes"))
         case _ if code == EXIT_CHECKPOINTED:
             return HandedBack(asked or "its process was told to stop by somebody else")
         case _ if code == EXIT_FENCED:

@@ -8,34 +8,36 @@ from pathlib import Path
 
 from core.db.engine import Database
 from core.jobs import room
+from core.settings import Settings
 
 log = logging.getLogger("eft.worker")
 
 
-class Room:
-    def __init__(self, database: Database, root: Path, needed: int) -> None:
-        self._database, self._root, self._needed = database, root, needed
-        self._told: bool | None = None
-        """What was said last; None: nothing yet, and an earlier worker may have said that there is none."""
+def room_on(settings: Settings) -> int:
+    """Bytes that jobs may take of the data root now: what is free, less the reserve (EFT_MIN_FREE_BYTES)."""
+    return shutil.disk_usage(settings.root).free - settings.min_free_bytes
 
-    def enough(self) -> bool:
-        return self._free() >= self._needed
+
+class Room:
+    def __init__(self, database: Database, root: Path, reserve: int) -> None:
+        self._database, self._root, self._reserve = database, root, reserve
+        self._told_of_none = False
+
+    def left(self) -> int:
+        """As `room_on`; below 0 nothing is started."""
+        return shutil.disk_usage(self._root).free - self._reserve
 
     def tell(self) -> None:
         """Log a change once, and keep the words of waiting jobs up to it. Call it every sweep."""
-        free = self._free()
-        enough = free >= self._needed
-        if not enough:
+        free = self._reserve + self.left()
+        with self._database.read() as session:
+            stale = room.stale(session, free, self._reserve)
+        if stale:
             with self._database.write() as session:
-                room.missing(session, free, self._needed)
-            if self._told is not False:
-                log.error("%s (EFT_MIN_FREE_BYTES); nothing is started until there is", room.words(free, self._needed))
-        elif self._told is not True:
-            with self._database.write() as session:
-                room.back(session)
-            if self._told is False:
-                log.warning("there is room on the data root again: %d MiB free", free >> 20)
-        self._told = enough
-
-    def _free(self) -> int:
-        return shutil.disk_usage(self._root).free
+                room.tell(session, free, self._reserve)
+        none = free < self._reserve
+        if none and not self._told_of_none:
+            log.error("%s (EFT_MIN_FREE_BYTES); nothing is started until there is", room.words(free, self._reserve))
+        elif self._told_of_none and not none:
+            log.warning("there is room on the data root again: %d MiB free", free >> 20)
+        self._told_of_none = none

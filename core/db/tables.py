@@ -68,7 +68,7 @@ class File(Owned, Base):
     rows: Mapped[int] = mapped_column(Integer)
     format: Mapped[str] = mapped_column(String(32))
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
-    __table_args__ = (Index(None, "project_id", "id"),)
+    __table_args__ = (Index(None, "project_id", "id"), Index(None, "project_id", "sha256"))
 
 
 class Job(Owned, Base):
@@ -98,6 +98,14 @@ class Job(Owned, Base):
     attempt: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Counts claims and is the fencing token: whoever holds an older one can write nothing."""
     machine_failures: Mapped[int] = mapped_column(Integer, insert_default=0)
+    losses: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Workers that vanished under it, one after the other, without a further checkpoint between them."""
+    full_disks: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Attempts that ended for want of room, counted like `losses`."""
+    furthest_step: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """Of the checkpoints told so far."""
+    needs_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """What its last attempt found no room for on the data root; it waits until that much is free."""
     not_before: Mapped[float | None] = mapped_column(Float)
     node: Mapped[str | None] = mapped_column(String(255))
     worker: Mapped[str | None] = mapped_column(Id)
@@ -237,6 +245,24 @@ class Node(Base):
     notes: Mapped[list[Any]]
     started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     heartbeat_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    drained_at: Mapped[float | None] = mapped_column(Float)
+    """Nothing is claimed on it from then on, until it is null again; whatever worker serves it."""
+    drained_by: Mapped[str | None] = mapped_column(Id)
+    drain_reason: Mapped[str | None] = mapped_column(Text)
+
+
+class Audit(Owned, Base):
+    """What somebody did to the installation rather than to a job (jobs have events)."""
+
+    __tablename__ = "audit"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    time: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    action: Mapped[str] = mapped_column(String(64))
+    """E.g. `node.drain`."""
+    target: Mapped[str] = mapped_column(String(255))
+    request_id: Mapped[str | None] = mapped_column(String(64))
+    data: Mapped[dict[str, Any]]
+    __table_args__ = (Index(None, "target", "id"),)
 
 
 class Leader(Base):

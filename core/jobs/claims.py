@@ -1,4 +1,4 @@
-"""Claim, lease, fencing token, reaper: how a job gets a worker and never two.
+"""Claim, lease, fencing token: how a job gets a worker and never two.
 
 A claim is one guarded update that counts the attempt; the attempt's number is the token that every later write of
 that worker carries. Lease times are computed and compared by the database's clock alone.
@@ -6,7 +6,7 @@ that worker carries. Lease times are computed and compared by the database's clo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Allocation, Attempt, Job
+from core.db.tables import Allocation, Attempt, Job, Node
 from core.jobs import outbox
 from core.jobs.states import LEASED, Status
 from core.jobs.transitions import Token, move
@@ -50,15 +50,22 @@ class Claim:
     """What earlier attempts at training took, by the database's clock."""
 
 
-def claim(session: Session, worker: str, node: str, slot: Slot, lease_seconds: float) -> Claim | None:
+def claim(
+    session: Session, worker: str, node: str, slot: Slot, lease_seconds: float, *, room: int | None = None
+) -> Claim | None:
     """Take the oldest waiting job that `slot` can serve, or None. Call in a write transaction of its own.
 
+    `room` is how many bytes a job may take of the data root (None: nobody has looked). A drained node gets nothing.
     The slot is held from here on. Raises IntegrityError if this node holds the slot already: a defect.
     """
+    # Held until the commit: a drain that was answered is not followed by a claim that had begun before it.
+    drained_at = select(Node.drained_at).where(Node.name == node).with_for_update(read=True)
+    if session.execute(drained_at).scalar_one_or_none() is not None:
+        return None
     kind: Kind = "prepare" if slot.kind == "prepare" else "train"
     candidate = (
         select(Job)
-        .where(*_eligible(slot))
+        .where(*_eligible(slot, room))
         .order_by(Job.created_at, Job.id)
         .limit(1)
         .with_for_update(skip_locked=True)  # PostgreSQL; SQLite writers are alone anyway
@@ -111,21 +118,22 @@ def _spent(session: Session, job_id: str) -> float:
     return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == "train")).scalar_one() or 0.0)
 
 
-def _eligible(slot: Slot) -> list[ColumnElement[bool]]:
-    waiting = [Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now())]
+def _eligible(slot: Slot, room: int | None) -> list[ColumnElement[bool]]:
+    waiting = _waiting(room)
     if slot.kind == "prepare":
         return [*waiting, Job.prepared.is_(None)]
     return [*waiting, Job.prepared.is_not(None), Job.accelerator.in_(("any", slot.kind))]
 
 
-def runnable(session: Session) -> str | None:
-    """The oldest job that waits for nothing but a worker's look, or None."""
-    query = (
-        select(Job.id)
-        .where(Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now()))
-        .order_by(Job.created_at, Job.id)
-        .limit(1)
-    )
+def _waiting(room: int | None) -> list[ColumnElement[bool]]:
+    """For nothing but a worker's look: neither for its time nor for room on the data root."""
+    waiting = [Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now())]
+    return waiting if room is None else [*waiting, or_(Job.needs_bytes.is_(None), Job.needs_bytes <= room)]
+
+
+def runnable(session: Session, *, room: int | None = None) -> str | None:
+    """The oldest job that waits for nothing but a worker's look, or None; `room` as for `claim`."""
+    query = select(Job.id).where(*_waiting(room)).order_by(Job.created_at, Job.id).limit(1)
     return session.execute(query).scalar_one_or_none()
 
 
@@ -180,15 +188,19 @@ def release(session: Session, job_id: str, attempt: int, outcome: str, exit_code
     )
 
 
-def lose(session: Session, job: Job, why: str) -> None:
-    """The worker of `job` is gone: hand the job back, or end it where its owner had asked for that."""
+def hand_back(session: Session, job: Job, why: str, values: Mapping[str, Any] | None = None) -> None:
+    """The worker of `job` is gone: queue the job (with these `values`), or end it where its owner had asked for that.
+
+    core/jobs/lost.py counts such losses; here none is.
+    """
     job_id, attempt = job.id, job.attempt
     if Status(job.status) is Status.STOPPING:
         moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})", data={"actor": "eft"})
     elif Status(job.status) is Status.PAUSING:
         moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True, "actor": "eft"})
     else:
-        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data={"lost": True, "actor": "eft"})
+        data = {"lost": True, "actor": "eft"}
+        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data=data, values=values)
         if moved:
             outbox.ring(session, job_id)
     if moved:
@@ -206,32 +218,5 @@ def give_back_unheard(session: Session, worker: str, known: Collection[tuple[str
     jobs = [job for job in held.scalars() if (job.id, job.attempt) not in known]
     ids = [job.id for job in jobs]
     for job in jobs:
-        lose(session, job, "its worker did not hear that it had claimed it")
+        hand_back(session, job, "its worker did not hear that it had claimed it")
     return ids
-
-
-def reap(session: Session) -> list[tuple[str, int]]:
-    """Take back every job whose lease has run out. Returns the (job, attempt) pairs that ended so."""
-    expired = (
-        session.execute(
-            select(Job)
-            .where(Job.lease_until.is_not(None), Job.lease_until < db_now())
-            .with_for_update(skip_locked=True)
-        )
-        .scalars()
-        .all()
-    )
-    lost = [(job.id, job.attempt) for job in expired]
-    for job in expired:
-        lose(session, job, f"worker on {job.node} was silent for longer than its lease")
-    return lost
-
-
-def orphans(session: Session, node: str, worker: str) -> list[tuple[Job, Attempt]]:
-    """Jobs that an earlier worker of this node left behind, with their attempts' processes."""
-    rows = session.execute(
-        select(Job, Attempt)
-        .join(Attempt, (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt))
-        .where(Job.node == node, Job.worker != worker, Job.status.in_(LEASED))
-    )
-    return [(job, attempt) for job, attempt in rows]

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Job
-from core.jobs import adjust, outbox, room
+from core.jobs import adjust, nodes, outbox, room
 from core.jobs.claims import Kind, release
 from core.jobs.states import Status
 from core.jobs.transitions import Token, move
@@ -52,6 +52,8 @@ class NoRoom:
     """A disk was full. Nobody's fault that trying again could use up: the job waits until there is room."""
 
     why: str
+    needs_bytes: int | None = None
+    """What must be free before another try makes sense; None: unknown."""
     kind: Literal["no_room"] = "no_room"
 
 
@@ -65,7 +67,9 @@ class RetryPolicy:
     max_machine_failures: int = 3
     backoff_seconds: float = 10.0
     no_room_seconds: float = 60.0
-    """Between tries while a disk is full in a way that the free bytes do not show: a quota, say."""
+    """Between the first two tries while a disk is full in a way that the free bytes do not show: a quota, say."""
+    no_room_max_seconds: float = 3600.0
+    """The wait is doubled with each further try, up to this."""
 
 
 def finish(
@@ -83,6 +87,8 @@ def finish(
         move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
         session.refresh(job)
     after, reason, values, data = _next(job, kind, outcome, policy)
+    if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, HandedBack):
+        data = nodes.drained_by(session, job.node)
     if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
         return None
     if isinstance(outcome, Succeeded) and after is Status.SUCCEEDED:
@@ -102,9 +108,9 @@ def _next(
     pausing = Status(job.status) is Status.PAUSING
     match outcome:
         case Succeeded() if kind == "prepare" and pausing:
-            return Status.PAUSED, "paused by its owner; its model is ready", {"prepared": outcome.result}, {}
+            return Status.PAUSED, "paused by its owner; its model is ready", _got_on | {"prepared": outcome.result}, {}
         case Succeeded() if kind == "prepare":
-            return Status.QUEUED, "its model is ready; waits for a slot", {"prepared": outcome.result}, {}
+            return Status.QUEUED, "its model is ready; waits for a slot", _got_on | {"prepared": outcome.result}, {}
         case Succeeded():
             return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
         case HandedBack() if pausing:
@@ -112,9 +118,9 @@ def _next(
         case HandedBack():
             return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
         case NoRoom() if pausing:
-            return Status.PAUSED, f"paused by its owner; {outcome.why}", {}, {}
+            return Status.PAUSED, f"paused by its owner; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}
         case NoRoom():
-            return Status.QUEUED, f"{room.WAITS}: {outcome.why}", {"not_before": db_now() + policy.no_room_seconds}, {}
+            return _no_room(job, outcome, policy)
         case Failed(failure="memory") if kind == "train" and (lighter := _lighter(job, outcome)) is not None:
             changes, reason = lighter
             data = {"failure": _failure(outcome), "adjusted": changes}
@@ -147,6 +153,24 @@ def _next(
                 {"failure": failure, "machine_failures": failures},
                 {"failure": failure},
             )
+
+
+_got_on: dict[str, Any] = {"losses": 0, "full_disks": 0, "needs_bytes": None}
+"""A model that is there is as much of an advance as a further checkpoint (core/jobs/relay.py)."""
+
+
+def _no_room(job: Job, outcome: NoRoom, policy: RetryPolicy) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:
+    """Wait until `needs_bytes` are free. Where that is unknown, or was no help the last time, also for a while that
+    doubles: each try may load a model for minutes only to meet the same disk."""
+    full_disks = job.full_disks + 1
+    values: dict[str, Any] = {"full_disks": full_disks, "needs_bytes": outcome.needs_bytes}
+    before = full_disks - 1 if outcome.needs_bytes is None else full_disks - 2
+    if before >= 0:
+        wait = min(policy.no_room_seconds * 2 ** min(before, 20), policy.no_room_max_seconds)
+        values["not_before"] = db_now() + wait
+    failure = _failure(Failed("machine", "no_space", outcome.why))
+    data = {"failure": failure, "needs_bytes": outcome.needs_bytes}
+    return Status.QUEUED, f"{room.WAITS}: {outcome.why}", values, data
 
 
 def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:

@@ -63,6 +63,9 @@ def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None
     for line in batch.lines:
         if line["type"] == "progress" and of is None:
             values["progress"] = {key: value for key, value in line.items() if key not in ("seq", "time", "type")}
+    furthest = max((line["step"] for line in batch.lines if line["type"] == "checkpoint"), default=0)
+    if furthest > job.furthest_step:  # it gets on: what was lost before counts no more
+        values |= {"furthest_step": furthest, "losses": 0, "full_disks": 0, "needs_bytes": None}
     # Metrics have a table of their own, and a bar's every tick is no news.
     told = [
         (line["type"], line["time"], _json_safe({k: v for k, v in line.items() if k not in ("seq", "time", "type")}))

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Event, Job
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs import outbox
+from core.jobs import outbox, room
 from core.jobs.states import FINAL, Status
-from core.jobs.transitions import move
+from core.jobs.transitions import Actor, move
 from core.spec.job import JobSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """Who asks, for which project, in which request."""
-
-    user_id: str
-    project_id: str
-    request_id: str | None = None
+__all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
 
 
 def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | None = None) -> Job:
@@ -46,7 +37,7 @@ def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | Non
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
             adjusted=None if retry_of is None else retry_of.adjusted,
             status=Status.QUEUED.value,
-            reason="waits for a worker to prepare its model",
+            reason=room.WAITS_FOR_MODEL,
             event_seq=1,
         )
     )

@@ -15,6 +15,15 @@ from core.jobs.states import FINAL, LEASED, Status, check
 
 
 @dataclass(frozen=True, slots=True)
+class Actor:
+    """Who asks, for which project, in which request."""
+
+    user_id: str
+    project_id: str
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """The right to write for one attempt. Every write of a worker carries it; a stale one changes no row."""
 

@@ -15,11 +15,13 @@ SIGUSR1 means: write the stacks of all threads into log.txt; the worker asks for
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from core.spec.base import SpecModel
+from core.spec.data import Columns, Format, HashSplit
 from core.spec.job import JobSpec
 from core.spec.model import Model
 
@@ -50,6 +52,8 @@ EventType = Literal[
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
     "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}
+    "samples",  # {"step", "samples": [{"row": int | null, "prompt", "reference": str | null, "completion",
+    # "new_tokens", "finished"}]}: what the model answered after that step (0: before training)
     "checkpoint",  # {"step", "path": "checkpoints/step-00000050"}
     "resumed",  # {"step", "path"}
     "notice",  # {"code", "message"}: a fallback or a limit the user should know of
@@ -64,6 +68,36 @@ FailureClass = Literal["user", "memory", "machine", "internal"]
 """Whose fault it was: bad data or spec; out of memory; the box (may be tried again); a defect of ours."""
 
 
+class DataFiles(SpecModel):
+    """One source with every path settled: its files are read one after another, as if they were one."""
+
+    field: str = "data.train"
+    """Where the job names it."""
+    paths: list[str]
+    format: Format = "auto"
+    columns: Columns = Field(default={})
+    weight: float | None = None
+    origin: dict[str, Any] = Field(default_factory=dict)
+    """Where the files came from, for the run record: a hub data set's id and commit."""
+
+
+class DataOrder(SpecModel):
+    """The rows of one side of a run (core/data/stream.py reads them)."""
+
+    sources: list[DataFiles]
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """With weights only, as is `seed`."""
+    seed: int = 0
+    part: Literal["all", "train", "eval"] = "all"
+    """Which side of `split` to read; `all` without one."""
+    split: HashSplit | None = None
+
+    @classmethod
+    def of(cls, path: Path, format: Format = "auto") -> DataOrder:
+        """One whole file."""
+        return cls(sources=[DataFiles(paths=[str(path)], format=format)])
+
+
 class RunOrder(SpecModel):
     """What a batch child is to do: `python -m core.train RUN_DIR`."""
 
@@ -75,8 +109,8 @@ class RunOrder(SpecModel):
     """Local folder in Hugging Face format, prepared before."""
     model_source: dict[str, Any] = Field(default_factory=dict)
     """Where that folder came from (hub id, pinned commit, file hash): goes into the run record and the model card."""
-    train_file: str
-    eval_file: str | None = None
+    train: DataOrder
+    eval: DataOrder | None = None
     resume_from: list[str] = Field(default_factory=list)
     """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
     cache_dir: str | None = None

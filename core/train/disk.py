@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from core.errors import NoSpace
@@ -24,6 +26,17 @@ def disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
     return (found := _NATIVE.search(str(error))) is not None and int(found[1]) in _FULL
+
+
+def check_room(folder: Path, needs: int) -> None:
+    """Raises NoSpace rather than fill a disk to its last byte for a checkpoint that does not fit."""
+    free = shutil.disk_usage(folder).free
+    if free < needs:
+        raise no_room_for_checkpoint(needs, f"{free >> 20} MiB are free")
+
+
+def no_room_for_checkpoint(needs: int, why: str) -> NoSpace:
+    return NoSpace(f"its checkpoint of {(needs >> 20) + 1} MiB does not fit: {why}", needs_bytes=needs)
 
 
 def tell_failure(error: Exception, events: EventWriter, payload: dict[str, Any]) -> int:

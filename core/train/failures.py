@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from core.errors import EftError
+from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
 from core.train.disk import disk_full
 from core.train.placement import DeviceMissing
@@ -22,7 +22,8 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
     """The payload of an error event. `phase` is where it happened."""
     if disk_full(error):
         words = error.message if isinstance(error, EftError) else f"no space left: {error}"
-        return _event("machine", "no_space", words)
+        needs = error.needs_bytes if isinstance(error, NoSpace) else None
+        return _event("machine", "no_space", words) | ({} if needs is None else {"needs_bytes": needs})
     if isinstance(error, EftError):
         faults = [fault.as_dict() for fault in error.faults]
         return _event("user", error.code, error.message, error.field) | ({"faults": faults} if faults else {})

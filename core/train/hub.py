@@ -233,6 +233,7 @@ def _check_room(folder: Path, need: int) -> None:
             f"the model needs {need / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB left; free some space or "
             "move EFT_DATA to a larger disk",
             field="model",
+            needs_bytes=int(need * MARGIN),
         )
 
 

@@ -222,7 +222,9 @@ def main(arguments: list[str]) -> int:
         code = error.code if isinstance(error, EftError) else failure
         message = error.message if isinstance(error, EftError) else f"{type(error).__name__}: {error}"
         field = error.field if isinstance(error, EftError) else None
-        told = {"failure": failure, "code": code, "message": message, "field": field}
+        told: dict[str, Any] = {"failure": failure, "code": code, "message": message, "field": field}
+        if isinstance(error, NoSpace) and error.needs_bytes is not None:
+            told["needs_bytes"] = error.needs_bytes
         return tell_failure(error, events, told)
     result = {
         "model_dir": str(prepared.model_dir),

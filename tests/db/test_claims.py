@@ -18,9 +18,10 @@ from sqlalchemy.exc import IntegrityError
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, Job, OutboxMessage
-from core.jobs import claims, relay
+from core.jobs import claims, lost, relay
 from core.jobs.claims import Claim, Slot
 from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lost import LossPolicy
 from core.jobs.states import TRANSITIONS, Status
 from core.jobs.submit import Actor, cancel
 from tests.support.contender import contend
@@ -51,7 +52,7 @@ def end(database: Database, claim: Claim, outcome: Outcome, policy: RetryPolicy 
 
 def reap(database: Database) -> int:
     with database.write() as session:
-        return len(claims.reap(session))
+        return len(lost.reap(session, LossPolicy()))
 
 
 # -- eligible
@@ -270,8 +271,8 @@ def test_what_an_earlier_worker_of_the_node_left(database: Database, make_job: M
     with database.write() as session:
         claims.started(session, claim.token, 4711, 12.5)
     with database.read() as session:
-        assert claims.orphans(session, "node-worker-a", "worker-a") == []
-        ((job, attempt),) = claims.orphans(session, "node-worker-a", "worker-new")
+        assert lost.orphans(session, "node-worker-a", "worker-a") == []
+        ((job, attempt),) = lost.orphans(session, "node-worker-a", "worker-new")
     assert (job.id, attempt.pid, attempt.pid_started) == (job_id, 4711, 12.5)
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job
-from core.jobs import adjust, claims, room
+from core.jobs import adjust, claims, relay, room
 from core.jobs.claims import Claim, Slot
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, finish
 from core.jobs.states import Status
@@ -115,31 +115,86 @@ def test_a_pause_waits_for_its_owner_even_after_out_of_memory(database: Database
     assert row(job_id).adjusted == {adjust.BATCH: 4, adjust.ACCUMULATION: 2}
 
 
-def test_a_full_disk_costs_no_retry(database: Database, row: Row) -> None:
+def again(database: Database, room: int) -> Claim | None:
+    """What a worker would get with so many bytes to spare, once it is time."""
+    with database.write() as session:
+        session.execute(update(Job).values(not_before=None))
+        return claims.claim(session, "worker-a", "box", CPU, 60, room=room)
+
+
+def test_a_full_disk_costs_no_retry_and_waits_longer_each_time(database: Database, row: Row) -> None:
+    """The size is not known: a quota, say, or not even an event could be written."""
     job_id = job_with(database)
-    for _ in range(POLICY.max_machine_failures + 2):
-        with database.write() as session:
-            session.execute(update(Job).values(not_before=None))
-        assert end(database, won(database), NoRoom("no space left for weights.safetensors"), 74) is Status.QUEUED
-    job = row(job_id)
+    waits = []
+    for _ in range(8):
+        claim = again(database, 0)
+        assert claim is not None
+        assert end(database, claim, NoRoom("no space left for weights.safetensors"), 74) is Status.QUEUED
+        job = row(job_id)
+        assert job.not_before is not None
+        waits.append(round(job.not_before - database.now()))
+    assert waits == pytest.approx([60, 120, 240, 480, 960, 1920, 3600, 3600], abs=5)
     assert job.machine_failures == 0
     assert job.reason == "waits for room on the data root: no space left for weights.safetensors"
-    assert job.not_before is not None and 50 < job.not_before - database.now() <= 60
+    with database.read() as session:
+        assert not room.stale(session, 10 << 30, 1 << 30), "free bytes are no help here: its words stay until its time"
+        assert claims.runnable(session) is None
+
+
+def test_a_job_waits_for_the_room_it_needs(database: Database, row: Row) -> None:
+    """Not claimed, not rung for, and shown with both figures, until its bytes are free; then at once."""
+    job_id, other = job_with(database), job_with(database)
+    assert end(database, won(database), NoRoom("its checkpoint of 301 MiB does not fit", 300 << 20), 74)
+    job = row(job_id)
+    assert (job.status, job.needs_bytes, job.not_before) == ("queued", 300 << 20, None)
+    with database.read() as session:
+        told = session.execute(select(Event.data).where(Event.job_id == job_id).order_by(Event.seq.desc()).limit(1))
+        data = told.scalar_one()
+    assert (data["failure"]["class"], data["failure"]["code"]) == ("machine", "no_space")
+    assert data["needs_bytes"] == 300 << 20 and "301 MiB" in data["reason"]
+    reserve = 1 << 30
+    for free, words in ((1224, "1224 MiB free"), (1323, "1323 MiB free")):
+        with database.write() as session:
+            assert room.tell(session, free << 20, reserve) == [job_id]
+        assert row(job_id).reason == (
+            f"waits for room on the data root: {words}, needs 1324 (300 for itself, 1024 stay in reserve)"
+        )
+        with database.read() as session:
+            assert not room.stale(session, (free << 20) + 1000, reserve), "nothing is written for less than a MiB"
+    smaller = again(database, 299 << 20)
+    assert smaller is not None and smaller.token.job_id == other, "others go on"
+    with database.read() as session:
+        assert claims.runnable(session, room=299 << 20) is None
+        assert claims.runnable(session, room=300 << 20) == job_id
+    with database.write() as session:
+        assert room.tell(session, 1324 << 20, reserve) == [job_id]
+    assert row(job_id).reason == "waits for a slot"
+    assert end(database, smaller, HandedBack("a test"), 75)
+    mine = again(database, 300 << 20)
+    assert mine is not None and mine.token.job_id == job_id
+    line = {"seq": 1, "time": 1.0, "type": "checkpoint", "step": 10, "micro_step": 0, "path": "checkpoints/x"}
+    with database.write() as session:
+        assert relay.relay(session, mine.token, relay.Batch(10, [line]))
+    assert (row(job_id).needs_bytes, row(job_id).full_disks) == (None, 0), "it has found its room"
 
 
 def test_waiting_jobs_say_that_there_is_no_room(database: Database, row: Row) -> None:
-    first, second = job_with(database), job_with(database)
+    first, second, unprepared = job_with(database), job_with(database), job_with(database)
+    with database.write() as session:
+        session.get_one(Job, unprepared).prepared = None
     running = won(database)
     assert running.token.job_id == first
     with database.write() as session:
-        assert room.missing(session, 100 << 20, 1 << 30) == 1
+        assert set(room.tell(session, 100 << 20, 1 << 30)) == {second, unprepared}
     with database.write() as session:
-        assert room.missing(session, 99 << 20, 1 << 30) == 0, "it says so already"
+        assert not room.stale(session, 99 << 20, 1 << 30), "they say so already"
+        assert room.tell(session, 99 << 20, 1 << 30) == []
     assert row(second).reason == "waits for room on the data root: 100 MiB free, needs 1024"
     assert not row(first).reason.startswith(room.WAITS)
     with database.write() as session:
-        assert room.back(session) == 1
+        assert len(room.tell(session, 2 << 30, 1 << 30)) == 2
     assert row(second).reason == "waits for a slot"
+    assert row(unprepared).reason == "waits for a worker to prepare its model"
 
 
 def test_earlier_attempts_at_training_are_added_up(database: Database) -> None:

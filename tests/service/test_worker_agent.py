@@ -21,8 +21,9 @@ from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, User
 from core.ids import new_id
-from core.jobs import claims
+from core.jobs import claims, lost
 from core.jobs.claims import Slot
+from core.jobs.lost import LossPolicy
 from core.jobs.submit import Actor, cancel, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -251,7 +252,7 @@ def test_a_lost_lease_ends_the_trainer_at_once(box: Box, serving: Callable[[Agen
     pid = box.wait_for_steps(job_id)
     with box.database.write() as session:  # as another node's reaper and claim would
         session.execute(update(Job).values(lease_until=db_now() - 1))
-        claims.reap(session)
+        lost.reap(session, LossPolicy())
     with box.database.write() as session:
         assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), 3, "the trainer's end")
@@ -291,7 +292,7 @@ def test_a_worker_that_slept_before_it_spawned_trains_nothing(box: Box) -> None:
         stale = claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), -1)
         assert stale is not None
     with box.database.write() as session:
-        claims.reap(session)
+        lost.reap(session, LossPolicy())
     with box.database.write() as session:
         assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
     attempt = WorkersAttempt(agent.site, stale, time.clock_gettime(time.CLOCK_BOOTTIME) - 10)
