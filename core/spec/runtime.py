@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints, model_validator
 
 from core.spec.base import SpecModel, by_type, short_form
 
@@ -54,6 +54,69 @@ class NoEvaluation(SpecModel):
     type: Literal["none"] = "none"
 
 
+class NoSamples(SpecModel):
+    """Nothing is generated."""
+
+    type: Literal["none"] = "none"
+
+
+class Generated(SpecModel):
+    """What both kinds of samples share; no arm by itself."""
+
+    type: str
+    rows: Annotated[int, Field(ge=0, le=64)] = 4
+    """Held-out rows whose prompts are answered, spread evenly over the file. Of a row that has no prompt (raw text) the
+    beginning is gone on with."""
+    prompts: Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=8000)]], Field(max_length=32)] = (
+        Field(default=[])
+    )
+    """More prompts, each a user's message (plain text, if the model has no chat template)."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Tokens of an answer that does not end by itself before."""
+
+
+class Greedy(Generated):
+    """At every evaluation the model answers a few prompts with its most likely tokens, so that its answers can be read
+    beside those of the untrained model: in the job's samples, its model card and `samples.jsonl`."""
+
+    type: Literal["greedy"] = "greedy"
+
+
+class Sampling(Generated):
+    """The same with tokens drawn at random. Training does not notice: its random numbers stay as they were."""
+
+    type: Literal["sampling"] = "sampling"
+    temperature: Annotated[float, Field(gt=0, le=10)] = 0.7
+    """Divides the logits."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Only the most likely tokens that together are so probable (Holtzman et al. 2019, arXiv:1904.09751)."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
+    """The same at every evaluation."""
+
+
+Samples = Annotated[NoSamples | Greedy | Sampling, Field(discriminator="type"), short_form(by_type)]
+
+
+class NoEarlyStopping(SpecModel):
+    """Training goes on to its last step."""
+
+    type: Literal["none"] = "none"
+
+
+class Patience(SpecModel):
+    """Training ends when so many evaluations in a row were no better."""
+
+    type: Literal["patience"] = "patience"
+    patience: Annotated[int, Field(ge=1, le=10_000)] = 3
+    """Evaluations in a row without an improvement of `metric_for_best_model`."""
+    min_delta: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """What an improvement is more than."""
+
+
+EarlyStopping = Annotated[NoEarlyStopping | Patience, Field(discriminator="type"), short_form(by_type)]
+BestMetric = Literal["eval_loss", "eval_perplexity", "eval_exact_match"]
+
+
 class HeldOut(SpecModel):
     """Held-out loss, perplexity and exact match (the completion is what greedy decoding would write)."""
 
@@ -63,7 +126,24 @@ class HeldOut(SpecModel):
     at_start: bool = True
     """Evaluate the untrained model too, so that before and after can be compared."""
     per_device_eval_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rows of one forward pass while evaluating."""
+    """Rows of one forward pass while evaluating, and prompts that are answered at once."""
+    samples: Samples = NoSamples()
+    """Answers to read beside the figures."""
+    metric_for_best_model: BestMetric = "eval_loss"
+    """What makes one evaluation better than another, for the next two."""
+    early_stopping: EarlyStopping = NoEarlyStopping()
+    """When to end before the last step."""
+    load_best_model_at_end: bool = False
+    """Hand back the weights of the best evaluation instead of those of the last step. They are kept on disk beside the
+    checkpoints while the job runs."""
+
+    @model_validator(mode="after")
+    def _compares(self) -> HeldOut:
+        if self.eval_steps is None:
+            for name in ("early_stopping", "load_best_model_at_end"):
+                if getattr(self, name) not in (False, NoEarlyStopping()):
+                    raise ValueError(f"`{name}` compares evaluations while training: set `eval_steps`")
+        return self
 
 
 Evaluation = Annotated[NoEvaluation | HeldOut, Field(discriminator="type"), short_form(by_type)]

@@ -177,17 +177,28 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> list[list[int]]:
-        """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out."""
+        """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out.
+
+        What the model's own generation_config says beside that (a repetition penalty, say) does not count: greedy is
+        the most likely token. `between` runs after each token and may raise to stop.
+        """
         width = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), width), self.pad_token_id, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # left-padded: every row continues at the same position
             ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, width - len(prompt) :] = 1
-        sampling: dict[str, Any] = (
-            {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
-        )
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # the defaults
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        going = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
+
+        def look(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            between()
+            return going
+
         with self.inference() as model:
             if seed is not None:
                 torch.manual_seed(seed)
@@ -196,6 +207,11 @@ class Engine:
                 attention_mask=mask.to(self.device),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.pad_token_id,
+                use_cache=True,
+                num_beams=1,
+                repetition_penalty=1.0,
+                no_repeat_ngram_size=0,
+                stopping_criteria=[look],
                 **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
                 **sampling,
             )
@@ -215,7 +231,7 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON."""
-        save_file(_flat(self._weights()), folder / "weights.safetensors")
+        self.save_weights(folder)
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         save_file(_flat(gradients), folder / "gradients.safetensors")
         tensors, numbers = self._optimizer_state()
@@ -231,9 +247,22 @@ class Engine:
         }
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. ValueError when it belongs to another model or optimizer."""
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    def checkpoint_bytes(self) -> int:
+        """What `save` would write now, less a few kilobytes of JSON."""
+        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+        tensors = [*self._weights().values(), *gradients, *self._optimizer_state()[0].values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def save_weights(self, folder: Path) -> None:
+        """Only what `load_weights` takes, into an existing empty folder."""
+        save_file(_flat(self._weights()), folder / "weights.safetensors")
+
+    def weight_bytes(self) -> int:
+        """What `save_weights` would write now."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights().values())
+
+    def load_weights(self, folder: Path) -> None:
+        """The model as `save` or `save_weights` wrote it; all else stays. ValueError when it is of another model."""
         weights = load_file(folder / "weights.safetensors")
         here = self._weights()
         if weights.keys() != here.keys():
@@ -244,6 +273,11 @@ class Engine:
                 if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
                     raise ValueError(f"the checkpoint is of another model: {name} has another shape or dtype")
                 tensor.copy_(weights[name])
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. ValueError when it belongs to another model or optimizer."""
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        self.load_weights(folder)
         gradients = load_file(folder / "gradients.safetensors")
         for name, parameter in self._trained.items():
             saved = gradients.get(name)

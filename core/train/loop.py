@@ -14,15 +14,19 @@ from torch import Tensor
 
 from core.spec.run import CHECKPOINTS
 from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
+from core.train import disk
 from core.train.checkpoint import store
 from core.train.data.dataset import BatchOrder, TokenDataset
 from core.train.engine import Diverged, Engine, LossFunction
+from core.train.evaluate import Evaluator
 from core.train.events import EventWriter
+from core.train.judge import judge, needed
 from core.train.lifeline import Stop
 
 PROGRESS_SECONDS = 0.3
 RECENT_STEPS = 20
 """Steps that the estimate of the time left is made from."""
+SAMPLE_CHARS = 4 << 20
 
 
 class StopRequested(Exception):
@@ -46,6 +50,9 @@ class Ledger:
     """Spent in training steps: neither in evaluations nor in checkpoints."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """{"step", "samples"}: what the model answered at each evaluation, oldest first; the oldest but the very first go
+    when they are too many."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,6 +63,12 @@ class Ledger:
 
     def drop_window(self) -> None:
         self.window_loss, self.window_tokens, self.window_slots, self.window_seconds = 0.0, 0, 0, 0.0
+
+    def keep_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """The text of all of them stays below SAMPLE_CHARS, since every checkpoint holds it."""
+        self.samples.append({"step": step, "samples": samples})
+        while len(self.samples) > 2 and sum(map(_chars, self.samples)) > SAMPLE_CHARS:
+            del self.samples[1]
 
     def evaluated(self, step: int) -> dict[str, float] | None:
         return next((values for values in self.evaluations if values["step"] == step), None)
@@ -69,8 +82,8 @@ class Loop:
     order: BatchOrder
     total_steps: int
     evaluation: HeldOut | NoEvaluation
-    evaluate: Callable[[], dict[str, float]]
-    """Held-out figures now; may raise StopRequested."""
+    evaluator: Evaluator | None
+    """May raise StopRequested; None with NoEvaluation."""
     checkpoint: Checkpoint
     ledger: Ledger
     events: EventWriter
@@ -87,23 +100,40 @@ class Loop:
             if engine.micro_steps == 0:
                 self._maybe_evaluate()  # the untrained model; or the one that the attempt before could not finish
             self.events.write("phase", phase="training")
-            while engine.steps < self.total_steps:
+            while engine.steps < self.total_steps and not self.stopped_early:
                 self._step()
                 if engine.steps < self.total_steps and engine.steps % self.checkpoint.save_steps == 0:
                     self.save()
                 self._maybe_evaluate()
+            self._tell_end()
         except StopRequested:
             self.save()
             raise
 
+    @property
+    def stopped_early(self) -> bool:
+        return self.engine.steps < self.total_steps and judge(self.ledger.evaluations, self.evaluation).stop
+
     def save(self) -> None:
-        """Write a checkpoint of this very moment, then drop those that are too old."""
+        """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size."""
         engine, root = self.engine, self.run_dir / CHECKPOINTS
-        path = store.write(root, store.name_of(engine.steps, engine.micro_steps), engine.save)
+        path = self._write(store.name_of(engine.steps, engine.micro_steps), engine.save, engine.checkpoint_bytes())
         store.prune(root, self.checkpoint.keep_last)
+        if isinstance(self.evaluation, HeldOut):
+            kept = [found.step for found in store.newest_first([root])]
+            store.prune_best(root, needed(self.ledger.evaluations, self.evaluation, kept))
         self.events.write(
             "checkpoint", step=engine.steps, micro_step=engine.micro_steps, path=f"{CHECKPOINTS}/{path.name}"
         )
+
+    def _write(self, name: str, fill: Callable[[Path], None], needs: int) -> Path:
+        disk.check_room(self.run_dir, needs)
+        try:
+            return store.write(self.run_dir / CHECKPOINTS, name, fill)
+        except Exception as error:
+            if not disk.disk_full(error):
+                raise
+            raise disk.no_room_for_checkpoint(needs, str(error)) from error
 
     # --- one optimizer step --------------------------------------------------------------------------
 
@@ -209,12 +239,39 @@ class Loop:
             return
         self.events.write("phase", phase="evaluating")
         started = time.monotonic()
-        values = self.evaluate()
+        assert self.evaluator is not None
+        values, samples = self.evaluator.figures(), self.evaluator.samples()
         self._eval_seconds = time.monotonic() - started
         self.ledger.evaluations.append({"step": step, **values})
         self.events.write("evaluation", step=step, values=values)
+        if samples:
+            self.ledger.keep_samples(step, samples)
+            self.events.write("samples", step=step, samples=samples)
+        self._keep_best()
         if 0 < step < self.total_steps:
             self.events.write("phase", phase="training")
+
+    def _keep_best(self) -> None:
+        """The weights of the best evaluation so far, as long as they could still be wanted. Older ones go when no
+        checkpoint would know them as the best any more (`save`)."""
+        engine = self.engine
+        if isinstance(self.evaluation, NoEvaluation) or not self.evaluation.load_best_model_at_end:
+            return
+        best = judge(self.ledger.evaluations, self.evaluation).best
+        if best is not None and best["step"] == engine.steps < self.total_steps:
+            self._write(store.best_name(engine.steps), engine.save_weights, engine.weight_bytes())
+
+    def _tell_end(self) -> None:
+        if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:
+            return
+        verdict, metric = judge(self.ledger.evaluations, self.evaluation), self.evaluation.metric_for_best_model
+        assert verdict.best is not None
+        best, step = verdict.best[metric], verdict.best["step"]
+        message = (
+            f"ended after step {self.engine.steps} of {self.total_steps}: {metric} was no better in "
+            f"{verdict.waited} evaluations in a row; the best is {best:.4g} after step {step:.0f}"
+        )
+        self.events.write("notice", code="early_stopping", message=message)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -222,3 +279,7 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _chars(entry: dict[str, Any]) -> int:
+    return sum(len(one[key] or "") for one in entry["samples"] for key in ("prompt", "reference", "completion"))

@@ -15,11 +15,13 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation
+from core.train.best import hand_back_best
 from core.train.build import build_model, count_parameters
 from core.train.checkpoint import store
-from core.train.data.dataset import BatchOrder, eval_batches
+from core.train.data.dataset import BatchOrder
 from core.train.disk import tell_failure
 from core.train.engine import Engine
+from core.train.evaluate import Evaluator
 from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
 from core.train.export.compare import probes
@@ -32,7 +34,7 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
 from core.train.record import Environment
-from core.train.stages.sft import choose_sft_loss, evaluate
+from core.train.stages.sft import choose_sft_loss
 
 
 def run(run_dir: Path, stop: Stop | None = None) -> int:
@@ -103,17 +105,15 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     record = _record(order, placement, environment, data, engine, total_steps)
     record |= {"quantization": built.quantization, "loss": loss_record}
     events.write("run_record", record=record)
+    held_out = spec.evaluation or NoEvaluation()
+    evaluator: Evaluator | None = None
+    if isinstance(held_out, HeldOut):
+        evaluator = Evaluator(
+            engine, tokenizer, data.eval, held_out, completions=data.completions, between=leave_if_asked
+        )
     _resume(engine, rows, ledger, environment, order, run_dir, events)
 
     # --- loop ----------------------------------------------------------------------------------------
-    held_out = spec.evaluation or NoEvaluation()
-
-    def evaluate_now() -> dict[str, float]:
-        if data.eval is None or isinstance(held_out, NoEvaluation):
-            raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
-        batches = eval_batches(data.eval, held_out.per_device_eval_batch_size, pad)
-        return evaluate(engine, batches, exact_match=data.completions, between=leave_if_asked)
-
     loop = Loop(
         engine=engine,
         loss_function=loss_function,
@@ -121,7 +121,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         order=rows,
         total_steps=total_steps,
         evaluation=held_out,
-        evaluate=evaluate_now,
+        evaluator=evaluator,
         checkpoint=spec.checkpoint,
         ledger=ledger,
         events=events,
@@ -132,7 +132,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
 
     # --- save ----------------------------------------------------------------------------------------
     events.write("phase", phase="saving")
-    result = _result(ledger, engine, held_out)
+    best = hand_back_best(engine, ledger.evaluations, held_out, _checkpoint_folders(order, run_dir), events)
+    result = _result(ledger, engine, best, stopped_early=loop.stopped_early)
     try:
         result, artifacts = write_artifacts(
             run_dir,
@@ -146,6 +147,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
             result=result,
             metrics=ledger.metrics,
             evaluations=ledger.evaluations,
+            samples=ledger.samples,
             probes=probes([data.train[row][0] for row in range(min(len(data.train), 64))]),
             events=events,
             between=leave_if_asked,
@@ -169,8 +171,7 @@ def _resume(
     events: EventWriter,
 ) -> None:
     """Go on from the furthest checkpoint that is whole, of this attempt or of those before."""
-    roots = [run_dir / CHECKPOINTS, *(Path(folder) / CHECKPOINTS for folder in order.resume_from)]
-    for found in store.newest_first(roots):
+    for found in store.newest_first(_checkpoint_folders(order, run_dir)):
         if wrong := store.fault(found.path):
             kept = store.quarantine(found.path)
             events.write(
@@ -194,6 +195,11 @@ def _resume(
             message = f"not where it was before ({'; '.join(drift)}): the rest may differ in the last bits"
             events.write("notice", code="drift", message=message)
         return
+
+
+def _checkpoint_folders(order: RunOrder, run_dir: Path) -> list[Path]:
+    """Of this attempt, then of those before it."""
+    return [folder / CHECKPOINTS for folder in (run_dir, *map(Path, order.resume_from))]
 
 
 def _record(
@@ -225,7 +231,7 @@ def _record(
     }
 
 
-def _result(ledger: Ledger, engine: Engine, held_out: HeldOut | NoEvaluation) -> dict[str, Any]:
+def _result(ledger: Ledger, engine: Engine, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Any]:
     def values(step: int) -> dict[str, float] | None:
         found = ledger.evaluated(step)
         return None if found is None else {name: value for name, value in found.items() if name != "step"}
@@ -236,6 +242,8 @@ def _result(ledger: Ledger, engine: Engine, held_out: HeldOut | NoEvaluation) ->
         "train_seconds": ledger.seconds,
         "tokens_per_second": ledger.tokens / max(ledger.seconds, 1e-9),
         "total_tokens": ledger.tokens,
+        "stopped_early": stopped_early,
+        "best": best,
         "eval_before": values(0),
-        "eval_after": values(engine.steps) if isinstance(held_out, HeldOut) else None,
+        "eval_after": values(best["step"] if best is not None and best["restored"] else engine.steps),
     }

@@ -2,7 +2,8 @@
 
 A checkpoint is written to a folder aside, every file is synced, `manifest.json` gets size and SHA-256 of each, the
 folder is renamed, its parent is synced. A crash at any point leaves at most a folder whose name starts with `tmp-`,
-which nobody reads. Names sort by progress: `step-00000050`, and `step-00000050-micro-0003` inside a window.
+which nobody reads. Names sort by progress: `step-00000050`, and `step-00000050-micro-0003` inside a window. Beside
+them `best-00000040` holds the weights alone of an evaluation that was the best.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from core.train.files import sha256, sync
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step-(\d{8,})(?:-micro-(\d{4,}))?$")
+_BEST = re.compile(r"^best-(\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Found:
 def name_of(step: int, micro: int) -> str:
     """Folder name after `step` optimizer steps and `micro` backward passes of the next."""
     return f"step-{step:08d}" + (f"-micro-{micro:04d}" if micro else "")
+
+
+def best_name(step: int) -> str:
+    return f"best-{step:08d}"
 
 
 def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
@@ -67,6 +73,13 @@ def prune(root: Path, keep_last: int) -> None:
         shutil.rmtree(old.path)
     for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left)
+
+
+def prune_best(root: Path, keep: Collection[int]) -> None:
+    """Remove the weights of evaluations that nobody would call the best any more: all but those of the steps `keep`."""
+    for path in sorted(root.iterdir()):
+        if (match := _BEST.match(path.name)) and int(match[1]) not in keep:
+            shutil.rmtree(path)
 
 
 def newest_first(roots: Iterable[Path]) -> list[Found]:

@@ -1,0 +1,193 @@
+"""What is measured on held-out rows: loss, perplexity, exact match, and answers to read. Training does not notice it:
+weights, gradients and random numbers are afterwards what they were before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+from torch.nn import functional
+
+from core.errors import SpecError
+from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
+from core.train.batch import IGNORE_INDEX, Batch
+from core.train.data.dataset import TokenDataset, eval_batches
+from core.train.engine import Diverged, Engine
+from core.train.logits import label_logits
+
+BEGINNING = 16
+"""Tokens of a row without a prompt that are given to the model; at most half of it."""
+SHOWN_CHARS = 4000
+"""Of a prompt or a reference, in the job's samples."""
+
+Sample = dict[str, Any]
+"""{"row": number of the held-out row or null, "prompt", "reference": str | null, "completion", "new_tokens",
+"finished": the model ended by itself}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    row: int | None
+    """Index of the held-out row; None for a prompt of the spec."""
+    reference: list[int]
+    """What the row says; empty when there is nothing to compare with."""
+
+
+class Evaluator:
+    """Held-out figures and samples of a run, any number of times."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        dataset: TokenDataset | None,
+        spec: HeldOut,
+        *,
+        completions: bool,
+        between: Callable[[], None],
+    ) -> None:
+        """`completions`: the loss is on completions, so that exact match says something. `between` runs before each
+        batch and each new token, and may raise to stop. SpecError when the evaluation has nothing to work on."""
+        if dataset is None:
+            raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
+        if spec.metric_for_best_model == "eval_exact_match" and not completions:
+            raise SpecError(
+                "exact match is measured only where the loss is on completions; choose another metric",
+                field="evaluation.metric_for_best_model",
+            )
+        self.engine, self.tokenizer, self.dataset, self.spec = engine, tokenizer, dataset, spec
+        self.completions, self.between = completions, between
+        match spec.samples:
+            case NoSamples():
+                self.prompts: list[Prompt] = []
+            case Greedy() | Sampling() as wanted:
+                self.prompts = choose_prompts(dataset, wanted, tokenizer)
+            case _ as never:
+                assert_never(never)
+        self._stops = stop_tokens(engine.model, tokenizer, self.prompts)
+
+    def figures(self) -> dict[str, float]:
+        """See `evaluate`."""
+        batches = eval_batches(self.dataset, self.spec.per_device_eval_batch_size, self.engine.pad_token_id)
+        return evaluate(self.engine, batches, exact_match=self.completions, between=self.between)
+
+    def samples(self) -> list[Sample]:
+        """The model's answers now, in the order of the prompts; empty when none are wanted."""
+        wanted = self.spec.samples
+        if isinstance(wanted, NoSamples):
+            return []
+        drawn: dict[str, Any] = {}
+        if isinstance(wanted, Sampling):
+            drawn = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
+        order = sorted(range(len(self.prompts)), key=lambda at: len(self.prompts[at].ids))  # like lengths: less padding
+        found: dict[int, Sample] = {}
+        size = self.spec.per_device_eval_batch_size
+        for start in range(0, len(order), size):
+            places = order[start : start + size]
+            answers = self.engine.generate(
+                [self.prompts[at].ids for at in places],
+                max_new_tokens=wanted.max_new_tokens,
+                stop_token_ids=self._stops,
+                between=self.between,
+                **drawn,
+            )
+            for at, answer in zip(places, answers, strict=True):
+                found[at] = self._sample(self.prompts[at], answer, wanted.max_new_tokens)
+        return [found[at] for at in range(len(order))]
+
+    def _sample(self, prompt: Prompt, answer: list[int], most: int) -> Sample:
+        def text(ids: Sequence[int]) -> str:
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+        reference = [token for token in prompt.reference if token not in self._stops]
+        return {
+            "row": prompt.row,
+            "prompt": _shown(text(prompt.ids), end=True),
+            "reference": _shown(text(reference)) if reference else None,
+            "completion": text(answer),
+            "new_tokens": len(answer),
+            "finished": len(answer) < most,
+        }
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], *, exact_match: bool, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Held-out figures; the training state is left alone. `between` runs before each batch and may raise to stop.
+
+    eval_loss: mean over all labelled tokens. eval_perplexity: its exponential. eval_exact_match: share of rows whose
+    every labelled token is the most likely one given the row so far. For a row with one completion that is exactly
+    the share that greedy decoding would write token for token, its end token included.
+    """
+    total, tokens, matched, rows = 0.0, 0, 0, 0
+    for batch in batches:
+        between()
+        with engine.inference() as model:
+            moved = batch.to(engine.device)
+            logits, targets = label_logits(model, moved)
+            total += float(functional.cross_entropy(logits.float(), targets, reduction="sum"))
+            right = logits.argmax(dim=-1) == targets
+        counts = (moved.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        matched += sum(bool(part.all()) for part in torch.split(right, counts))
+        tokens += batch.label_tokens
+        rows += len(batch.lengths)
+    loss = total / tokens
+    if not math.isfinite(loss):
+        raise Diverged(f"the held-out loss is {loss} after step {engine.steps}", field="optimizer.learning_rate")
+    values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+    if exact_match:
+        values["eval_exact_match"] = matched / rows
+    return values
+
+
+# --- prompts ---------------------------------------------------------------------------------------------
+
+
+def choose_prompts(dataset: TokenDataset, wanted: Generated, tokenizer: Any) -> list[Prompt]:
+    """Of rows spread evenly over the file, then those of the spec. The prompt of a row is what comes before its last
+    completion, token for token what the model sees in training."""
+    count = min(wanted.rows, len(dataset))
+    rows = [index * len(dataset) // count for index in range(count)]
+    return [_of_row(dataset, row) for row in rows] + [_of_text(text, tokenizer) for text in wanted.prompts]
+
+
+def _of_row(dataset: TokenDataset, row: int) -> Prompt:
+    ids, learned = (tensor.tolist() for tensor in dataset[row])
+    end = len(learned) - learned[::-1].index(True)  # rows with nothing learned are not in a data set
+    start = end
+    while start > 0 and learned[start - 1]:
+        start -= 1
+    if start <= 1 and all(learned[1:end]):  # everything is learned: there is no prompt
+        start = min(BEGINNING, max(1, end // 2))
+    return Prompt(ids[:start], row, ids[start:end])
+
+
+def _of_text(text: str, tokenizer: Any) -> Prompt:
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return Prompt(list(tokenizer(text, add_special_tokens=False)["input_ids"]), None, [])
+    ids = list(tokenizer(text)["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
+        ids.pop()
+    return Prompt(ids, None, [])
+
+
+def stop_tokens(model: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> list[int]:
+    """Ids that end an answer: EOS, what the model's own configuration ends on, and the special token that completions
+    of these rows end with (a chat template's end of turn)."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    special = set(tokenizer.all_special_ids)
+    found |= {prompt.reference[-1] for prompt in prompts if prompt.reference and prompt.reference[-1] in special}
+    return sorted(token for token in found if token is not None)
+
+
+def _shown(text: str, *, end: bool = False) -> str:
+    if len(text) <= SHOWN_CHARS:
+        return text
+    return "…" + text[-SHOWN_CHARS:] if end else text[:SHOWN_CHARS] + "…"
