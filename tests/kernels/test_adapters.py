@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, fuse: bool = True, **lora: Any) -> Any:
     base, _ = load_quantized(folder, dtype)
     torch.manual_seed(seed)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", **lora)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **{"target_modules": "all-linear", **lora})
     model = get_peft_model(base, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -164,6 +164,20 @@ def test_dora_trains_and_merges_in_pefts_forward(folder: Path) -> None:
     assert sum("magnitude" in name for name in grads) == 14
     before = model.eval()(IDS).logits
     torch.testing.assert_close(model.merge_and_unload()(IDS).logits, before, rtol=1e-3, atol=1e-4)
+
+
+def test_biases_train_in_the_base_fused_and_in_lora_b_in_pefts_forward(folder: Path) -> None:
+    fused = _model(folder, bias="all")
+    assert fuse_adapters(fused).fused == 14
+    plain = _model(folder, fuse=False, bias="all")
+    (_, grads), (_, grads2) = _gradients(plain.train()), _gradients(fused.train())
+    assert sum(name.endswith("q_proj.base_layer.bias") for name in grads2) == 2 and grads.keys() == grads2.keys()
+    for name in grads:
+        torch.testing.assert_close(grads2[name], grads[name], rtol=1e-3, atol=1e-6)
+    in_b = _model(folder, lora_bias=True, target_modules=["q_proj", "o_proj"])
+    assert fuse_adapters(in_b).unfused == {"bias in lora_B": 4}
+    before = in_b.eval()(IDS).logits
+    torch.testing.assert_close(in_b.merge_and_unload()(IDS).logits, before, rtol=1e-3, atol=1e-4)
 
 
 def test_saved_adapter_and_deep_copy(folder: Path, tmp_path: Path) -> None:

@@ -96,3 +96,27 @@ def test_whole_logits_are_never_made() -> None:
         linear_cross_entropy(hidden, head, labels, chunk_rows=32).backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest <= 2 * 32 * 4096 * 4  # a chunk, not 512 × 4096
+
+
+def test_dpo_and_grpo_on_token_logprobs_are_those_on_whole_logits() -> None:
+    """Stated tolerance: 1e-5 in float32."""
+    hidden, head, labels, _ = _inputs(torch.float32)
+    head = head.detach()
+    reference, advantages = torch.randn(50) * 0.1 - 4, torch.randn(50)
+
+    def dpo(logprobs: Tensor) -> Tensor:
+        chosen, rejected = (logprobs - torch.where(labels != -100, reference, 0.0)).view(2, 25).sum(1)
+        return -functional.logsigmoid(0.1 * (chosen - rejected))
+
+    def grpo(logprobs: Tensor) -> Tensor:
+        ratio = (logprobs - reference).exp()
+        clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -(clipped * (labels != -100)).sum() / (labels != -100).sum()
+
+    for objective in (dpo, grpo):
+        whole = (hidden @ head.t()).log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        wanted = objective(torch.where(labels != -100, whole, 0.0))
+        ours = objective(token_logprobs(hidden, head, labels, chunk_rows=16))
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+        a, b = torch.autograd.grad(ours, hidden)[0], torch.autograd.grad(wanted, hidden)[0]
+        assert (a - b).norm() / b.norm() < 1e-5
