@@ -71,6 +71,7 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    from core.spec.run import DataOrder
     from core.train.batch import IGNORE_INDEX
     from core.train.checkpoint.rng import seed_all
     from core.train.data.dataset import BatchOrder, tokenise
@@ -93,7 +94,7 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
             self.seconds += time.perf_counter() - self.began
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows, _ = read_rows(DATA, "auto")
+    rows, _ = read_rows(DataOrder.of(DATA))
     dataset, _ = tokenise(rows, Renderer(tokenizer, all_tokens=False), LENGTH)
     order = BatchOrder(len(dataset), batch_size=batch, accumulation=1, seed=SEED)
     windows = [order.window(step)[0] for step in range(steps)]

@@ -63,7 +63,7 @@ def _section(path: str, model: str, parts: dict[str, Any]) -> list[str]:
     lines += ["", *table] if len(table) > 2 else []
     for name, field in part["properties"].items():
         for inner in _models(field):
-            if f"{path}.{name}" != "data.eval":  # the same arms as data.train
+            if f"{path}.{name}" not in ("data.eval", "data.train.sources.source"):  # the same arms as data.train
                 lines += _section(f"{path}.{name}", inner, parts)
     return lines
 

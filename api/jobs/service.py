@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -23,7 +23,7 @@ from core.jobs import queries
 from core.jobs.submit import Actor, retry, submit
 from core.plan.compatibility import check
 from core.settings import Settings
-from core.spec.data import FileSource, PathSource
+from core.spec.data import FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.model import GGUFModel, HubModel, LocalModel
@@ -128,18 +128,21 @@ class Jobs:
 
     def _with_formats(self, actor: Actor, spec: JobSpec) -> JobSpec:
         """Uploaded files are looked up, and what their rows are is written into the spec."""
+        hashes: dict[str, list[str]] = {"data.train": [], "data.eval": []}
         updates: dict[str, Any] = {}
-        files: dict[str, File] = {}
         with self._database.read() as session:
-            for field, source in _sources(spec):
-                if isinstance(source, FileSource):
-                    row = _file(session, actor, source, field)
-                    files[field] = row
-                    if source.format not in ("auto", row.format):
-                        words = f"the rows of this file are `{row.format}`, not `{source.format}`; leave `format` out"
-                        raise _refused(Fault("format_mismatch", words, f"{field}.format"))
-                    updates[field.removeprefix("data.")] = source.model_copy(update={"format": row.format})
-        if len(files) == 2 and files["data.train"].sha256 == files["data.eval"].sha256:
+
+            def known(source: Single, field: str) -> Single:
+                if not isinstance(source, FileSource):
+                    return source
+                row = _file(session, actor, source, field)
+                hashes["data.eval" if field.startswith("data.eval") else "data.train"].append(row.sha256)
+                return _as_uploaded(source, row, field)
+
+            updates["train"] = _each(spec.data.train, "data.train", known)
+            if spec.data.eval is not None:
+                updates["eval"] = _each(spec.data.eval, "data.eval", known)
+        if set(hashes["data.train"]) & set(hashes["data.eval"]):
             raise _refused(Fault("same_rows", SAME_ROWS, "data.eval"))
         return spec.model_copy(update={"data": spec.data.model_copy(update=updates)})
 
@@ -156,11 +159,10 @@ class Jobs:
         for field, source in _sources(spec):
             if isinstance(source, PathSource):
                 faults.append(_path_fault(source.path, self._settings.data_roots, f"{field}.path", "EFT_DATA_ROOTS"))
-        match spec.data.train, spec.data.eval:
-            case PathSource(path=train), PathSource(path=held_out) if os.path.realpath(train) == os.path.realpath(
-                held_out
-            ):
-                faults.append(Fault("same_rows", SAME_ROWS, "data.eval.path"))
+        trained = {os.path.realpath(one.path) for _, one in singles(spec.data.train, "") if isinstance(one, PathSource)}
+        for field, source in singles(spec.data.eval, "data.eval") if spec.data.eval is not None else ():
+            if isinstance(source, PathSource) and os.path.realpath(source.path) in trained:
+                faults.append(Fault("same_rows", SAME_ROWS, f"{field}.path"))
         return [fault for fault in faults if fault is not None]
 
 
@@ -177,9 +179,32 @@ def decode(body: bytes, content_type: str) -> Any:
     )
 
 
-def _sources(spec: JobSpec) -> list[tuple[str, FileSource | PathSource]]:
-    found = [("data.train", spec.data.train)]
-    return [*found, ("data.eval", spec.data.eval)] if spec.data.eval is not None else found
+def _sources(spec: JobSpec) -> list[tuple[str, Single]]:
+    found = singles(spec.data.train, "data.train")
+    return [*found, *singles(spec.data.eval, "data.eval")] if spec.data.eval is not None else found
+
+
+def _each(source: Source, field: str, change: Callable[[Single, str], Single]) -> Source:
+    """The source with every single one in it changed."""
+    match source:
+        case Mixture():
+            changed = [
+                weighted.model_copy(update={"source": change(one, place)})
+                for weighted, (place, one) in zip(source.sources, singles(source, field), strict=True)
+            ]
+            return source.model_copy(update={"sources": changed})
+        case FileSource() | PathSource() | HubDataset():
+            return change(source, field)
+        case _ as never:
+            assert_never(never)
+
+
+def _as_uploaded(source: FileSource, row: File, field: str) -> FileSource:
+    """The source with what the upload has found out."""
+    if source.format not in ("auto", row.format):
+        words = f"the rows of this file are `{row.format}`, not `{source.format}`; leave `format` out"
+        raise _refused(Fault("format_mismatch", words, f"{field}.format"))
+    return source.model_copy(update={"format": row.format})
 
 
 def _file(session: Session, actor: Actor, source: FileSource, field: str, *, share: bool = False) -> File:

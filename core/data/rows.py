@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RowFormat = Literal["messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "prompt"]
+from core.spec.data import RowFormat as RowFormat
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from sqlalchemy import or_, select
+from sqlalchemy import Text, cast, select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Artifact, Event, File, Job, Metric
@@ -67,9 +67,13 @@ def jobs_page(
     return Page(rows[:limit], len(rows) > limit)
 
 
-def files_page(session: Session, project_id: str, *, after: str | None = None, limit: int = 20) -> Page[File]:
+def files_page(
+    session: Session, project_id: str, *, sha256: str | None = None, after: str | None = None, limit: int = 20
+) -> Page[File]:
     """Files of a project. Raises UnknownCursor when `after` is no file of it."""
     query = select(File).where(File.project_id == project_id)
+    if sha256 is not None:
+        query = query.where(File.sha256 == sha256)
     if after is not None:
         known = session.execute(select(File.id).where(File.id == after, File.project_id == project_id)).one_or_none()
         if known is None:
@@ -102,17 +106,14 @@ def find_file(
 
 def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int = 10) -> Sequence[str]:
     """Jobs that are not over yet and train or evaluate on the file."""
-    data = Job.spec["data"]
     return (
         session.execute(
             select(Job.id)
             .where(
                 Job.project_id == project_id,
                 Job.status.not_in([status.value for status in FINAL]),
-                or_(
-                    data["train"]["id"].as_string() == file_id,
-                    data["eval"]["id"].as_string() == file_id,
-                ),
+                # Anywhere among the sources, however they are nested; an id is too long to stand there by chance.
+                cast(Job.spec["data"], Text).contains(file_id),
             )
             .limit(limit)
         )

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from core.errors import Fault
-from core.spec.data import FORMATS
+from core.spec.data import FORMATS, Data, format_of
 from core.spec.job import JobSpec
 from core.spec.runtime import SingleDevice
 from core.spec.training import Merged, Training
@@ -87,18 +87,32 @@ RULES: tuple[Rule, ...] = (
         "evaluate on rows that have completions, or set `stage.loss_on` to `all`",
     ),
     Rule(
+        "rows_of_another_stage",
+        {"stage": ("sft",), "train rows": ("preference", "kto", "prompt")},
+        "data.train",
+        "`stage: sft` learns to write one answer, and such rows hold two, a judged one, or none",
+        "give rows with one answer each; stages that learn from these are still to come",
+    ),
+    Rule(
+        "eval_rows_of_another_stage",
+        {"stage": ("sft",), "eval rows": ("preference", "kto", "prompt")},
+        "data.eval",
+        "`stage: sft` is evaluated on one answer a row, and such rows hold two, a judged one, or none",
+        "give held-out rows with one answer each",
+    ),
+    Rule(
         "nothing_held_out",
         {"evaluation": ("held_out",), "eval rows": ("absent",)},
         "evaluation",
         "a held-out evaluation needs held-out rows",
-        "give `data.eval`, or leave `evaluation` out",
+        "give `data.eval` or `data.split`, or leave `evaluation` out",
     ),
     Rule(
         "eval_unused",
         {"evaluation": ("none",), "eval rows": ("auto", *FORMATS)},
         "evaluation",
-        "`data.eval` is given and would never be read",
-        "leave `evaluation` out to evaluate on it, or leave `data.eval` out",
+        "held-out rows are given and would never be read",
+        "leave `evaluation` out to evaluate on them, or leave them out",
     ),
     Rule(
         "full_over_packed",
@@ -140,10 +154,16 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "memory": spec.memory.type,
         "strategy": spec.resources.type,
         "accelerator": spec.resources.accelerator,
-        "train rows": spec.data.train.format,
-        "eval rows": spec.data.eval.format if spec.data.eval is not None else "absent",
+        "train rows": format_of(spec.data.train),
+        "eval rows": _eval_rows(spec.data),
         "evaluation": spec.evaluation.type if spec.evaluation is not None else "default",
     }
+
+
+def _eval_rows(data: Data) -> str:
+    if data.split is not None:
+        return format_of(data.train)
+    return format_of(data.eval) if data.eval is not None else "absent"
 
 
 def check(spec: JobSpec) -> tuple[Fault, ...]:

@@ -17,6 +17,7 @@ Family = Literal[
     "granite",
     "llama2",
     "llama3",
+    "llama3.1",
     "mistral",
     "phi3",
     "phi4",

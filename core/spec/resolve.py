@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
+from core.spec.data import format_of
 from core.spec.job import JobSpec
 from core.spec.runtime import HeldOut, NoEvaluation
 from core.spec.training import NF4, Full, LoRA, NoQuantization, QLoRA
@@ -29,13 +30,15 @@ def resolve(spec: JobSpec) -> JobSpec:
     if spec.optimizer.learning_rate is None:
         updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
     if spec.stage.loss_on is None:
-        match spec.data.train.format:
+        match format_of(spec.data.train):
             case "text":
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "all"})
-            case "messages" | "prompt_completion" | "instruction":
+            case "messages" | "sharegpt" | "prompt_completion" | "instruction" | "preference" | "kto" | "prompt":
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # only whoever reads the rows can tell
     if spec.evaluation is None:
-        updates["evaluation"] = HeldOut() if spec.data.eval is not None else NoEvaluation()
+        updates["evaluation"] = (
+            HeldOut() if spec.data.eval is not None or spec.data.split is not None else NoEvaluation()
+        )
     return spec.model_copy(update=updates)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from core import HOME
 from core.errors import DataError, EftError, SpecError
 from core.plan import compatibility
+from core.spec.data import FileSource, HubDataset, PathSource
+from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.load import load_yaml, parse_job
 from core.spec.resolve import resolve
@@ -118,9 +120,7 @@ def _assign(document: dict[str, Any], path: str, value: Any) -> None:
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
     from core.train.prepare import prepare_model  # reads models: seconds
 
-    files = [_data_file(spec.data.train, "data.train")]
-    if spec.data.eval is not None:
-        files.append(_data_file(spec.data.eval, "data.eval"))
+    train, held_out = data_orders(spec.data, _located)
     with console.status("preparing the model") as status:
 
         def told(phase: str, done: int, total: int | None) -> None:
@@ -133,20 +133,23 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         spec=spec,
         model_dir=str(prepared.model_dir),
         model_source=prepared.source,
-        train_file=files[0],
-        eval_file=files[1] if len(files) > 1 else None,
+        train=train,
+        eval=held_out,
         cache_dir=str(args.models_dir.absolute().parent / "cache"),
     )
 
 
-def _data_file(source: Any, field: str) -> str:
-    path = getattr(source, "path", None)
-    if path is None:
-        raise DataError("without a server a data file is named by its path", field=field)
-    absolute = Path(path).expanduser().absolute()
-    if not absolute.is_file():
-        raise DataError(f"{path} is no file", field=field)
-    return str(absolute)
+def _located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+    match source:
+        case PathSource(path=path):
+            absolute = Path(path).expanduser().absolute()
+            if not absolute.is_file():
+                raise DataError(f"{path} is no file", field=field)
+            return [absolute], {}
+        case FileSource() | HubDataset():
+            raise DataError("without a server a data file is named by its path", field=field)
+        case _ as never:
+            assert_never(never)
 
 
 def _write_order(order: RunOrder, run_dir: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, assert_never
 
 from core.data.rows import RowFormat
@@ -34,7 +33,7 @@ class Data:
 def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> Data:
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
-    rows, row_format = read_rows(Path(order.train_file), spec.data.train.format)
+    rows, row_format = read_rows(order.train)
     completions = _loss_on_completions(spec, row_format)
     renderer = Renderer(tokenizer, all_tokens=not completions)
     limit = spec.training.max_length
@@ -43,18 +42,17 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
     longest = report.longest
-    if order.eval_file is not None and isinstance(spec.evaluation, HeldOut):
-        source = spec.data.eval.format if spec.data.eval is not None else "auto"
-        eval_rows, eval_format = read_rows(Path(order.eval_file), source)
+    if order.eval is not None and isinstance(spec.evaluation, HeldOut):
+        eval_rows, eval_format = read_rows(order.eval)
         if completions and eval_format == "text":
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
         held, held_report = tokenise(eval_rows, renderer, limit, between)
         _tell(held_report, "held-out", limit, events)
-        held_record = data_record(Path(order.eval_file), eval_format, held_report)
+        held_record = data_record(order.eval, eval_format, held_report)
         longest = max(longest, held_report.longest)
-    train_record = data_record(Path(order.train_file), row_format, report)
+    train_record = data_record(order.train, row_format, report)
     return Data(train, train_record, held, held_record, completions, min(longest, limit))
 
 

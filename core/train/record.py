@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import core
 from core.hardware import faults
+from core.spec.run import DataOrder
 from core.train.data.dataset import DataReport
 from core.train.files import sha256
 from core.train.placement import Placement
@@ -63,5 +65,17 @@ class Environment:
         return changes
 
 
-def data_record(path: Any, row_format: str, report: DataReport) -> dict[str, Any]:
-    return {"sha256": sha256(path), "format": row_format} | report.as_dict()
+def data_record(order: DataOrder, row_format: str, report: DataReport) -> dict[str, Any]:
+    """`sha256` of the one file, or `sources` with those of all of them; then what became of the rows."""
+    hashes = [[sha256(Path(path)) for path in source.paths] for source in order.sources]
+    which: dict[str, Any] = {"sha256": hashes[0][0]}
+    if sum(map(len, hashes)) > 1 or order.sources[0].origin:
+        which = {
+            "sources": [
+                source.origin | {"sha256": digests} | ({"weight": source.weight} if source.weight is not None else {})
+                for source, digests in zip(order.sources, hashes, strict=True)
+            ]
+        }
+    if order.split is not None:
+        which |= {"split": order.split.model_dump(mode="json"), "part": order.part}
+    return which | {"format": row_format} | report.as_dict()

@@ -19,6 +19,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from core.spec.run import DataOrder
 from core.spec.training import Full, LoRA
 from core.train.batch import IGNORE_INDEX
 from core.train.checkpoint.rng import seed_all
@@ -67,7 +68,7 @@ def compare(
 
     # TRL: the same start, the same tokens, epoch after epoch in our order (so one "epoch" of its own per run of ours).
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    numbered, _ = read_rows(train, "auto")
+    numbered, _ = read_rows(DataOrder.of(train))
     dataset, _ = tokenise(numbered, Renderer(tokenizer, all_tokens=False), LENGTH)
     order = BatchOrder(len(dataset), batch_size=BATCH, accumulation=ACCUMULATION, seed=SEED)
     seed_all(SEED)

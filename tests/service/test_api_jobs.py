@@ -52,7 +52,7 @@ def test_short_forms_are_resolved_and_the_job_waits(api: Any, chat: str) -> None
     assert resolved["optimizer"]["learning_rate"] == 2e-5
     assert resolved["stage"] == {"type": "sft", "loss_on": "completions"}
     assert resolved["evaluation"]["type"] == "held_out"
-    assert resolved["data"]["train"] == {"type": "file", "id": chat, "format": "messages"}
+    assert resolved["data"]["train"] == {"type": "file", "id": chat, "format": "messages", "columns": {}}
     assert resolved["data"]["eval"]["format"] == "prompt_completion"
     assert api.http.get(f"/jobs/{job['id']}").json() == job
     with api.database.read() as session:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core.spec.files import data_orders
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run import EVENTS_FILE, ORDER_FILE, RunOrder
@@ -51,14 +52,15 @@ def write_run(
     """A run folder with its order; `axes` are fields of the job."""
     data: dict[str, Any] = {"train": str(train)} | ({"eval": str(held_out)} if held_out else {})
     spec = resolve(parse_job({"model": str(model_dir), "data": data, **axes}))
+    rows_of, held_rows = data_orders(spec.data, lambda source, field: ([Path(source.path)], {}))
     order = RunOrder(
         job_id="job-test",
         attempt=1,
         spec=spec,
         model_dir=str(model_dir),
         model_source={"type": "local", "path": str(model_dir)},
-        train_file=str(train),
-        eval_file=str(held_out) if held_out else None,
+        train=rows_of,
+        eval=held_rows,
         resume_from=[str(folder) for folder in resume_from or []],
         cache_dir=str(cache_dir) if cache_dir else None,
         fence_seconds=fence_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
-from core.spec.run import RunOrder
+from core.spec.run import DataOrder, RunOrder
 
 FILE = "file-" + "0" * 26
 GOOD: dict[str, Any] = {"model": "a/b", "data": FILE}
@@ -83,7 +84,10 @@ def test_resolving_writes_every_default_and_changes_nothing_twice() -> None:
         ({"method": "full"}, {"type": "none"}),
         ({"method": "qlora"}, {"type": "nf4", "double": True, "skip_modules": []}),
         ({"method": "qlora", "quantization": "int8"}, {"type": "int8", "block_size": 64, "skip_modules": []}),
-        ({"method": {"type": "lora", "r": 4}, "quantization": "nf4"}, {"type": "nf4", "double": True, "skip_modules": []}),
+        (
+            {"method": {"type": "lora", "r": 4}, "quantization": "nf4"},
+            {"type": "nf4", "double": True, "skip_modules": []},
+        ),
     ],
 )
 def test_qlora_packs_the_base(axes: dict[str, Any], packing: dict[str, Any]) -> None:
@@ -93,7 +97,8 @@ def test_qlora_packs_the_base(axes: dict[str, Any], packing: dict[str, Any]) -> 
 
 
 def test_a_run_order_survives_its_file() -> None:
-    order = RunOrder(job_id="j", attempt=1, spec=resolve(parse_job(GOOD)), model_dir="/m", train_file="/t")
+    train = DataOrder.of(Path("/t"))
+    order = RunOrder(job_id="j", attempt=1, spec=resolve(parse_job(GOOD)), model_dir="/m", train=train)
     assert RunOrder.model_validate_json(order.model_dump_json()) == order
 
 
@@ -170,7 +175,7 @@ def test_a_yaml_document_is_bounded() -> None:
 
 def test_every_axis_has_its_discriminator() -> None:
     for spec_model in models():
-        if spec_model.__module__ in ("core.spec.run", "core.spec.job") or spec_model.__name__ in ("Data", "Training"):
+        if spec_model.__module__ in ("core.spec.run", "core.spec.job") or spec_model.__name__ in ("Data", "Training", "Weighted"):
             continue
         assert issubclass(spec_model, BaseModel)
         if spec_model.__subclasses__():

@@ -9,12 +9,31 @@ from core.data.checker import MAX_LINE_BYTES, RowChecker
 from core.data.rows import Numbered, RowFormat
 from core.errors import DataError
 from core.spec.data import Format
+from core.spec.run import DataOrder
 
 SHOWN = 3
 
 
-def read_rows(path: Path, declared: Format) -> tuple[list[Numbered], RowFormat]:
-    """All rows of the file and its format. DataError with every fault (the first fifty) when one is wrong."""
+def read_rows(order: DataOrder) -> tuple[list[Numbered], RowFormat]:
+    """All rows of one side of a run, and their format. DataError with every fault (the first fifty) when one is
+    wrong."""
+    rows: list[Numbered] = []
+    settled: RowFormat | None = None
+    for source in order.sources:
+        for path in source.paths:
+            found, settled = _read_file(Path(path), source.format)
+            rows += found
+    if settled is None:
+        raise DataError("there are no rows", field="data.train")
+    return rows, settled
+
+
+def data_files(order: DataOrder) -> list[Path]:
+    """Every file that the rows may come from."""
+    return [Path(path) for source in order.sources for path in source.paths]
+
+
+def _read_file(path: Path, declared: Format) -> tuple[list[Numbered], RowFormat]:
     checker = RowChecker(declared)
     rows = [Numbered(line, row) for line, raw in _lines(path) if (row := checker.feed_line(line, raw)) is not None]
     report = checker.finish()
