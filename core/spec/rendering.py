@@ -71,7 +71,6 @@ class GivenTemplate(AnyTemplate):
     """Its source."""
 
 
-
 def _expand(value: str) -> dict[str, Any]:
     return {"type": value} if value in ("model", "given") else {"type": "family", "name": value}
 

@@ -1,0 +1,1 @@
+"""From a row to tokens, and to the tokens that are learned."""

@@ -1,0 +1,312 @@
+"""From a row to tokens and to the tokens that are learned.
+
+- messages: a chat template (the model's, a family's, or one that is given), tokenised once without adding special
+  tokens, since the template writes its own BOS. Learned: the assistant's turns, each up to and with its end-of-turn
+  token (`turns.py`). What the row's text spells of control tokens stays text (`controls.py`).
+- prompt_completion: the two strings one after the other, no template, and EOS (as TRL does for plain strings).
+  Learned: all tokens after the common prefix with the prompt's own tokens.
+- instruction: a user and an assistant turn if there is a chat template, else the Alpaca prompt.
+- text: the string and EOS; every token is learned.
+- preference, kto, prompt: the same two roads, with the prompt apart: `render_pair`, `render_labelled`, `render_prompt`.
+
+EOS is learned wherever a completion ends, also when the padding token is the same: padding is masked by position,
+never by its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from core.data.rows import (
+    Chat,
+    Instruction,
+    Labelled,
+    Message,
+    Preference,
+    Prompt,
+    PromptCompletion,
+    PromptOnly,
+    Row,
+    Text,
+)
+from core.errors import DataError, ModelError
+from core.train.render.controls import texts_of
+from core.train.render.encode import Encoded, Work
+from core.train.render.options import RenderOptions
+from core.train.render.setup import Setup, set_up
+from core.train.render.template import Asked
+from core.train.render.turns import Turn
+
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+"""The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    ids: list[int]
+    learned: list[bool]
+    """True where the token carries loss."""
+    cut_prompt: bool = False
+    """Tokens merge across the end of a prompt: the completion starts a little earlier than asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat as text, and which of its turns are learned."""
+
+    work: Work
+    learned: list[bool]
+
+
+class Renderer:
+    """Renders rows with one Hugging Face tokenizer. ModelError when it has no end-of-sequence token, SpecError when it
+    does not go together with `data.rendering`. For one thread; a copy in another process renders the same."""
+
+    def __init__(self, tokenizer: Any, options: RenderOptions) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError("the model's tokenizer has no end-of-sequence token, so it could never learn to stop")
+        self.tokenizer, self.options = tokenizer, options
+        self._setup: Setup = set_up(tokenizer, options.rendering)
+        self._encoder = self._setup.encoder
+        self._system = options.rendering.system_prompt
+        self._special = set(tokenizer.all_special_ids) | self._encoder.borders
+        self.has_template = self._setup.template is not None
+        self.family = self._setup.family
+        """Name of the template family that writes what this template writes, where one is known."""
+        self.extends = self._setup.extends
+        """The tokens of a chat's beginning are the beginning of the whole chat's tokens; None: not known."""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides the tokens of a row: tokenizer, template, options, and this code."""
+        return self._setup.fingerprint(self.tokenizer, self.options)
+
+    def saved_template(self) -> str | None:
+        """The chat template that a tuned model's tokenizer should carry, so that it is asked as it was trained; None:
+        the one it has."""
+        return self._setup.saved_template()
+
+    # --- rows ----------------------------------------------------------------------------------------
+
+    def render(self, row: Row, line: int) -> Rendered:
+        """Tokens of a row; `line` is for the error. DataError when the chat template refuses the row."""
+        return self.render_many([(row, line)])[0]
+
+    def render_many(self, rows: Sequence[tuple[Row, int]]) -> list[Rendered]:
+        """Several rows; one call into the tokenizer, which has threads for that."""
+        prepared = [self._prepared(row, line) for row, line in rows]
+        chats = [item for item in prepared if isinstance(item, _Chat)]
+        encoded = iter(self._encoder.encode_many([chat.work for chat in chats]) if chats else ())
+        return [
+            self._finish(self._learned(item, next(encoded)) if isinstance(item, _Chat) else item) for item in prepared
+        ]
+
+    def _prepared(self, row: Row, line: int) -> _Chat | Rendered:
+        match row:
+            case Chat(messages, tools):
+                return self._chat(messages, tools, line)
+            case PromptCompletion(prompt, completion):
+                return self._plain(prompt, completion, line)
+            case Instruction(instruction, given, output):
+                if not self.has_template:
+                    prompt = (ALPACA_WITH_INPUT if given else ALPACA).format(instruction=instruction, input=given)
+                    return self._plain(prompt, output, line, inert=self.options.rendering.special_tokens != "real")
+                asked = f"{instruction}\n\n{given}" if given else instruction
+                return self._chat((Message("user", asked), Message("assistant", output)), (), line)
+            case Text(text):
+                ids = self._encode(self._with_eos(text), line, self._inert_strings)
+                return Rendered(ids, [True] * len(ids))
+            case Preference() | Labelled() | PromptOnly():
+                raise DataError(
+                    "rows of preferences, labels or prompts alone are nothing for stage `sft`",
+                    field="data.train.format",
+                )
+            case _ as never:
+                assert_never(never)
+
+    def render_pair(self, row: Preference, line: int) -> tuple[Rendered, Rendered]:
+        """(chosen, rejected), each with its prompt; learned: the answers alone, whatever `loss_on` is."""
+        return (
+            self._answered(row.prompt, row.chosen, row.tools, line),
+            self._answered(row.prompt, row.rejected, row.tools, line),
+        )
+
+    def render_labelled(self, row: Labelled, line: int) -> Rendered:
+        """Prompt and answer; learned: the answer."""
+        return self._answered(row.prompt, row.completion, row.tools, line)
+
+    def render_prompt(self, row: PromptOnly, line: int) -> Rendered:
+        """The prompt, up to where the model is to write; nothing is learned."""
+        if isinstance(row.prompt, str):
+            ids = self._encode(row.prompt, line, self._inert_strings)
+            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not row.prompt.endswith(self._eos):
+                ids = ids[:-1]  # the tokenizer's own EOS: the model is to go on
+        else:
+            asked, inside = self._asked(self._with_system(row.prompt), row.tools, line)
+            template = self._setup.template_for(line)
+            work = Work(template.text(asked, asked.messages, prompt=True), (), inside, line)
+            ids = self._encoder.encode(work).ids
+        return Rendered(ids, [False] * len(ids))
+
+    def _answered(self, prompt: Prompt, answer: Prompt, tools: Sequence[Mapping[str, Any]], line: int) -> Rendered:
+        if isinstance(prompt, str) or isinstance(answer, str):
+            if not (isinstance(prompt, str) and isinstance(answer, str)):
+                raise DataError("prompt and answers are all messages, or all plain text", field=f"line {line}")
+            rendered = self._plain(prompt, answer, line)
+        else:
+            chat = self._chat((*prompt, *answer), tools, line, begin=len(prompt))
+            rendered = self._learned(chat, self._encoder.encode(chat.work))
+        return self._first_unlearned(rendered)
+
+    def _finish(self, rendered: Rendered) -> Rendered:
+        if self.options.loss_on == "all":
+            rendered = Rendered(rendered.ids, [True] * len(rendered.ids), rendered.cut_prompt)
+        return self._first_unlearned(rendered)
+
+    def _first_unlearned(self, rendered: Rendered) -> Rendered:
+        if rendered.learned:
+            rendered.learned[0] = False  # nothing comes before the first token to predict it from
+        return rendered
+
+    # --- plain strings -------------------------------------------------------------------------------
+
+    @property
+    def _inert_strings(self) -> bool:
+        return self.options.rendering.special_tokens == "inert"
+
+    @property
+    def _eos(self) -> str:
+        return str(self.tokenizer.eos_token)
+
+    def _plain(self, prompt: str, completion: str, line: int, *, inert: bool | None = None) -> Rendered:
+        inert = self._inert_strings if inert is None else inert
+        before = self._encode(prompt, line, inert) if prompt else []
+        ids = self._encode(prompt + self._with_eos(completion), line, inert)
+        start = 0
+        while start < min(len(before), len(ids)) and before[start] == ids[start]:
+            start += 1
+        # A tokenizer that ends every text with EOS does so after the prompt too; that is no merge.
+        cut = start < len(before) and before[start:] != [self.tokenizer.eos_token_id]
+        return Rendered(ids, [False] * start + [True] * (len(ids) - start), cut)
+
+    def _with_eos(self, text: str) -> str:
+        return text if text.endswith(self._eos) else text + self._eos
+
+    def _encode(self, text: str, line: int, inert: bool) -> list[int]:
+        """Tokens with the tokenizer's own BOS, once, and EOS at most once. `inert`: control tokens in the text stay
+        text, but for an EOS at its very end."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        ended = text.endswith(self._eos)
+        body = text[: -len(self._eos)] if ended else text
+        if inert and self._encoder.controls.suspect((body,)):
+            ids = self._encoder.inert(body, special_tokens=True, line=line)
+            ids = [*ids, eos] if ended else ids
+        else:
+            ids = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+        if bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        if ids[-2:] == [eos, eos]:
+            ids = ids[:-1]
+        return ids
+
+    # --- chats ---------------------------------------------------------------------------------------
+
+    def _chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], line: int, *, begin: int = 0
+    ) -> _Chat:
+        """`begin`: of the messages from there on the assistant's are learned, in place of what `loss_on` says."""
+        whole = self._with_system(messages)
+        shift = len(whole) - len(messages)
+        asked, inside = self._asked(whole, tools, line)
+        found = self._setup.finder_for(line).find(asked)
+        wanted = self._wanted(whole, found.turns, begin + shift if begin else 0, line)
+        return _Chat(Work(found.text, [(turn.start, turn.end) for turn in found.turns], inside, line), wanted)
+
+    def _asked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], line: int
+    ) -> tuple[Asked, str | None]:
+        """The chat as the template takes it, and the mark inside spelled control tokens, if there are any."""
+        turns = [message.as_dict() for message in messages]
+        if not self._setup.knows_developer:
+            turns = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns]
+        controls = self._encoder.controls
+        if self.options.rendering.special_tokens == "real" or not controls.suspect(_texts(messages, tools)):
+            return Asked(turns, tools, line), None
+        marks = controls.free_marks([*texts_of(turns), *texts_of(list(tools))], line)
+        broken = [{**controls.broken(turn, marks.inside), "role": turn["role"]} for turn in turns]
+        return Asked(broken, controls.broken(list(tools), marks.inside), line, marks), marks.inside
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self._system is None or (messages and messages[0].role in ("system", "developer")):
+            return messages
+        return (Message("system", self._system), *messages)
+
+    def _wanted(self, messages: Sequence[Message], turns: Sequence[Turn], begin: int, line: int) -> list[bool]:
+        """Which of the turns found are learned."""
+        if begin:
+            if all(turn.message is not None for turn in turns):
+                return [turn.message is not None and turn.message >= begin for turn in turns]
+        else:
+            weights = {at: message.weight for at, message in enumerate(messages) if message.role == "assistant"}
+            match self.options.loss_on:
+                case "all":
+                    return [True] * len(turns)
+                case "completions" if all(weight is None or weight > 0 for weight in weights.values()):
+                    return [True] * len(turns)
+                case "last" if messages[-1].role == "assistant":
+                    return [False] * (len(turns) - 1) + [True]
+                case "turns" if all(weight is None for weight in weights.values()):
+                    raise DataError(
+                        "stage.loss_on is `turns`, but no assistant turn of this chat has a weight",
+                        field=f"line {line}: messages",
+                    )
+            if all(turn.message is not None for turn in turns):
+                match self.options.loss_on:
+                    case "completions":
+                        return [weights.get(turn.message or 0) != 0 for turn in turns]
+                    case "turns":
+                        return [bool(weights.get(turn.message or 0)) for turn in turns]
+                    case "last":
+                        return [turn.message == max(weights) for turn in turns]
+        raise DataError(
+            "the chat template marks other turns than the chat has, so single ones cannot be chosen for the loss",
+            field=f"line {line}",
+        )
+
+    def _learned(self, chat: _Chat, encoded: Encoded) -> Rendered:
+        ids, learned = encoded.ids, [False] * len(encoded.ids)
+        for (start, end), wanted in zip(encoded.spans, chat.learned, strict=True):
+            if wanted:
+                learned[start:end] = [True] * (end - start)
+        start, end = encoded.spans[-1]
+        if end == len(ids) and not any(token in self._special for token in ids[start:]):
+            # The template ends no turn: without this nothing is learned to stop.
+            ids, learned = [*ids, self.tokenizer.eos_token_id], [*learned, chat.learned[-1]]
+        return Rendered(ids, learned, encoded.merged)
+
+
+def _texts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All that a template may write of a chat."""
+    texts: list[str] = []
+    for message in messages:
+        texts.append(message.content)
+        if message.reasoning is not None:
+            texts.append(message.reasoning)
+        if message.name is not None:
+            texts.append(message.name)
+        if message.tool_call_id is not None:
+            texts.append(message.tool_call_id)
+        for call in message.tool_calls:
+            texts.extend(texts_of(call.as_dict()))
+    if tools:
+        texts.extend(texts_of(list(tools)))
+    return texts
