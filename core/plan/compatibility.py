@@ -33,7 +33,7 @@ def _field(name: str) -> tuple[str, ...]:
 
 AXES: dict[str, tuple[str, ...]] = {
     "stage": _field("stage"),
-    "loss on": ("default", "completions", "all"),
+    "loss on": ("default", "completions", "last", "turns", "all"),
     "method": _field("method"),
     "quantization": ("default", *_field("quantization")),
     "merged": ("no", "yes"),
@@ -74,17 +74,31 @@ class Rule:
 RULES: tuple[Rule, ...] = (
     Rule(
         "no_completions",
-        {"loss on": ("completions",), "train rows": ("text",)},
+        {"loss on": ("completions", "last"), "train rows": ("text",)},
         "stage.loss_on",
         "raw text has no prompt, so no token of it is more of a completion than another",
         "take `all`, or rows with `prompt` and `completion`",
     ),
     Rule(
         "no_completions_in_eval",
-        {"loss on": ("completions",), "eval rows": ("text",)},
+        {"loss on": ("completions", "last"), "eval rows": ("text",)},
         "data.eval",
         "the training loss is on completions, and raw text to evaluate on has none",
         "evaluate on rows that have completions, or set `stage.loss_on` to `all`",
+    ),
+    Rule(
+        "no_turns",
+        {"loss on": ("turns",), "train rows": ("prompt_completion", "instruction", "text")},
+        "stage.loss_on",
+        "`turns` takes the turns of a chat that have `weight: 1`, and such rows have no turns",
+        "leave `stage.loss_on` out, or give chats",
+    ),
+    Rule(
+        "no_turns_in_eval",
+        {"loss on": ("turns",), "eval rows": ("prompt_completion", "instruction", "text")},
+        "data.eval",
+        "the training loss is on the turns of a chat that have `weight: 1`, and rows to evaluate on have no turns",
+        "give held-out rows that are chats",
     ),
     Rule(
         "rows_of_another_stage",

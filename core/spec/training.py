@@ -15,9 +15,10 @@ class SFT(SpecModel):
     """Supervised fine-tuning: cross-entropy on the tokens that the model is to learn to write."""
 
     type: Literal["sft"] = "sft"
-    loss_on: Literal["completions", "all"] | None = None
-    """`completions`: the prompt's tokens carry no loss (every assistant turn of a chat does). `all`: every token
-    does. Default: `completions`, or `all` for raw text, which has no prompt."""
+    loss_on: Literal["completions", "last", "turns", "all"] | None = None
+    """`completions`: the prompt's tokens carry no loss; every assistant turn of a chat does, unless its `weight` is 0.
+    `last`: only the last assistant turn. `turns`: only those with `weight: 1`. `all`: every token. Default:
+    `completions`, or `all` for raw text, which has no prompt."""
 
 
 Stage = Annotated[SFT, short_form(by_type)]
@@ -173,6 +174,42 @@ def _once(exports: list[Export]) -> list[Export]:
 
 Exports = Annotated[list[Export], AfterValidator(_once), short_form(lambda value: [value], "merged")]
 
+# --- batches ---------------------------------------------------------------------------------------
+
+TokensPerBatch = Annotated[int, Field(ge=8, le=16_777_216)]
+
+
+class Rows(SpecModel):
+    """`training.per_device_train_batch_size` rows a forward pass, padded to the longest of them."""
+
+    type: Literal["rows"] = "rows"
+    group_by_length: bool = False
+    """Rows of like length in one optimizer step: less padding. The steps themselves come in random order."""
+
+
+class Tokens(SpecModel):
+    """As many rows of like length as fit into a budget of tokens, padding counted. `per_device_train_batch_size` has no
+    part in it."""
+
+    type: Literal["tokens"] = "tokens"
+    tokens_per_batch: TokensPerBatch = 8192
+    """Of one forward pass: rows times the longest of them. An optimizer step has gradient_accumulation_steps times as
+    many at most. A longer row is a batch by itself."""
+
+
+class Packed(SpecModel):
+    """Rows end to end in one line without padding; positions start anew with each row, and no token sees another row
+    (Krell et al. 2021, arXiv:2107.02027). The same logits and gradients as unpacked rows; the model is tried at the
+    start, and one that cannot keep rows apart is refused. `per_device_train_batch_size` has no part in it."""
+
+    type: Literal["packed"] = "packed"
+    tokens_per_batch: TokensPerBatch = 8192
+    """Of one forward pass. An optimizer step has gradient_accumulation_steps times as many at most. A longer row is a
+    batch by itself."""
+
+
+Batching = Annotated[Rows | Tokens | Packed, Field(discriminator="type"), short_form(by_type)]
+
 # --- the loop --------------------------------------------------------------------------------------
 
 
@@ -184,11 +221,15 @@ class Training(SpecModel):
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Optimizer steps; ends the run earlier or later than num_train_epochs would."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rows of one forward pass."""
+    """Rows of one forward pass, with `batching: rows`."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=4096)] = 1
     """Forward passes of one optimizer step; the loss is normalised by the tokens of all of them."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
-    """Tokens of a row; longer rows lose their end, and the run record counts them."""
+    """Tokens of a row. The run record counts the longer ones."""
+    truncation: Literal["refuse", "cut_left", "cut_right", "split"] = "cut_right"
+    """What becomes of a row longer than max_length: the job is refused, the row loses its beginning or its end, or it
+    is split into rows of max_length (each begins with the last token of the one before, so that no token goes
+    unlearned)."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
     """Clip the gradient's global norm; null for no clipping."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
