@@ -74,11 +74,13 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from core.spec.run import DataOrder
     from core.train.batch import IGNORE_INDEX
     from core.train.checkpoint.rng import seed_all
-    from core.train.data.dataset import BatchOrder, tokenise
+    from core.train.data.order import BatchOrder
     from core.train.data.reader import read_rows
-    from core.train.data.render import Renderer
+    from core.train.data.tokenise import tokenise
     from core.train.load import load_model
     from core.train.methods.lora import adapt_lora
+    from core.train.render.options import RenderOptions
+    from core.train.render.renderer import Renderer
 
     class InOurOrder(SFTTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
@@ -95,7 +97,7 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rows, _ = read_rows(DataOrder.of(DATA))
-    dataset, _ = tokenise(rows, Renderer(tokenizer, all_tokens=False), LENGTH)
+    dataset, _ = tokenise(rows, Renderer(tokenizer, RenderOptions()), LENGTH)
     order = BatchOrder(len(dataset), batch_size=batch, accumulation=1, seed=SEED)
     windows = [order.window(step)[0] for step in range(steps)]
     items, tokens = [], 0

@@ -13,12 +13,14 @@ from core.spec.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, R
 from core.spec.training import (
     SFT,
     AdamW,
+    Batching,
     Exports,
     Linear,
     LoRA,
     Method,
     Optimizer,
     Quantization,
+    Rows,
     Schedule,
     Stage,
     Training,
@@ -50,6 +52,8 @@ class JobSpec(SpecModel):
     """How gradients become updates."""
     schedule: Schedule = Linear()
     """Learning rate over time."""
+    batching: Batching = Rows()
+    """What goes through the model at once."""
     training: Training = Training()
     """The loop."""
     evaluation: Evaluation | None = Field(default=None)

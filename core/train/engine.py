@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.errors import EftError
-from core.train.batch import IGNORE_INDEX, Batch
+from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_logits
 
@@ -165,8 +165,7 @@ class Engine:
             moved = batch.to(self.device)
             logits, targets = label_logits(model, moved)
             values = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        counts = (moved.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
-        return list(torch.split(values, counts))
+        return list(torch.split(values, batch.label_counts()))
 
     def generate(
         self,

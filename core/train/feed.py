@@ -1,4 +1,4 @@
-"""The data of a run: read → render → truncate, for training and for the evaluation."""
+"""The data of a run: read → render → truncate → order → batches; and the rows held out for the evaluation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from core.data.rows import RowFormat
 from core.errors import SpecError
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
 from core.spec.runtime import HeldOut
-from core.train.data.dataset import DataReport, TokenDataset, tokenise
+from core.spec.training import Packed, Rows, Tokens
+from core.train.data.dataset import TokenDataset
+from core.train.data.order import build_order
 from core.train.data.reader import read_rows
-from core.train.data.render import Renderer
+from core.train.data.tokenise import tokenise
+from core.train.data.truncate import DataReport, Truncation
+from core.train.data.windows import Feed, RowFeed
 from core.train.events import EventWriter
 from core.train.record import data_record
+from core.train.render.options import LossOn
+from core.train.render.renderer import renderer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,55 +29,53 @@ class Data:
     train_record: dict[str, Any]
     eval: TokenDataset | None
     eval_record: dict[str, Any] | None
-    completions: bool
-    """The loss is on completions, not on all tokens."""
+    loss_on: LossOn
+    rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use."""
+
+    @property
+    def completions(self) -> bool:
+        """The loss is on completions (or some of them), not on all tokens."""
+        return self.loss_on != "all"
 
 
 def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> Data:
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
     rows, row_format = read_rows(order.train)
-    completions = _loss_on_completions(spec, row_format)
-    renderer = Renderer(tokenizer, all_tokens=not completions)
-    limit = spec.training.max_length
-    train, report = tokenise(rows, renderer, limit, between)
-    _tell(report, "training", limit, events)
+    renderer = renderer_of(spec, row_format, tokenizer)
+    loss_on = renderer.options.loss_on
+    if (template := renderer.saved_template()) is not None:
+        tokenizer.chat_template = template  # the tuned model is asked as it was trained
+    limit, policy = spec.training.max_length, spec.training.truncation
+    train, report = tokenise(rows, renderer, limit, between, truncation=policy)
+    _tell(report, "training", limit, policy, events)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
     longest = report.longest
     if order.eval is not None and isinstance(spec.evaluation, HeldOut):
         eval_rows, eval_format = read_rows(order.eval)
-        if completions and eval_format == "text":
+        if loss_on != "all" and eval_format == "text":
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
-        held, held_report = tokenise(eval_rows, renderer, limit, between)
-        _tell(held_report, "held-out", limit, events)
+        held, held_report = tokenise(eval_rows, renderer, limit, between, truncation=policy)
+        _tell(held_report, "held-out", limit, policy, events)
         held_record = data_record(order.eval, eval_format, held_report)
         longest = max(longest, held_report.longest)
     train_record = data_record(order.train, row_format, report)
-    return Data(train, train_record, held, held_record, completions, min(longest, limit))
+    return Data(train, train_record, held, held_record, loss_on, renderer.describe(), min(longest, limit))
 
 
-def _loss_on_completions(spec: JobSpec, row_format: RowFormat) -> bool:
-    match spec.stage.loss_on:
-        case "completions" if row_format == "text":
-            raise SpecError("rows of raw text have no completion; set stage.loss_on to `all`", field="stage.loss_on")
-        case "completions":
-            return True
-        case "all":
-            return False
-        case None:
-            return row_format != "text"
-        case _ as never:
-            assert_never(never)
-
-
-def _tell(report: DataReport, which: str, limit: int, events: EventWriter) -> None:
+def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events: EventWriter) -> None:
     if report.truncated:
-        message = f"{report.truncated} {which} rows are longer than max_length = {limit} tokens and lost their end"
+        become = {
+            "cut_left": "lost their beginning",
+            "cut_right": "lost their end",
+            "split": f"became {report.pieces} rows",
+        }
+        message = f"{report.truncated} {which} rows are longer than max_length = {limit} tokens and {become[policy]}"
         if report.dropped:
             message += f"; {report.dropped} of them had nothing left to learn and are left out"
         events.write("notice", code="rows_truncated", message=f"{message} (the longest has {report.longest} tokens)")
@@ -82,3 +85,22 @@ def _tell(report: DataReport, which: str, limit: int, events: EventWriter) -> No
             "end prompts with a space or a new line"
         )
         events.write("notice", code="prompt_boundary", message=message)
+
+
+# --- batches ---------------------------------------------------------------------------------------------
+
+
+def build_feed(spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter) -> tuple[Feed, int]:
+    """The batches of the run, and the number of its optimizer steps."""
+    order = build_order(spec, data.train.lengths)
+    match spec.batching:
+        case Rows():
+            pass
+        case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
+            if over := sum(length > budget for length in data.train.lengths):
+                message = f"{over} rows are longer than tokens_per_batch = {budget}: each is a batch by itself"
+                events.write("notice", code="rows_over_budget", message=message)
+        case _ as never:
+            assert_never(never)
+    feed = RowFeed(data.train, order, packed=isinstance(spec.batching, Packed), pad_token_id=pad_token_id)
+    return feed, order.total_steps(spec.training.num_train_epochs, spec.training.max_steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from core.train.attention.packed import rows_apart
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.loss.head import Head, hidden_states
 
@@ -16,19 +17,26 @@ def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits [label tokens, vocabulary] that predict the labels, and the labels [label tokens], row after row.
 
     The head runs on the positions before a label only: with masked prompts that is a small share of all, and the
-    head is the widest product of a small model. No attention mask is passed: rows are padded on the right, and
-    attention is causal, so that no token sees the padding.
+    head is the widest product of a small model.
     """
     positions, targets = _labelled(batch)
     with _head_at(model, positions):
-        output = model(input_ids=batch.input_ids, use_cache=False)
-    return output.logits[0], targets
+        return all_logits(model, batch)[0], targets
 
 
 def label_hidden(head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
     """What the head would make these logits from, [label tokens, hidden], and the labels [label tokens]."""
     positions, targets = _labelled(batch)
-    return hidden_states(head, batch.input_ids).flatten(0, 1).index_select(0, positions), targets
+    with rows_apart(batch):
+        states = hidden_states(head, **batch.inputs())
+    return states.flatten(0, 1).index_select(0, positions), targets
+
+
+def all_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits [rows, tokens, vocabulary] (packed: [1, tokens, vocabulary]) of the whole batch."""
+    with rows_apart(batch):
+        logits: Tensor = model(**batch.inputs(), use_cache=False).logits
+    return logits
 
 
 def _labelled(batch: Batch) -> tuple[Tensor, Tensor]:

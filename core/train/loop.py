@@ -16,7 +16,7 @@ from core.spec.run import CHECKPOINTS
 from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
 from core.train import disk
 from core.train.checkpoint import store
-from core.train.data.dataset import BatchOrder, TokenDataset
+from core.train.data.windows import Feed
 from core.train.engine import Diverged, Engine, LossFunction
 from core.train.evaluate import Evaluator
 from core.train.events import EventWriter
@@ -78,8 +78,7 @@ class Ledger:
 class Loop:
     engine: Engine
     loss_function: LossFunction
-    dataset: TokenDataset
-    order: BatchOrder
+    feed: Feed
     total_steps: int
     evaluation: HeldOut | NoEvaluation
     evaluator: Evaluator | None
@@ -144,16 +143,16 @@ class Loop:
         depend on how the window is cut.
         """
         engine, ledger = self.engine, self.ledger
-        window = self.order.window(engine.steps)
-        items = sum(self.dataset.labels_of(row) for rows in window for row in rows)
+        window = self.feed.window(engine.steps)
+        items = window.label_tokens
         loss_sum: Tensor | None = None
-        for rows in window[engine.micro_steps :]:
+        for batch_of in window.batches[engine.micro_steps :]:
             if self.stop.requested:
                 self._keep(loss_sum)
                 raise StopRequested
             self.events.alive()
             started = time.perf_counter()
-            batch = self.dataset.collate(rows, engine.pad_token_id)
+            batch = batch_of()
             loss = engine.forward(batch, self.loss_function)
             engine.backward(loss.total / items)
             detached = loss.total.detach().double()  # sums of float32 are exact in it, however a window is cut
@@ -190,7 +189,7 @@ class Loop:
             "tokens_per_second": ledger.window_tokens / max(ledger.window_seconds, 1e-9),
             "padding_share": 1.0 - ledger.window_tokens / ledger.window_slots,
             "memory_bytes": float(memory_bytes(engine.device)),
-            "epoch": engine.steps / self.order.steps_per_epoch,
+            "epoch": self.feed.epochs_after(engine.steps),
         }
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], ledger.window_seconds]
         ledger.loss_sum += loss
@@ -211,7 +210,7 @@ class Loop:
             "progress",
             step=self.engine.steps,
             total_steps=self.total_steps,
-            epoch=self.engine.steps / self.order.steps_per_epoch,
+            epoch=self.feed.epochs_after(self.engine.steps),
             seconds_left=round(seconds_left, 1),
         )
 

@@ -15,10 +15,12 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation
+from core.spec.training import Packed
+from core.train.attention.probe import prepare_packing
 from core.train.best import hand_back_best
 from core.train.build import build_model, count_parameters
 from core.train.checkpoint import store
-from core.train.data.dataset import BatchOrder
+from core.train.data.windows import Feed
 from core.train.disk import tell_failure
 from core.train.engine import Engine
 from core.train.evaluate import Evaluator
@@ -26,7 +28,7 @@ from core.train.events import EventWriter
 from core.train.export.artifacts import write_artifacts
 from core.train.export.compare import probes
 from core.train.failures import describe
-from core.train.feed import Data, read_data
+from core.train.feed import Data, build_feed, read_data
 from core.train.lifeline import Stop
 from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
@@ -82,15 +84,9 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
 
     # --- engine --------------------------------------------------------------------------------------
     training = spec.training
-    rows = BatchOrder(
-        len(data.train),
-        batch_size=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.seed,
-    )
-    total_steps = rows.total_steps(training.num_train_epochs, training.max_steps)
-    ledger, environment = Ledger(), Environment(placement)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    feed, total_steps = build_feed(spec, data, pad, events)
+    ledger, environment = Ledger(), Environment(placement)
     engine = Engine(
         built.model,
         build_optimizer(spec.optimizer, {n: p for n, p in built.model.named_parameters() if p.requires_grad}),
@@ -99,11 +95,12 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         autocast=placement.autocast,
         max_grad_norm=training.max_grad_norm,
         pad_token_id=pad,
-        parts={"ledger": ledger, "environment": environment, "cursor": rows},
+        parts={"ledger": ledger, "environment": environment, "cursor": feed},
     )
+    packing = prepare_packing(engine) if isinstance(spec.batching, Packed) else None
     loss_function, loss_record = choose_sft_loss(engine)
     record = _record(order, placement, environment, data, engine, total_steps)
-    record |= {"quantization": built.quantization, "loss": loss_record}
+    record |= {"quantization": built.quantization, "loss": loss_record, "packing": packing}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None
@@ -111,14 +108,13 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         evaluator = Evaluator(
             engine, tokenizer, data.eval, held_out, completions=data.completions, between=leave_if_asked
         )
-    _resume(engine, rows, ledger, environment, order, run_dir, events)
+    _resume(engine, feed, ledger, environment, order, run_dir, events)
 
     # --- loop ----------------------------------------------------------------------------------------
     loop = Loop(
         engine=engine,
         loss_function=loss_function,
-        dataset=data.train,
-        order=rows,
+        feed=feed,
         total_steps=total_steps,
         evaluation=held_out,
         evaluator=evaluator,
@@ -163,7 +159,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
 
 def _resume(
     engine: Engine,
-    rows: BatchOrder,
+    feed: Feed,
     ledger: Ledger,
     environment: Environment,
     order: RunOrder,
@@ -184,7 +180,7 @@ def _resume(
             engine.load(found.path)
         except ValueError as error:
             raise SpecError(f"{found.path.name} belongs to another run: {error}", code="checkpoint_mismatch") from error
-        micro = rows.translate(engine.steps, engine.micro_steps)
+        micro = feed.translate(engine.steps, engine.micro_steps)
         if micro is None:  # it lies between two batches of ours: the step begins anew, with all of its rows
             engine.zero_grad()
             ledger.drop_window()
@@ -222,7 +218,8 @@ def _record(
         "data": {
             "train": data.train_record,
             "eval": data.eval_record,
-            "loss_on": "completions" if data.completions else "all",
+            "loss_on": data.loss_on,
+            "rendering": data.rendering,
         },
         "parameters": {"total": total, "trained": trained},
         "total_steps": total_steps,

@@ -11,7 +11,7 @@ from typing import Any
 import core
 from core.hardware import faults
 from core.spec.run import DataOrder
-from core.train.data.dataset import DataReport
+from core.train.data.truncate import DataReport
 from core.train.files import sha256
 from core.train.placement import Placement
 

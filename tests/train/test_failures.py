@@ -16,7 +16,7 @@ import torch
 
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
 from core.train.checkpoint import store
-from core.train.data.dataset import BatchOrder
+from core.train.data.order import BatchOrder
 from core.train.failures import describe
 from core.train.lifeline import Stop
 from core.train.recipe import run

@@ -1,0 +1,121 @@
+"""Attention for rows that lie end to end: each row by itself, so that work grows with the rows and not with the line.
+
+transformers keeps packed rows apart with a mask of [line, line] when it sees positions that start anew; nearly all of
+that mask, and of the products under it, is outside the rows. Here no mask is made. The model runs with the attention
+implementation `eft_packed` (transformers' AttentionInterface), which hands whatever is not packed to SDPA as it is, and
+for a packed line calls
+
+- on a GPU in 16 bits, PyTorch's variable-length flash attention, once for all rows (Dao 2023, arXiv:2307.08691);
+- else SDPA once a row, with `is_causal`.
+
+Where a row is longer than a layer's window or chunk, or a model adds rules of its own to the mask, the mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from core.train.batch import Batch
+
+NAME = "eft_packed"
+_packed: ContextVar[Batch | None] = ContextVar("packed", default=None)
+
+
+class Varlen:
+    """Whether variable-length flash attention is used in this process; `core.train.attention.probe` tries it."""
+
+    works = False
+
+
+@contextmanager
+def rows_apart(batch: Batch) -> Iterator[None]:
+    """Around the forward pass of a batch: masks are made for it. The backward pass needs nothing of it."""
+    token = _packed.set(batch if batch.packed else None)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def register() -> None:
+    """Make the name known to transformers; once or often."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **about: Any) -> Tensor | None:
+    """transformers' mask interface: None where causal attention inside each row is all that is asked for.
+    `local_size`: the layer's window or chunk. `use_vmap`: the model adds a rule of its own."""
+    batch = _packed.get()
+    within = local_size is None or batch is None or max(batch.lengths) <= local_size
+    if batch is not None and within and not use_vmap:
+        return None
+    return sdpa_mask(*args, local_size=local_size, use_vmap=use_vmap, **about)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    segments: tuple[int, ...] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. query [1, heads, tokens, width], key and value with their own heads; the
+    answer [1, tokens, heads, width]. `segments`: tokens of each row; absent: not packed."""
+    if segments is None or attention_mask is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )
+    refused = next((name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None), None)
+    if refused is not None:
+        raise NotImplementedError(f"attention with {refused} has no form for packed rows")
+    if Varlen.works and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
+        assert cu_seq_lens_q is not None and max_length_q is not None
+        return varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    sizes = list(segments)
+    parts = [
+        nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=True)
+        for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    """As `attend`, all rows in one call of PyTorch's flash attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)

@@ -1,0 +1,95 @@
+"""Rows longer than training.max_length, and what became of all rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, assert_never
+
+import numpy as np
+
+from core.errors import DataError
+from core.train.data.dataset import TokenDataset
+
+Truncation = Literal["refuse", "cut_left", "cut_right", "split"]
+SHOWN = 5
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What became of a file's rows; part of the run record."""
+
+    rows: int = 0
+    """Rows in use."""
+    tokens: int = 0
+    label_tokens: int = 0
+    truncated: int = 0
+    """Rows longer than max_length: cut, or split."""
+    pieces: int = 0
+    """Rows in use that are pieces of a split row."""
+    dropped: int = 0
+    """Rows with nothing left to learn after that."""
+    longest: int = 0
+    """Tokens of the longest row before truncation."""
+    cut_prompts: int = 0
+    """Prompt/completion rows whose tokens merge across the border."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def truncate(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
+    """The rows within max_length (>= 2) that have something to learn: views of the same tokens. DataError when none
+    has, or when the policy is to refuse longer rows and there are some."""
+    starts, ends, lines = whole.starts, whole.ends, whole.lines
+    lengths = ends - starts
+    over = lengths > max_length
+    rows = np.arange(len(whole))
+    match policy:
+        case "refuse":
+            if over.any():
+                raise _refused(whole, over, max_length)
+        case "cut_left":
+            starts = np.maximum(starts, ends - max_length)
+        case "cut_right":
+            ends = np.minimum(ends, starts + max_length)
+        case "split":
+            # A piece begins with the last token of the one before: to predict from, not to learn again.
+            stride = max_length - 1
+            pieces = np.maximum(1, -(-(lengths - 1) // stride))
+            rows = np.repeat(rows, pieces)
+            number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            starts = starts[rows] + number * stride
+            ends = np.minimum(starts + max_length, ends[rows])
+        case _ as never:
+            assert_never(never)
+    cut = TokenDataset(whole.ids, whole.learned, starts, ends, lines[rows])
+    kept = np.flatnonzero(np.asarray(cut.label_counts, dtype=np.int64) > 0)
+    if len(kept) < len(cut):
+        cut = TokenDataset(whole.ids, whole.learned, starts[kept], ends[kept], lines[rows[kept]])
+    report = DataReport(
+        rows=len(cut),
+        tokens=sum(cut.lengths),
+        label_tokens=sum(cut.label_counts),
+        truncated=int(over.sum()),
+        pieces=int(over[rows[kept]].sum()) if policy == "split" else 0,
+        dropped=len(whole) - len(np.unique(rows[kept])),
+        longest=int(lengths.max()) if len(whole) else 0,
+    )
+    if not len(cut):
+        raise DataError(
+            f"no row has anything to learn within training.max_length = {max_length} tokens; "
+            f"the longest row has {report.longest}",
+            field="training.max_length",
+        )
+    return cut, report
+
+
+def _refused(whole: TokenDataset, over: Any, max_length: int) -> DataError:
+    found = np.flatnonzero(over)
+    shown = ", ".join(f"line {whole.lines[row]} has {whole.lengths[row]}" for row in found[:SHOWN])
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return DataError(
+        f"{len(found)} rows are longer than training.max_length = {max_length} tokens ({shown}{more}); raise it, or "
+        "let training.truncation cut or split them",
+        field="training.max_length",
+    )
