@@ -15,6 +15,7 @@ never by its id.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -29,12 +30,14 @@ from core.data.rows import (
     PromptCompletion,
     PromptOnly,
     Row,
+    RowFormat,
     Text,
 )
 from core.errors import DataError, ModelError
+from core.spec.job import JobSpec
 from core.train.render.controls import texts_of
 from core.train.render.encode import Encoded, Work
-from core.train.render.options import RenderOptions
+from core.train.render.options import RenderOptions, loss_on_for
 from core.train.render.setup import Setup, set_up
 from core.train.render.template import Asked
 from core.train.render.turns import Turn
@@ -94,6 +97,17 @@ class Renderer:
         """The chat template that a tuned model's tokenizer should carry, so that it is asked as it was trained; None:
         the one it has."""
         return self._setup.saved_template()
+
+    def describe(self) -> dict[str, Any]:
+        """For the run record."""
+        template = self._setup.template
+        return {
+            "loss_on": self.options.loss_on,
+            "type": self.options.rendering.type,
+            "template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
+            "family": self.family,
+            "extends": self.extends,
+        }
 
     # --- rows ----------------------------------------------------------------------------------------
 
@@ -292,6 +306,11 @@ class Renderer:
             # The template ends no turn: without this nothing is learned to stop.
             ids, learned = [*ids, self.tokenizer.eos_token_id], [*learned, chat.learned[-1]]
         return Rendered(ids, learned, encoded.merged)
+
+
+def renderer_of(spec: JobSpec, row_format: RowFormat, tokenizer: Any) -> Renderer:
+    """The renderer of a job for a file of this format."""
+    return Renderer(tokenizer, RenderOptions(loss_on_for(spec.stage.loss_on, row_format), spec.data.rendering))
 
 
 def _texts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
