@@ -275,7 +275,7 @@ def _pretend(data: Path, job_id: str, attempt: int) -> subprocess.Popen[bytes]:
     module.mkdir(parents=True, exist_ok=True)
     (module / "__main__.py").write_text("import time\ntime.sleep(60)\n")
     arguments = [sys.executable, "-m", "core.train", str(data / "runs" / job_id / f"attempt-{attempt}")]
-    return subprocess.Popen(arguments, cwd=data / "pretended")
+    return subprocess.Popen(arguments, cwd=data / "pretended", start_new_session=True)
 
 
 # -- the script

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,8 +20,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the same seed does the same things (default: a new one)")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
-    parser.add_argument("--fault-every", type=float, default=9.0, metavar="SECONDS")
-    parser.add_argument("--wish-every", type=float, default=8.0, metavar="SECONDS")
+    parser.add_argument("--fault-every", type=float, default=12.0, metavar="SECONDS")
+    parser.add_argument("--wish-every", type=float, default=12.0, metavar="SECONDS")
     parser.add_argument("--output", type=Path, help="report without its ending (default: below bench/results)")
     given = parser.parse_args()
     plan = Plan(
@@ -32,6 +33,7 @@ def main() -> int:
         scale=3.0,
         drain_seconds=1200.0,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing stays behind, however it is ended
     print(f"seed {plan.seed}, {given.minutes:g} minutes, {plan.database}", flush=True)
     outcome = Run(plan).go()
     day = time.strftime("%Y-%m-%d", time.gmtime())
@@ -50,7 +52,8 @@ def report(outcome: Outcome) -> str:
         f"# Chaos: {plan.seconds / 60:g} minutes on {plan.database}, seed {plan.seed}",
         "",
         f"`make chaos SEED={plan.seed} MINUTES={plan.seconds / 60:g} DB={plan.database}`, {hardware()}; two workers "
-        f"with {plan.slots} CPU slots each, leases of {plan.lease:g} s, trainers fenced after {plan.fence:g} s.",
+        f"with {plan.slots} CPU slots each, leases of {plan.lease:g} s, trainers fenced after {plan.fence:g} s; "
+        f"a fault every {plan.fault_every:g} s and a wish every {plan.wish_every:g} s on average.",
         "",
         "| what | |",
         "|---|---|",

@@ -67,11 +67,10 @@ def document(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """A living child of a worker."""
+    """A living child of a worker with all that it has started: a session."""
 
     pid: int
-    started: int
-    """Ticks after boot: with the number, which process it is."""
+    """Of its leader, which gives the session its number."""
     job_id: str
     attempt: int
 
@@ -79,7 +78,7 @@ class Trainer:
 def trainers(data: Path) -> list[Trainer]:
     """The living children that work in a run folder below `data`."""
     below = os.fsencode(data / "runs") + b"/"
-    found = []
+    found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -92,20 +91,21 @@ def trainers(data: Path) -> list[Trainer]:
         if not arguments[3].startswith(below):
             continue
         job, _, attempt = arguments[3][len(below) :].decode().partition("/attempt-")
-        started = alive(int(entry.name))
-        if started is not None and attempt.isdigit():
-            found.append(Trainer(int(entry.name), started, job, int(attempt)))
-    return found
+        # A helper that it has just forked is called as it is until it executes something else.
+        session = _session(int(entry.name))
+        if session is not None and attempt.isdigit():
+            found.add(Trainer(session, job, int(attempt)))
+    return sorted(found, key=lambda trainer: trainer.pid)
 
 
-def alive(pid: int) -> int | None:
-    """The start time (ticks after boot) of a living process, None for one that is gone or only waits to be reaped."""
+def _session(pid: int) -> int | None:
+    """Of a living process; None for one that is gone or only waits to be reaped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else int(fields[3])
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,8 +188,9 @@ class Installation:
             "EFT_RENEW_SECONDS": str(renew),
             "EFT_RELAY_SECONDS": "0.2",
             "EFT_SWEEP_SECONDS": "1",
-            "EFT_RETRY_BACKOFF_SECONDS": "0.2",
+            "EFT_RETRY_BACKOFF_SECONDS": "0.05",
             "EFT_MAX_MACHINE_FAILURES": "1000",  # killed trainers are faults of the machine, and here they are many
+            "EFT_MAX_LOST_WORKERS": "1000",
             "EFT_STOP_GRACE_SECONDS": "30",
             "EFT_MIN_FREE_BYTES": "1000000",
             "EFT_RATE_PER_MINUTE": "0",

@@ -124,6 +124,8 @@ class Run:
             outcome.longest_wait = observer.longest_wait
             outcome.own_ends = {member.name: member.own_ends for member in self.inst.members}
             keep = bool(outcome.violations)
+            if keep:
+                (self.folder / "violations.txt").write_text("\n".join(outcome.violations) + "\n")
             outcome.folder = self.folder if keep else None
             return outcome
         finally:
