@@ -204,7 +204,7 @@ class Run:
                     pool.submit(self._wish, people, action)
             while time.monotonic() - begun < plan.seconds:
                 self._tick(people)
-            self._calm()
+            self.say("calm")  # nothing is ended any more, and what is down or frozen comes back at its time
             while pool._work_queue.qsize():  # wishes that wait for the API to come back
                 self._tick(people)
             threading_end = time.monotonic() + 60
@@ -278,13 +278,6 @@ class Run:
     def _count(self, kind: str, done: bool, whom: str) -> str:
         self.counts[kind if done else f"{kind}: nobody there"] += 1
         return whom if done else f"{whom}: not there"
-
-    def _calm(self) -> None:
-        """Nothing is ended any more, and everything that is down comes back."""
-        for member in self.inst.members:
-            if member.frozen_until is not None:
-                member.thaw()
-        self.say("calm")
 
     # -- after
 
