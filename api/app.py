@@ -12,9 +12,11 @@ from api import errors, health
 from api.deps import Installation, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
+from api.files.preview import router as preview_router
 from api.files.router import router as files_router
 from api.files.upload import remove_stale
 from api.jobs.router import router as jobs_router
+from api.jobs.samples import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.limits import Limits
 from api.middleware import RequestContext
@@ -61,7 +63,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.installation = here
     app.add_middleware(RequestContext)
     errors.install(app)
-    routers = (jobs_router, events_router, files_router, health.router)
+    routers = (jobs_router, samples_router, events_router, files_router, preview_router, health.router)
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router, dependencies=[Depends(only_known_parameters)])

@@ -226,7 +226,7 @@ class Supervisor:
         return self._slots is not None
 
     def _say_ready(self, key: str | None) -> None:
-        slots = ", ".join(slot["id"] for slot in self._slots or [] if slot["kind"] != "prepare")
+        slots = ", ".join(slot["id"] for slot in self._slots or [] if slot["kind"] in ("gpu", "cpu"))
         print(f"eft {__version__} is up at {self.url}   (docs: {self.url}/docs)")
         print(f"  data {self.layout.root}   node {self.settings.node}: {slots}   logs {self.layout.root / 'logs'}")
         if key is not None and self.key_file is None:

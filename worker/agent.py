@@ -35,6 +35,7 @@ from worker.spare import Spares
 log = logging.getLogger("eft.worker")
 
 PREPARE_SLOT = Slot("prepare-0", "prepare")
+PREVIEW_SLOT = Slot("preview-0", "preview")
 STARTING_SECONDS = 30.0
 """A job is left alone by the next spare until its first step, or for this long."""
 
@@ -55,7 +56,7 @@ class Agent:
             self.notes.append(
                 f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
             )
-        self.slots = [*train_slots, PREPARE_SLOT]
+        self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT]
         layout = Layout(settings.root)
         layout.create()
         (layout.root / "home").mkdir(mode=0o700, exist_ok=True)

@@ -35,7 +35,7 @@ log = logging.getLogger("eft.worker")
 T = TypeVar("T")
 
 DATABASE_AWAY = (OperationalError, InterfaceError)
-MODULES = {"prepare": "core.train.prepare", "train": "core.train"}
+MODULES = {"prepare": "core.train.prepare", "train": "core.train", "preview": "core.train.preview"}
 RETRY_SECONDS = 1.0
 DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""

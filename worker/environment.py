@@ -60,7 +60,7 @@ def child_environment(
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    if kind == "train":
+    if kind != "prepare":
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment, _ = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
     return visible_env(environment, gpu)

@@ -33,6 +33,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         models_dir=str(layout.models),
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
+        weights=claim.slot.kind != "preview",
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
     )
@@ -41,7 +42,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
 def run_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> RunOrder:
     """Raises ModelGone, or another EftError for data that is not there or not allowed."""
     spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted)
-    refused = compatibility.check(spec)
+    refused = compatibility.check(spec, preview=claim.kind == "preview")
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
     prepared = claim.prepared

@@ -12,12 +12,13 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
+from api.body import read_body
 from api.deps import After, Asking, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
 from api.ranges import FileReply
-from core.errors import Fault, NotFound, TooLarge
+from core.errors import Fault, NotFound
 from core.jobs import queries
 from core.jobs.states import Status
 from core.jobs.submit import cancel, find, pause, resume
@@ -76,7 +77,7 @@ async def create_job(
     The body is a job spec in JSON or YAML (docs/spec.md). What is wrong with it comes back as 422 with a fault for
     every wrong field. The reply shows the spec as it will run, with every default written out.
     """
-    body = await _read_body(request, here.settings.max_body_bytes)
+    body = await read_body(request, here.settings.max_body_bytes)
     sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)
     jobs = Jobs(here.database, here.settings, here.layout)
     answer = await run_in_threadpool(jobs.create, asking, sent, dry_run=dry_run)
@@ -84,20 +85,6 @@ async def create_job(
     if answer.status == 201:
         headers["location"] = answer.body["links"]["self"]
     return JSONResponse(answer.body, answer.status, headers=headers)
-
-
-async def _read_body(request: Request, most: int) -> bytes:
-    """The body, never more than `most` bytes of it in memory. Raises TooLarge, before reading when it is announced."""
-    error = TooLarge(f"a request has at most {most} bytes here; data goes to `POST /files`")
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > most:
-        raise error
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise error
-    return bytes(body)
 
 
 def _statuses(words: list[str]) -> list[Status]:

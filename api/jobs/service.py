@@ -115,10 +115,14 @@ class Jobs:
 
     def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
         """The spec as it would run. Raises SpecError, with a fault for every wrong field."""
-        spec = self._with_formats(actor, parse_job(decode(sent.body, sent.content_type)))
+        return self.resolved_document(actor, decode(sent.body, sent.content_type))
+
+    def resolved_document(self, actor: Actor, document: Any, *, preview: bool = False) -> JobSpec:
+        """The same of what was sent; `preview`: its rows are to be rendered, nothing is to be trained."""
+        spec = self._with_formats(actor, parse_job(document))
         faults = [*self._path_faults(spec)]
         spec = resolve(spec)
-        faults += check(spec)
+        faults += check(spec, preview=preview)
         if faults:
             first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise SpecError(
@@ -200,11 +204,14 @@ def _each(source: Source, field: str, change: Callable[[Single, str], Single]) -
 
 
 def _as_uploaded(source: FileSource, row: File, field: str) -> FileSource:
-    """The source with what the upload has found out."""
+    """The source with what the upload has found out. Another mapping than the upload's makes other rows of it."""
+    columns = (row.report or {}).get("columns", {})
+    if source.columns and source.columns != columns:
+        return source
     if source.format not in ("auto", row.format):
         words = f"the rows of this file are `{row.format}`, not `{source.format}`; leave `format` out"
         raise _refused(Fault("format_mismatch", words, f"{field}.format"))
-    return source.model_copy(update={"format": row.format})
+    return source.model_copy(update={"format": row.format, "columns": columns})
 
 
 def _file(session: Session, actor: Actor, source: FileSource, field: str, *, share: bool = False) -> File:

@@ -67,6 +67,8 @@ class File(Owned, Base):
     sha256: Mapped[str] = mapped_column(String(64))
     rows: Mapped[int] = mapped_column(Integer)
     format: Mapped[str] = mapped_column(String(32))
+    report: Mapped[dict[str, Any] | None]
+    """What the check of the upload found (core/data/check.py)."""
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     __table_args__ = (Index(None, "project_id", "id"), Index(None, "project_id", "sha256"))
 
@@ -74,6 +76,8 @@ class File(Owned, Base):
 class Job(Owned, Base):
     __tablename__ = "jobs"
     id: Mapped[str] = mapped_column(Id, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), insert_default="train")
+    """train, or preview: rendering a file as that training would, on a slot without a GPU (core/jobs/previews.py)."""
     name: Mapped[str | None] = mapped_column(String(100))
     spec: Mapped[dict[str, Any]]
     """Resolved: what will run, with every default written out."""
@@ -144,7 +148,7 @@ class Attempt(Owned, Base):
     job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
     attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
-    """prepare or train."""
+    """prepare, train or preview."""
     node: Mapped[str] = mapped_column(String(255))
     worker: Mapped[str] = mapped_column(Id)
     slot: Mapped[str] = mapped_column(String(128))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from sqlalchemy import ColumnElement, func, insert, or_, select, update
 from sqlalchemy.orm import Session
@@ -19,7 +19,7 @@ from core.jobs import outbox
 from core.jobs.states import LEASED, Status
 from core.jobs.transitions import Token, move
 
-Kind = Literal["prepare", "train"]
+Kind = Literal["prepare", "train", "preview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class Slot:
     """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
 
     id: str
-    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`."""
-    kind: Literal["gpu", "cpu", "prepare"]
+    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`; `preview-0`."""
+    kind: Literal["gpu", "cpu", "prepare", "preview"]
+    """`preview` is for both halves of a preview, so that it waits neither for a download nor for a training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,6 @@ def claim(
     drained_at = select(Node.drained_at).where(Node.name == node).with_for_update(read=True)
     if session.execute(drained_at).scalar_one_or_none() is not None:
         return None
-    kind: Kind = "prepare" if slot.kind == "prepare" else "train"
     candidate = (
         select(Job)
         .where(*_eligible(slot, room))
@@ -73,11 +73,14 @@ def claim(
     job = session.execute(candidate).scalar_one_or_none()
     if job is None:
         return None
-    after, words = (
-        (Status.PREPARING, f"{node} prepares the model")
-        if kind == "prepare"
-        else (Status.STARTING, f"starts on {node}, slot {slot.id}")
-    )
+    kind: Kind
+    match job.prepared, slot.kind:
+        case None, _:
+            kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
+        case _, "preview":
+            kind, after, words = "preview", Status.STARTING, f"starts on {node}, slot {slot.id}"
+        case _:
+            kind, after, words = "train", Status.STARTING, f"starts on {node}, slot {slot.id}"
     won = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
@@ -97,7 +100,7 @@ def claim(
         "lease_until": db_now() + lease_seconds,
         "not_before": None,
     }
-    if kind == "train" and job.started_at is None:
+    if kind != "prepare" and job.started_at is None:
         values["started_at"] = db_now()
     if not move(session, job, after, reason=words, data={"node": node, "slot": slot.id}, values=values):
         return None
@@ -120,9 +123,16 @@ def _spent(session: Session, job_id: str) -> float:
 
 def _eligible(slot: Slot, room: int | None) -> list[ColumnElement[bool]]:
     waiting = _waiting(room)
-    if slot.kind == "prepare":
-        return [*waiting, Job.prepared.is_(None)]
-    return [*waiting, Job.prepared.is_not(None), Job.accelerator.in_(("any", slot.kind))]
+    match slot.kind:
+        case "preview":
+            return [*waiting, Job.kind == "preview"]
+        case "prepare":
+            return [*waiting, Job.kind == "train", Job.prepared.is_(None)]
+        case "gpu" | "cpu":
+            accelerator = Job.accelerator.in_(("any", slot.kind))
+            return [*waiting, Job.kind == "train", Job.prepared.is_not(None), accelerator]
+        case _ as never:
+            assert_never(never)
 
 
 def _waiting(room: int | None) -> list[ColumnElement[bool]]:

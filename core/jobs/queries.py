@@ -50,7 +50,7 @@ def jobs_page(
     limit: int = 20,
 ) -> Page[Job]:
     """Jobs of a project. Raises UnknownCursor when `after` is no job of it."""
-    query = select(Job).where(Job.project_id == project_id)
+    query = select(Job).where(Job.project_id == project_id, Job.kind == "train")
     if after is not None:
         known = session.execute(select(Job.id).where(Job.id == after, Job.project_id == project_id)).one_or_none()
         if known is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
@@ -16,15 +18,23 @@ from core.spec.job import JobSpec
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
 
 
-def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | None = None) -> Job:
+def submit(
+    session: Session,
+    actor: Actor,
+    spec: JobSpec,
+    *,
+    kind: Literal["train", "preview"] = "train",
+    retry_of: Job | None = None,
+) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
     """
-    job_id = new_id("job")
+    job_id = new_id("job" if kind == "train" else "preview")
     session.add(
         Job(
             id=job_id,
+            kind=kind,
             owner_id=actor.user_id,
             project_id=actor.project_id,
             name=spec.name,
@@ -65,7 +75,7 @@ def submit(session: Session, actor: Actor, spec: JobSpec, *, retry_of: Job | Non
 
 def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
     """A job of the actor's project. Raises NotFound for anybody else's, as for one that does not exist."""
-    query = select(Job).where(Job.id == job_id, Job.project_id == actor.project_id)
+    query = select(Job).where(Job.id == job_id, Job.project_id == actor.project_id, Job.kind == "train")
     job = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
     if job is None:
         raise NotFound(f"there is no job `{job_id[:60]}` in this project", field="job_id")

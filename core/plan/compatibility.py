@@ -62,6 +62,8 @@ class Rule:
     """Where the user can change it."""
     reason: str
     way_out: str
+    training_only: bool = False
+    """Such rows can be previewed all the same."""
 
     def refuses(self, values: Values) -> bool:
         return all(values[axis] in among for axis, among in self.when.items())
@@ -106,6 +108,7 @@ RULES: tuple[Rule, ...] = (
         "data.train",
         "`stage: sft` learns to write one answer, and such rows hold two, a judged one, or none",
         "give rows with one answer each; stages that learn from these are still to come",
+        training_only=True,
     ),
     Rule(
         "eval_rows_of_another_stage",
@@ -113,6 +116,7 @@ RULES: tuple[Rule, ...] = (
         "data.eval",
         "`stage: sft` is evaluated on one answer a row, and such rows hold two, a judged one, or none",
         "give held-out rows with one answer each",
+        training_only=True,
     ),
     Rule(
         "nothing_held_out",
@@ -180,10 +184,14 @@ def _eval_rows(data: Data) -> str:
     return format_of(data.eval) if data.eval is not None else "absent"
 
 
-def check(spec: JobSpec) -> tuple[Fault, ...]:
-    """One fault for every rule that refuses the job; none: it can run."""
+def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
+    """One fault for every rule that refuses the job (or a preview of its rows); none: it can run."""
     values = values_of(spec)
-    return tuple(Fault(rule.code, rule.message, rule.field) for rule in RULES if rule.refuses(values))
+    return tuple(
+        Fault(rule.code, rule.message, rule.field)
+        for rule in RULES
+        if rule.refuses(values) and not (preview and rule.training_only)
+    )
 
 
 def cells(*axes: str) -> Iterator[tuple[dict[str, str], tuple[Rule, ...]]]:

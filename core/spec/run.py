@@ -134,6 +134,8 @@ class PrepareOrder(SpecModel):
     model_roots: list[str] = Field(default_factory=list)
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
+    weights: bool = True
+    """False: tokenizer and configuration are enough, for a preview."""
     fence_seconds: float | None = None
     held_at: float | None = None
 

@@ -71,6 +71,49 @@ def prepare_hub(model: HubModel, cache: ModelCache, offline: bool, on_progress: 
     return entry
 
 
+def prepare_hub_tokenizer(model: HubModel, cache: ModelCache, offline: bool, on_progress: OnProgress) -> Entry:
+    """An entry with all that a hub model has beside its weights: some megabytes. The whole model, if that is there."""
+    commit = model.revision if COMMIT.fullmatch(model.revision) else None
+    ref = f"tokenizer/{model.id}@{model.revision}"
+    if commit is None and is_offline(offline):
+        known = cache.read_ref(f"hub/{model.id}@{model.revision}") or cache.read_ref(ref)
+        commit = None if known is None else known["commit"]
+    keys = () if commit is None else (_key(model.id, commit), _tokenizer_key(model.id, commit))
+    for key in keys:
+        if entry := cache.entry(key):
+            return entry
+    if is_offline(offline):
+        raise not_cached(f"the tokenizer of {model.id} at {model.revision}", "model.id")
+    info = _model_info(model.id, model.revision)
+    commit = str(info.sha)
+    key = _tokenizer_key(model.id, commit)
+    entry = cache.entry(_key(model.id, commit)) or cache.entry(key)
+    if entry is None:
+        with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+            entry = cache.entry(key) or _download_tokenizer(model, info, key, cache, work, on_progress)
+    cache.write_ref(ref, {"key": key, "commit": commit})
+    return entry
+
+
+def _download_tokenizer(
+    model: HubModel, info: ModelInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
+) -> Entry:
+    commit, folder, field = str(info.sha), work / MODEL, "model.id"
+    names = [file.rfilename for file in info.siblings or [] if is_small_file(file.rfilename)]
+    _forget_halves(folder)
+    model_files.check_tokenizer(names, field=field)
+    if "config.json" not in names:
+        raise model_files.unreadable("the repository has no config.json; it is not a transformers model", field)
+    meter = _Meter(None, on_progress)
+    for name in names:
+        _fetch(model.id, commit, name, folder, cache, meter)
+    config = model_files.read_json(folder / "config.json", field=field)
+    summary = model_files.Summary(0, 0, {}, str(config["model_type"]), model_files.check_config(config, field=field))
+    shutil.rmtree(folder / ".cache")
+    source = {"type": "hub", "id": model.id, "revision": model.revision, "commit": commit}
+    return cache.commit(key, work, source, summary)
+
+
 def pin_gguf(model: GGUFModel, cache: ModelCache, offline: bool) -> dict[str, Any]:
     """Which bytes a hub GGUF file means: {"id", "file", "commit", "sha256": str | None, "bytes": int | None}.
 
@@ -140,6 +183,10 @@ def not_cached(what: str, field: str) -> ModelError:
 
 def _key(repo: str, commit: str) -> str:
     return f"hub/{repo.replace('/', '--')}/{commit}"
+
+
+def _tokenizer_key(repo: str, commit: str) -> str:
+    return f"tokenizer/{repo.replace('/', '--')}/{commit}"
 
 
 def _model_info(repo: str, revision: str) -> ModelInfo:

@@ -52,6 +52,31 @@ class Prepared:
     """model_files.Summary as a dict."""
 
 
+def prepare_tokenizer(
+    model: Model, models_dir: Path, roots: list[Path] | None, offline: bool, on_progress: OnProgress
+) -> Prepared:
+    """The same for what only wants to render rows: no weights are downloaded or read, unless they are in one file with
+    the tokenizer (GGUF)."""
+    cache = ModelCache(models_dir)
+    match model:
+        case HubModel():
+            return _prepared(hub.prepare_hub_tokenizer(model, cache, offline, on_progress))
+        case LocalModel():
+            folder = _local_folder(model, roots)
+            names = [path.name for path in folder.iterdir() if path.is_file() and hub.is_small_file(path.name)]
+            for name in names:
+                allowed_path(str(folder / name), roots, field="model.path")
+            model_files.check_config(
+                model_files.read_json(folder / "config.json", field="model.path"), field="model.path"
+            )
+            model_files.check_tokenizer(names, field="model.path")
+            return Prepared(folder, {"type": "local", "path": str(folder)}, 0, {})
+        case GGUFModel():
+            return prepare_model(model, models_dir, roots, offline, on_progress)
+        case _ as never:
+            assert_never(never)
+
+
 def prepare_model(
     model: Model, models_dir: Path, roots: list[Path] | None, offline: bool, on_progress: OnProgress
 ) -> Prepared:
@@ -74,13 +99,7 @@ def prepare_model(
 
 def _prepare_local(model: LocalModel, cache: ModelCache, roots: list[Path] | None) -> Prepared:
     """Used where it lies. The hash over its files is remembered, so that a large model is read once."""
-    field = "model.path"
-    folder = allowed_path(model.path, roots, field=field)
-    if not folder.is_dir():
-        raise ModelError(
-            f"{model.path} is a file; give the model's folder, or a file that ends in .gguf", field=field,
-            code="model_unreadable",
-        )  # fmt: skip
+    field, folder = "model.path", _local_folder(model, roots)
     used = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.endswith(hub.NEVER)]
     for path in used:
         allowed_path(str(path), roots, field=field)
@@ -89,6 +108,16 @@ def _prepare_local(model: LocalModel, cache: ModelCache, roots: list[Path] | Non
     together = sha256("".join(f"{digest}  {name}\n" for name, digest in hashes).encode()).hexdigest()
     source = {"type": "local", "path": str(folder), "sha256": together}
     return Prepared(folder, source, summary.parameters, summary.as_dict())
+
+
+def _local_folder(model: LocalModel, roots: list[Path] | None) -> Path:
+    folder = allowed_path(model.path, roots, field="model.path")
+    if not folder.is_dir():
+        raise ModelError(
+            f"{model.path} is a file; give the model's folder, or a file that ends in .gguf", field="model.path",
+            code="model_unreadable",
+        )  # fmt: skip
+    return folder
 
 
 def _prepare_gguf(
@@ -210,7 +239,8 @@ def main(arguments: list[str]) -> int:
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     events = EventWriter(run_dir / EVENTS_FILE)
     try:
-        prepared = prepare_model(
+        prepare = prepare_model if order.weights else prepare_tokenizer
+        prepared = prepare(
             order.model,
             Path(order.models_dir),
             [Path(root) for root in order.model_roots],

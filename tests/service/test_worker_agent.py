@@ -398,7 +398,7 @@ def test_cpu_slots_run_side_by_side(box: Box, serving: Callable[[Agent], threadi
     with box.database.write() as session:
         session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
     agent = box.agent()
-    assert [slot.id for slot in agent.slots] == ["cpu-0", "cpu-1", "prepare-0"]
+    assert [slot.id for slot in agent.slots] == ["cpu-0", "cpu-1", "prepare-0", "preview-0"]
     for _ in range(2):
         serving(agent)
     pids = {box.wait_for_steps(first), box.wait_for_steps(second)}

@@ -1,0 +1,239 @@
+"""`/files/{id}/preview`: what training would make of a file, as a task without a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from api.body import read_body
+from api.deps import Asking, FileId, Here, Installation
+from api.errors import printable, responses
+from api.jobs.schemas import iso
+from api.jobs.service import JSON_TYPES, Jobs, decode
+from core.db.tables import Job
+from core.errors import Fault, NotFound, SpecError
+from core.jobs import previews, queries
+from core.jobs.states import FINAL, Status
+from core.jobs.submit import Actor
+
+router = APIRouter(tags=["files"])
+
+LOOK_SECONDS = 0.25
+_PREVIEW_ID = re.compile(r"preview-[0-9a-z]{26}")
+_FILE, _ID = "file-01kar3v8x5m2h6n9qst4wyz0bc", "preview-01kar3v8x5m2h6n9qst4wyz0bd"
+_RESULT: dict[str, Any] = {
+    "format": "messages",
+    "ok": True,
+    "rows": {"file": 84, "refused": 0, "used": 84, "truncated": 2, "dropped": 0, "pieces": 0, "cut_prompts": 0},
+    "rendering": {"loss_on": "completions", "family": "chatml", "chat_template": True},
+    "max_length": 512,
+    "truncation": "cut_right",
+    "tokens": {
+        "total": 8123, "shortest": 29, "mean": 96.7, "median": 88, "p90": 201, "p99": 540, "longest": 560,
+        "histogram": [{"from": 0, "to": 16, "rows": 0}, {"from": 16, "to": 32, "rows": 6}],
+    },
+    "duplicates": {"rows": 1, "examples": [{"line": 3, "again": [40]}]},
+    "epoch": {
+        "tokens": 8027, "label_tokens": 2110, "lost_tokens": 96,
+        "steps": 11, "batches": 11, "padding_share": 0.31, "total_steps": 33,
+    },
+    "samples": [
+        {
+            "line": 1, "tokens": 35, "label_tokens": 8, "cut_from": None,
+            "segments": [
+                {"text": "<|im_start|>user\nlights on<|im_end|>\n<|im_start|>assistant\n", "learned": False},
+                {"text": "lights.on<|im_end|>", "learned": True},
+            ],
+        }
+    ],
+    "faults": [],
+    "fault_count": 0,
+}  # fmt: skip
+_PREVIEW: dict[str, Any] = {
+    "id": _ID,
+    "file_id": _FILE,
+    "status": "succeeded",
+    "reason": "finished",
+    "created_at": "2026-11-21T09:20:55.004000Z",
+    "finished_at": "2026-11-21T09:20:59.120000Z",
+    "progress": {"step": 84, "total_steps": 84},
+    "result": _RESULT,
+    "failure": None,
+    "links": {"self": f"/files/{_FILE}/previews/{_ID}", "file": f"/files/{_FILE}"},
+}
+_BODY = {
+    "required": True,
+    "description": "A job as for `POST /jobs`, without `data.train`: that is this file.",
+    "content": {
+        media_type: {
+            "schema": {
+                "type": "object",
+                "required": ["model"],
+                "description": "As JobSpec; `data` may have `rendering`, and `train` its `format` and `columns`.",
+            },
+            "example": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "training": {"max_length": 512}},
+        }
+        for media_type in JSON_TYPES
+    },
+}
+
+
+class PreviewView(BaseModel):
+    """What training would make of a file."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_PREVIEW]})
+    id: str
+    file_id: str
+    status: str
+    """As a job's: queued, preparing, starting, running; and final: succeeded, failed, cancelled."""
+    reason: str
+    created_at: str
+    finished_at: str | None
+    progress: dict[str, Any] | None
+    """Rows rendered so far: step, total_steps."""
+    result: dict[str, Any] | None
+    """Once it has succeeded (docs/data.md, "Preview"). `ok` is false where training would refuse rows; `faults` has
+    them."""
+    failure: dict[str, Any] | None
+    """Once it has failed: class, code, message, field."""
+    links: dict[str, str]
+
+
+class PreviewList(BaseModel):
+    """Newest first."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_PREVIEW]}]})
+    data: list[PreviewView]
+
+
+async def _preview_id(
+    preview_id: Annotated[str, Path(description="Id of a preview.", examples=[_ID])],
+) -> str:
+    if not _PREVIEW_ID.fullmatch(preview_id):
+        raise NotFound(f"there is no preview `{printable(preview_id)}` of this file", field="preview_id")
+    return preview_id
+
+
+PreviewId = Annotated[str, Depends(_preview_id)]
+Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its end before answering.")]
+
+
+@router.post(
+    "/files/{file_id}/preview",
+    status_code=202,
+    summary="Preview a file",
+    response_model=PreviewView,
+    response_class=JSONResponse,
+    responses={
+        200: {"model": PreviewView, "description": "It is over already (`wait`, or it was asked for just before)."},
+        **responses(404, 413, 415, 422, 507),
+    },
+    openapi_extra={"requestBody": _BODY},
+)
+async def preview_file(request: Request, file_id: FileId, asking: Asking, here: Here, wait: Wait = 0.0) -> Response:
+    """Render the file as a job with this model and these options would: histogram of tokens, truncated, dropped and
+    doubled rows, padding, steps, and ten samples with what is learned of them. It needs no GPU, and of the model only
+    the tokenizer; a worker does it, so ask `GET /files/{id}/previews/{preview_id}` for the result.
+
+    The same question again within ten minutes has the same answer.
+    """
+    body = await read_body(request, here.settings.max_body_bytes)
+    content_type = request.headers.get("content-type", "")
+    preview_id = await run_in_threadpool(_ask, here, asking, file_id, body, content_type)
+    view = await _when_over(here, asking, file_id, preview_id, wait)
+    headers = {"location": view["links"]["self"]}
+    return JSONResponse(view, 200 if view["status"] in FINAL else 202, headers=headers)
+
+
+@router.get(
+    "/files/{file_id}/previews/{preview_id}",
+    summary="Show a preview",
+    response_model=PreviewView,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+async def show_preview(
+    file_id: FileId, preview_id: PreviewId, asking: Asking, here: Here, wait: Wait = 0.0
+) -> Response:
+    """How far it is, and in the end what was found."""
+    return JSONResponse(await _when_over(here, asking, file_id, preview_id, wait))
+
+
+@router.get(
+    "/files/{file_id}/previews",
+    summary="List a file's previews",
+    response_model=PreviewList,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def list_previews(file_id: FileId, asking: Asking, here: Here) -> Response:
+    """The newest fifty."""
+    with here.database.read() as session:
+        queries.find_file(session, asking.project_id, file_id)
+        rows = previews.newest(session, asking, file_id)
+        return JSONResponse({"data": [preview_view(row, file_id) for row in rows]})
+
+
+def _ask(here: Installation, asking: Actor, file_id: str, body: bytes, content_type: str) -> str:
+    with here.database.read() as session:
+        queries.find_file(session, asking.project_id, file_id)
+    document = _with_file(decode(body, content_type), file_id)
+    spec = Jobs(here.database, here.settings, here.layout).resolved_document(asking, document, preview=True)
+    here.layout.require_space(here.settings.min_free_bytes)
+    with here.database.write() as session:
+        queries.find_file(session, asking.project_id, file_id, lock="share")
+        return previews.ask(session, asking, spec, file_id).id
+
+
+def _with_file(document: Any, file_id: str) -> Any:
+    """The job of the body with this file as its training rows."""
+    if not isinstance(document, dict):
+        return document  # parse_job says what is wrong with it
+    data = document.get("data", {})
+    train = data.get("train", {}) if isinstance(data, dict) else data
+    if isinstance(train, str):
+        train = {"id": train}
+    if not isinstance(train, dict) or train.get("type", "file") != "file" or train.get("id", file_id) != file_id:
+        message = "the file is the one in the path: leave `data.train` out, or give only its `format` and `columns`"
+        raise SpecError(message, field="data.train", faults=(Fault("invalid_value", message, "data.train"),))
+    source = train | {"type": "file", "id": file_id}
+    return document | {"data": (data if isinstance(data, dict) else {}) | {"train": source}}
+
+
+async def _when_over(here: Installation, asking: Actor, file_id: str, preview_id: str, wait: float) -> dict[str, Any]:
+    """The preview, once it is over or `wait` seconds are."""
+    deadline = time.monotonic() + wait
+
+    def look() -> dict[str, Any]:
+        with here.database.read() as session:
+            queries.find_file(session, asking.project_id, file_id)
+            return preview_view(previews.find(session, asking, file_id, preview_id), file_id)
+
+    while True:
+        view = await run_in_threadpool(look)
+        left = deadline - time.monotonic()
+        if Status(view["status"]) in FINAL or left <= 0:
+            return view
+        await asyncio.sleep(min(LOOK_SECONDS, left))
+
+
+def preview_view(job: Job, file_id: str) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "file_id": file_id,
+        "status": job.status,
+        "reason": job.reason,
+        "created_at": iso(job.created_at),
+        "finished_at": iso(job.finished_at),
+        "progress": job.progress,
+        "result": job.result,
+        "failure": job.failure,
+        "links": {"self": f"/files/{file_id}/previews/{job.id}", "file": f"/files/{file_id}"},
+    }

@@ -1,0 +1,106 @@
+"""`/jobs/{id}/samples`: what the model answered at each evaluation, base against tuned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import select
+
+from api.deps import Asking, Here, JobId
+from api.errors import responses
+from core.db.tables import Event, Job
+from core.errors import NotFound
+from core.jobs.submit import find
+
+router = APIRouter(tags=["jobs"])
+
+_SAMPLE: dict[str, Any] = {
+    "row": 12,
+    "prompt": "user\nlights on\nassistant\n",
+    "reference": "lights.on",
+    "base": "Sure! I can help with the lights.",
+    "tuned": "lights.on",
+    "finished": True,
+}
+
+
+class SampleView(BaseModel):
+    """One prompt and its answers."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    row: int | None
+    """Index of the held-out row, from 0; null for a prompt of the spec."""
+    prompt: str
+    reference: str | None
+    """What the row says."""
+    base: str | None
+    """The untrained model; null without `evaluation.at_start`."""
+    tuned: str
+    """The model after `step`."""
+    finished: bool
+    """The tuned model ended by itself, before `max_new_tokens`."""
+
+
+class SampleList(BaseModel):
+    """Answers beside each other."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"steps": [0, 50, 100], "step": 100, "data": [_SAMPLE]}]},
+    )
+    steps: list[int]
+    """Evaluations that there are samples of; 0 is the untrained model."""
+    step: int | None
+    """Whose answers stand as `tuned`; null while there are none."""
+    data: list[SampleView]
+
+
+@router.get(
+    "/jobs/{job_id}/samples",
+    summary="Samples of a job",
+    response_model=SampleList,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def job_samples(
+    job_id: JobId,
+    asking: Asking,
+    here: Here,
+    step: Annotated[
+        int | None,
+        Query(ge=0, le=2**31 - 1, description="After this step. Default: the weights handed back, or the newest."),
+    ] = None,
+) -> Response:
+    """The answers that `evaluation.samples` asks for: of the untrained model beside those of a later step."""
+    with here.database.read() as session:
+        job = find(session, asking, job_id)
+        query = select(Event.data).where(Event.job_id == job_id, Event.type == "samples").order_by(Event.seq)
+        told = {data["step"]: data["samples"] for data in session.execute(query).scalars()}  # the latest attempt's word
+        chosen = step if step is not None else _handed_back(job, told)
+    steps = sorted(told)
+    if step is not None and step not in told:
+        shown = ", ".join(map(str, steps[-20:])) or "none"
+        raise NotFound(f"there are no samples of step {step}; there are of: {shown}", field="step")
+    base = told.get(0, [])
+    data = [
+        {
+            "row": one["row"],
+            "prompt": one["prompt"],
+            "reference": one["reference"],
+            "base": base[place]["completion"] if place < len(base) else None,
+            "tuned": one["completion"],
+            "finished": one["finished"],
+        }
+        for place, one in enumerate(told.get(chosen, []) if chosen is not None else [])
+    ]
+    return JSONResponse({"steps": steps, "step": chosen, "data": data})
+
+
+def _handed_back(job: Job, told: dict[int, Any]) -> int | None:
+    best = (job.result or {}).get("best") or {}
+    if best.get("restored") and best["step"] in told:
+        return int(best["step"])
+    return max(told, default=None)

@@ -1,0 +1,226 @@
+"""What training would make of its rows, found out without the model's weights.
+
+The order is a trainer's (core/spec/run.py), and reading, rendering, truncation and batches are the trainer's own code,
+so that what is said here is what would be done. Rows that training would refuse are listed, not just the first of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core.data.rows import Labelled, Numbered, Preference, PromptOnly
+from core.errors import EftError
+from core.spec.job import JobSpec
+from core.spec.run import RunOrder
+from core.spec.training import Packed
+from core.train.data.dataset import TokenDataset
+from core.train.data.order import build_order
+from core.train.data.reader import read_rows
+from core.train.data.tokenise import TokenWriter
+from core.train.data.truncate import truncate
+from core.train.render.renderer import Rendered, Renderer, renderer_of
+
+SAMPLES = 10
+SHOWN_HEAD, SHOWN_TAIL = 400, 200
+"""Tokens of a sample that are shown; what lies between is counted."""
+SHOWN_FAULTS = 20
+SHOWN_DUPLICATES = 10
+FIRST_BIN = 16
+"""Tokens; each further bin of the histogram is twice as wide as the one before."""
+TELL_ROWS = 2000
+
+OnProgress = Callable[[int, int], None]
+"""(rows rendered, rows in all); may raise to stop."""
+
+
+def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done, total: None) -> dict[str, Any]:
+    """See docs/data.md, "Preview", for the document. DataError for a file that cannot be read as rows, SpecError for
+    options that do not go with its format."""
+    spec = order.spec
+    rows, row_format = read_rows(order.train)
+    renderer = renderer_of(spec, row_format, tokenizer)
+    whole, faults, cut_prompts = _rendered(rows, renderer, told)
+    if whole is None:
+        return {"format": row_format, "ok": False, "rows": {"file": len(rows), "refused": len(faults)}} | _told(faults)
+    used, report, limit_fault = None, None, None
+    try:
+        used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
+    except EftError as error:
+        limit_fault = {"line": None, "field": error.field, "message": error.message}
+    document: dict[str, Any] = {
+        "format": row_format,
+        "ok": not faults and limit_fault is None,
+        "rows": {
+            "file": len(rows),
+            "refused": len(faults),
+            "used": len(used) if used is not None else 0,
+            "truncated": int((np.asarray(whole.lengths) > spec.training.max_length).sum()),
+            "dropped": report.dropped if report is not None else len(whole),
+            "pieces": report.pieces if report is not None else 0,
+            "cut_prompts": cut_prompts,
+        },
+        "rendering": {
+            "loss_on": renderer.options.loss_on,
+            "family": renderer.family,
+            "chat_template": renderer.has_template,
+        },
+        "max_length": spec.training.max_length,
+        "truncation": spec.training.truncation,
+        "tokens": _lengths(np.asarray(whole.lengths)),
+        "duplicates": _duplicates(whole),
+    }
+    if used is not None and report is not None:
+        document["epoch"] = {
+            "tokens": report.tokens,
+            "label_tokens": report.label_tokens,
+            "lost_tokens": sum(whole.lengths) - report.tokens if spec.training.truncation != "split" else 0,
+            **_batches(spec, used),
+        }
+        document["samples"] = _samples(used, whole, tokenizer)
+    return document | _told([*([limit_fault] if limit_fault else []), *faults])
+
+
+def _told(faults: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"faults": faults[:SHOWN_FAULTS], "fault_count": len(faults)}
+
+
+def _rendered(
+    rows: list[Numbered], renderer: Renderer, told: OnProgress
+) -> tuple[TokenDataset | None, list[dict[str, Any]], int]:
+    """All rows that can be rendered (None: not one), what is wrong with the others, and how many prompts were cut."""
+    writer, faults, count = TokenWriter(), list[dict[str, Any]](), 0
+    for done, numbered in enumerate(rows):
+        if done % TELL_ROWS == 0:
+            told(done, len(rows))
+        try:
+            parts = list(_parts(numbered, renderer))
+        except EftError as error:
+            faults.append({"line": numbered.line, "field": error.field, "message": error.message})
+            continue
+        for part in parts:
+            writer.add(numbered.line, part)
+            count += bool(part.ids)
+    told(len(rows), len(rows))
+    return (writer.dataset() if count else None), faults, writer.cut_prompts
+
+
+def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
+    """A row as token rows: a preference is two of them, each with its prompt."""
+    match numbered.row:
+        case Preference() as row:
+            yield from renderer.render_pair(row, numbered.line)
+        case Labelled() as row:
+            yield renderer.render_labelled(row, numbered.line)
+        case PromptOnly() as row:
+            yield renderer.render_prompt(row, numbered.line)
+        case row:
+            yield renderer.render(row, numbered.line)
+
+
+# --- figures -----------------------------------------------------------------------------------------------
+
+
+def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Tokens of the rows before truncation: a histogram (`from` ≤ tokens < `to`) and some of its marks."""
+    edges = [0, FIRST_BIN]
+    while edges[-1] <= int(lengths.max()):
+        edges.append(2 * edges[-1])
+    counts, _ = np.histogram(lengths, bins=edges)
+    marks = np.percentile(lengths, [50, 90, 99], method="higher")
+    return {
+        "total": int(lengths.sum()),
+        "shortest": int(lengths.min()),
+        "mean": round(float(lengths.mean()), 1),
+        "median": int(marks[0]),
+        "p90": int(marks[1]),
+        "p99": int(marks[2]),
+        "longest": int(lengths.max()),
+        "histogram": [
+            {"from": low, "to": high, "rows": int(rows)}
+            for low, high, rows in zip(edges, edges[1:], counts, strict=False)
+        ],
+    }
+
+
+def _duplicates(whole: TokenDataset) -> dict[str, Any]:
+    """Rows whose tokens are those of an earlier row; examples with the lines of both."""
+    first: dict[bytes, int] = {}
+    again: dict[int, list[int]] = defaultdict(list)
+    count = 0
+    for row, (start, end) in enumerate(zip(whole.starts, whole.ends, strict=True)):
+        key = hashlib.blake2b(whole.ids[start:end].tobytes(), digest_size=12).digest()
+        earlier = first.setdefault(key, row)
+        if earlier != row:
+            count += 1
+            if earlier in again or len(again) < SHOWN_DUPLICATES:
+                again[earlier].append(int(whole.lines[row]))
+    return {
+        "rows": count,
+        "examples": [
+            {"line": int(whole.lines[row]), "again": lines[:SHOWN_DUPLICATES]} for row, lines in again.items()
+        ],
+    }
+
+
+def _batches(spec: JobSpec, used: TokenDataset) -> dict[str, Any]:
+    """Of the first epoch: steps, batches, and how much of them is padding; and the steps of the whole run."""
+    order = build_order(spec, used.lengths)
+    packed = isinstance(spec.batching, Packed)
+    batches = slots = 0
+    steps = order.steps_of(0)
+    for step in range(steps):
+        for rows in order.window(step):
+            batches += 1
+            tokens = [used.lengths[row] for row in rows]
+            slots += sum(tokens) if packed else len(rows) * max(tokens)
+    return {
+        "steps": steps,
+        "batches": batches,
+        "padding_share": round(1 - sum(used.lengths) / slots, 4),
+        "total_steps": order.total_steps(spec.training.num_train_epochs, spec.training.max_steps),
+    }
+
+
+# --- samples -----------------------------------------------------------------------------------------------
+
+
+def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows spread evenly over the file, as runs of text that is learned or is not."""
+    count = min(SAMPLES, len(used))
+    rows = [at * len(used) // count for at in range(count)]
+    full = dict(zip(whole.lines.tolist(), whole.lengths, strict=True))
+    return [
+        {
+            "line": int(used.lines[row]),
+            "tokens": used.lengths[row],
+            "label_tokens": used.label_counts[row],
+            "cut_from": full[int(used.lines[row])] if used.lengths[row] < full[int(used.lines[row])] else None,
+            "segments": segments(used[row][0].tolist(), used[row][1].tolist(), tokenizer),
+        }
+        for row in rows
+    ]
+
+
+def segments(ids: list[int], learned: list[bool], tokenizer: Any) -> list[dict[str, Any]]:
+    """{"text", "learned"} for each run of tokens; of long rows the middle is {"text": "", "left_out": tokens}."""
+    if len(ids) > SHOWN_HEAD + SHOWN_TAIL:
+        left_out = len(ids) - SHOWN_HEAD - SHOWN_TAIL
+        return [
+            *segments(ids[:SHOWN_HEAD], learned[:SHOWN_HEAD], tokenizer),
+            {"text": "", "learned": False, "left_out": left_out},
+            *segments(ids[-SHOWN_TAIL:], learned[-SHOWN_TAIL:], tokenizer),
+        ]
+    found: list[dict[str, Any]] = []
+    start = 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or learned[at] != learned[start]:
+            text = tokenizer.decode(ids[start:at], clean_up_tokenization_spaces=False)
+            found.append({"text": text, "learned": learned[start]})
+            start = at
+    return found

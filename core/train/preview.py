@@ -1,0 +1,47 @@
+"""`python -m core.train.preview RUN_DIR`: the child of a preview. Its order is a trainer's, its result the document of
+core/train/data/preview.py. Needs no GPU and of the model only tokenizer and configuration. SIGTERM ends it at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, ORDER_FILE, RunOrder
+from core.train.lifeline import arm
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m core.train.preview RUN_DIR", file=sys.stderr)
+        return EXIT_FAILED
+    run_dir = Path(arguments[0])
+    order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+    arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
+    return _look(run_dir, order)
+
+
+def _look(run_dir: Path, order: RunOrder) -> int:
+    from core.train.data.preview import preview
+    from core.train.disk import tell_failure
+    from core.train.events import EventWriter
+    from core.train.failures import describe
+    from core.train.load import load_tokenizer, quiet
+
+    events = EventWriter(run_dir / EVENTS_FILE)
+
+    def told(done: int, total: int) -> None:
+        events.write("progress", step=done, total_steps=total)
+
+    try:
+        events.write("phase", phase="loading")
+        quiet()
+        result = preview(order, load_tokenizer(Path(order.model_dir)), told)
+    except Exception as error:
+        return tell_failure(error, events, describe(error, events.phase))
+    events.write("result", result=result, artifacts=[])
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
