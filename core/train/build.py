@@ -184,10 +184,10 @@ def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
 
 def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Base and adapter in one operator wherever it covers the adapter; how it came out."""
-    from core.train.kernels.interface import backend_for
+    from core.train.kernels.interface import describe
     from core.train.quant.adapters import fuse_adapters
 
-    return {"backend": backend_for(device), "adapters": asdict(fuse_adapters(model))}
+    return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
 
 
 def count_parameters(model: nn.Module) -> int:

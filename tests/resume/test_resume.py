@@ -1,6 +1,7 @@
 """Resuming is exact to the bit: killed or asked to leave anywhere, the final weights are those of a run nobody touched.
 
-LoRA with dropout 0.1 and full fine-tuning, bf16, windows of 4 micro-steps, shuffled rows of different lengths.
+LoRA with dropout 0.1, the same over NF4 with gradient checkpointing, and full fine-tuning; bf16, windows of 4
+micro-steps, shuffled rows of different lengths.
 """
 
 from __future__ import annotations
@@ -34,18 +35,28 @@ AXES: dict[str, Any] = {
     },
     "checkpoint": {"type": "disk", "save_steps": SAVE, "keep_last": 2},
 }
-METHODS = {"lora": AXES, "full": AXES | {"method": "full", "optimizer": {"learning_rate": 1e-3}}}
+METHODS = {
+    "lora": AXES,
+    "qlora": AXES
+    | {"method": AXES["method"] | {"type": "qlora"}, "memory": {"type": "resident", "gradient_checkpointing": True}},
+    "full": AXES | {"method": "full", "optimizer": {"learning_rate": 1e-3}},
+}
 ATTENDED = {"training": AXES["training"] | {"max_steps": 60}, "checkpoint": {"type": "disk", "save_steps": 5}}
 
 
 class StopAt(Stop):
-    """Asked to leave at the n-th place where the run looks whether it should."""
+    """Asked to leave at the n-th place where the run looks whether it should; given its folder, n-th in training."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, run_dir: Path | None = None) -> None:
         self.left = place
+        self.run_dir = run_dir
 
     @property  # type: ignore[override]
     def requested(self) -> bool:
+        if self.run_dir is not None:
+            if all(event["phase"] != "training" for event in events(self.run_dir, "phase")):
+                return False
+            self.run_dir = None
         self.left -= 1
         return self.left < 0
 
@@ -78,7 +89,7 @@ def figures(*run_dirs: Path) -> list[Any]:
     return [steps[step] for step in sorted(steps)]
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_leaving_at_every_place_in_turn(
     tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path, method: str
 ) -> None:
@@ -94,8 +105,7 @@ def test_leaving_at_every_place_in_turn(
             **axes,
         )
         attempts.append(run_dir)
-        reading = 27 + 6 + 1  # places in the reading of rows and after loading the model
-        code = run(run_dir, StopAt(reading + 3 + number % 3))
+        code = run(run_dir, StopAt(2 + number % 4, run_dir))
         if code == EXIT_OK:
             break
         assert code == EXIT_CHECKPOINTED, events(run_dir)[-1]
@@ -110,19 +120,23 @@ def test_leaving_at_every_place_in_turn(
     assert before is not None, "the first evaluation is remembered over all attempts"
 
 
-def test_real_processes_killed_and_stopped(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
-    axes = AXES | ATTENDED
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_real_processes_killed_and_stopped(
+    tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, method: str
+) -> None:
+    """Over packed weights the second start reads what the first has packed."""
+    axes, cache = METHODS[method] | ATTENDED, tmp_path / "cache"
     calm = write_run(tmp_path / "calm", tiny_dir, rows[0], **axes)
     assert start(calm).wait(180) == EXIT_OK, log(calm)
 
-    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], **axes)
+    first = write_run(tmp_path / "attempt-1", tiny_dir, rows[0], cache_dir=cache, **axes)
     process = start(first)
     wait_until(lambda: len(events(first, "metrics")) >= 12, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert events(first, "checkpoint")
 
-    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[first], **axes)
+    second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[first], cache_dir=cache, **axes)
     process = start(second)
     wait_until(lambda: len(events(second, "metrics")) >= 10, process)
     process.terminate()
@@ -130,13 +144,22 @@ def test_real_processes_killed_and_stopped(tiny_dir: Path, rows: tuple[Path, Pat
     (left,) = events(second, "checkpoint")[-1:]
     assert events(second)[-1] == left, "the checkpoint is the last word"
 
-    third = write_run(tmp_path / "attempt-3", tiny_dir, rows[0], resume_from=[second, first], **axes)
+    third = write_run(tmp_path / "attempt-3", tiny_dir, rows[0], resume_from=[second, first], cache_dir=cache, **axes)
     assert start(third).wait(180) == EXIT_OK, log(third)
     resumed = events(third, "resumed")[0]
     assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
     assert not events(third, "notice")
+    if method == "qlora":
+        sources = [events(one, "run_record")[0]["record"]["quantization"]["source"] for one in (calm, first, third)]
+        assert sources == ["quantised", "quantised", "cache"]
+        stored = {path.name for path in left_behind(second).iterdir()}
+        assert "packed" not in " ".join(stored) and sum(p.stat().st_size for p in left_behind(second).iterdir()) < 2**18
     assert weights(third) == weights(calm)
     assert figures(first, second, third) == figures(calm)
+
+
+def left_behind(run_dir: Path) -> Path:
+    return store.newest_first([run_dir / "checkpoints"])[0].path
 
 
 KILLED_WHILE_SAVING = """

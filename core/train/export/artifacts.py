@@ -35,7 +35,7 @@ def write_artifacts(
     result: dict[str, Any],
     metrics: Sequence[dict[str, float]],
     evaluations: Sequence[dict[str, float]],
-    samples: Sequence[dict[str, Any]],
+    samples: Sequence[dict[str, Any]] = (),
     probes: Sequence[Tensor],
     events: EventWriter,
     between: Callable[[], None],

@@ -1,0 +1,103 @@
+"""`method: qlora` on a real service: from POST to a merged model that plain transformers loads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.client import EFT
+from tests.support.service import ROOT, Service, running
+
+TRAINING = {"max_steps": 4, "per_device_train_batch_size": 4, "max_length": 64}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    yield from running(tmp_path_factory.mktemp("qlora"), {"EFT_MODEL_ROOTS": str(models)})
+
+
+@pytest.fixture(scope="module")
+def file(service: Service) -> str:
+    return upload(service, "train.jsonl", range(24))
+
+
+def upload(service: Service, name: str, numbers: range) -> str:
+    rows = service.folder / name
+    rows.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in numbers))
+    return service.upload(rows)
+
+
+def test_from_post_to_a_merged_model(service: Service, models: Path, file: str, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {
+        "model": str(models / "tiny"),
+        "data": {"train": file, "eval": upload(service, "held.jsonl", range(24, 30))},
+        "method": "qlora",
+        "export": "merged",
+        "training": TRAINING,
+    }
+    job_id = service.submit(spec)
+    job = service.wait(job_id, "succeeded", "failed")
+    assert job["status"] == "succeeded", service.describe(job_id)
+    assert job["spec"]["quantization"] == {"type": "nf4", "double": True, "skip_modules": []}
+    (outcome,) = job["result"]["export"]
+    assert outcome["released"] and outcome["check"]["distance"] <= outcome["check"]["tolerance"]
+    assert job["result"]["eval_after"]["eval_loss"] > 0
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    environment = clean | {"EFT_URL": service.note()["url"], "EFT_API_KEY": service.key}
+    line = [EFT, "download", job_id, "merged", "adapter", "--output", str(tmp_path)]
+    subprocess.run(line, env=environment, check=True, capture_output=True, timeout=60)
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    AutoTokenizer.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(models / "tiny")
+    dense: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ids = torch.arange(5, 25).unsqueeze(0)
+    with torch.no_grad():
+        gap = (merged(ids).logits - dense(ids).logits).norm() / dense(ids).logits.norm()
+    assert 0 < gap < 0.3, "the same model but for the packing"
+
+    again = service.submit(spec)  # reads what the first job has packed
+    assert service.wait(again, "succeeded", "failed")["status"] == "succeeded", service.describe(again)
+    sources = [
+        json.loads(service.artifact(one, "run_record.json"))["quantization"]["source"] for one in (job_id, again)
+    ]
+    assert sources == ["quantised", "cache"]
+    assert service.artifact(job_id, "adapter/adapter_model.safetensors") == service.artifact(
+        again, "adapter/adapter_model.safetensors"
+    )
+
+
+def test_what_is_refused_at_the_door_and_in_the_job(service: Service, models: Path, file: str) -> None:
+    spec: dict[str, Any] = {"model": str(models / "tiny"), "data": file, "training": TRAINING}
+    for axes, code, field in (
+        ({"method": "full", "quantization": "nf4"}, "full_over_packed", "quantization"),
+        ({"method": "qlora", "quantization": "none"}, "qlora_over_dense", "quantization"),
+        ({"method": "full", "export": "merged"}, "nothing_to_merge", "export"),
+    ):
+        reply = service.client.post("/jobs", json=spec | axes)
+        assert reply.status_code == 422, reply.text
+        assert (reply.json()["error"]["code"], reply.json()["error"]["field"]) == (code, field)
+
+    gptq = shutil.copytree(models / "tiny", models / "gptq", dirs_exist_ok=True)
+    config = json.loads((gptq / "config.json").read_text())
+    (gptq / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    job = service.wait(service.submit(spec | {"model": str(gptq), "method": "qlora"}), "failed", "succeeded")
+    assert job["failure"]["code"] == "model_quantized" and "gptq" in job["failure"]["message"], job
