@@ -113,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.rows = arguments.rows or (1 if arguments.model == "mud-puppy" else 4)
     torch.set_num_threads(arguments.threads)
-    _quiet()
+    quiet()
     shape = Shape(arguments.rows, arguments.tokens, arguments.r, torch.device(arguments.device))
     folder = folder_of(arguments.model)
     if arguments.memory_of:
@@ -125,7 +125,7 @@ def main() -> None:
     report = arguments.report or ROOT / "bench" / "results" / (
         f"qlora-{label}-{kind.lower().replace(' ', '-')}-{day}.txt"
     )
-    with _Tee(report):
+    with Tee(report):
         _compare(arguments, folder, shape, kind)
 
 
@@ -184,7 +184,7 @@ def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: st
     finish(results)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ def _where(kind: str) -> str:
     return hardware() if kind == "cpu" else f"{kind}; {hardware()}"
 
 
-class _Tee:
+class Tee:
     """Standard output goes to the report too; libraries' warnings do not."""
 
     def __init__(self, path: Path) -> None:

@@ -188,7 +188,7 @@ class _Trl:
     def __call__(self, ids: Tensor) -> Tensor:
         self._go.release()
         self._wait()
-        assert self._inputs is not None and torch.equal(self._inputs.cpu(), ids.cpu())  # noqa: S101 -- the same batch
+        assert self._inputs is not None and torch.equal(self._inputs.cpu(), ids.cpu())
         assert self._loss is not None
         return self._loss
 
