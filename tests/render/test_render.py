@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text
 from core.errors import DataError
-from core.train.data.dataset import tokenise
 from core.train.data.reader import Numbered
-from core.train.data.render import Rendered, Renderer
+from core.train.data.tokenise import tokenise
+from core.train.render.options import RenderOptions
+from core.train.render.renderer import Rendered, Renderer
 
 START, END = 1, 2  # <|im_start|> and <|im_end|> of SmolLM2, which are its BOS and its EOS
 PAD = END
@@ -38,7 +39,7 @@ def bare(smollm2_dir: Path) -> Any:
 
 
 def render(tokenizer: Any, row: Any, *, all_tokens: bool = False) -> Rendered:
-    return Renderer(tokenizer, all_tokens=all_tokens).render(row, 1)
+    return Renderer(tokenizer, RenderOptions("all" if all_tokens else "completions")).render(row, 1)
 
 
 def learned(tokenizer: Any, rendered: Rendered) -> str:
@@ -176,7 +177,7 @@ def test_chats_need_a_template(bare: Any) -> None:
 
 def test_eos_is_learned_and_padding_is_not_though_they_are_one_token(tokenizer: Any) -> None:
     rows = [Numbered(1, chat("hi", "yes")), Numbered(2, chat("a much longer question than that", "no no no"))]
-    dataset, _ = tokenise(rows, Renderer(tokenizer, all_tokens=False), 128)
+    dataset, _ = tokenise(rows, Renderer(tokenizer, RenderOptions()), 128)
     batch = dataset.collate([0, 1], PAD)
     short = batch.lengths[0]
     assert batch.input_ids[0, short:].eq(PAD).all() and batch.labels[0, short:].eq(-100).all()
@@ -186,7 +187,7 @@ def test_eos_is_learned_and_padding_is_not_though_they_are_one_token(tokenizer: 
 
 def test_truncation_is_counted_and_rows_with_nothing_left_are_dropped(tokenizer: Any) -> None:
     rows = [Numbered(1, chat("hi", "yes")), Numbered(2, chat("hi", "yes " * 50)), Numbered(3, chat("hi " * 60, "yes"))]
-    dataset, report = tokenise(rows, Renderer(tokenizer, all_tokens=False), 40)
+    dataset, report = tokenise(rows, Renderer(tokenizer, RenderOptions()), 40)
     assert (len(dataset), report.truncated, report.dropped) == (2, 2, 1)
     with pytest.raises(DataError, match=r"training\.max_length = 8"):
-        tokenise(rows, Renderer(tokenizer, all_tokens=False), 8)
+        tokenise(rows, Renderer(tokenizer, RenderOptions()), 8)
