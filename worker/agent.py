@@ -64,7 +64,7 @@ class Agent:
         database = Database(settings.sqlalchemy_url)
         try:
             node.check_schema(database)
-            node.probe(layout, database)
+            node.probe(layout, database, settings.node)
         except BaseException:
             database.dispose()
             os.close(self._lock_file)

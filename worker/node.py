@@ -36,9 +36,7 @@ def lock(root: Path, node: str) -> int:
     """Hold the node's name for as long as this process lives. Raises Refused while another worker has it."""
     folder = root / "nodes"
     folder.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(
-        folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-    )
+    descriptor = os.open(_file(root, node, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -53,9 +51,16 @@ def lock(root: Path, node: str) -> int:
     return descriptor
 
 
-def probe(layout: Layout, database: Database) -> None:
-    """Write, read back, and look for what the API wrote: a node with another disk would fail every job it takes."""
-    path = layout.root / "nodes" / f"probe-{secrets.token_hex(8)}"
+def _file(root: Path, node: str, ending: str) -> Path:
+    return root / "nodes" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{ending}"
+
+
+def probe(layout: Layout, database: Database, node: str) -> None:
+    """Write, read back, and look for what the API wrote: a node with another disk would fail every job it takes.
+
+    Call it while the node's lock is held: a worker that is killed here leaves a file that the next one writes again.
+    """
+    path = _file(layout.root, node, "probe")
     content = secrets.token_bytes(32)
     try:
         path.write_bytes(content)

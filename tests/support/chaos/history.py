@@ -12,7 +12,7 @@ from tests.support.chaos.look import Seen, Tables, document
 from tests.support.chaos.people import Ledger, People
 
 WEIGHTS = "adapter/adapter_model.safetensors"
-TEMPORARY = ("tmp-", ".partial", ".part", ".tmp", "probe-")
+TEMPORARY = ("tmp-", ".partial", ".part", ".tmp", ".probe")
 """What a name of unfinished work begins or ends with, anywhere below the data root."""
 
 
