@@ -290,8 +290,12 @@ class Engine:
 
     def _weights(self) -> dict[str, Tensor]:
         """Trained parameters, and buffers that belong to the model's state and may have changed with them."""
-        own = self.model.state_dict(keep_vars=True)
-        buffers = {name: t for name, t in self.model.named_buffers() if name in own}
+        buffers = {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
         return {**self._trained, **buffers}
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

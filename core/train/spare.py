@@ -48,11 +48,14 @@ def imports() -> None:
 
     import core.train.methods.full
     import core.train.methods.lora
+    import core.train.quant.adapters
+    import core.train.quant.model
     import core.train.recipe
 
     # transformers' names are lazy: taking them is what imports them.
     assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
     assert all((modeling_llama, core.train.methods.full, core.train.methods.lora, core.train.recipe))
+    assert all((core.train.quant.adapters, core.train.quant.model))
     gc.collect()
     gc.freeze()
     gc.enable()

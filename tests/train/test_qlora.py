@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from core.spec.run import EXIT_FAILED, EXIT_OK
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.lifeline import Stop
 from core.train.model_files import inspect
 from core.train.recipe import run
 from tests.support.tiny_model import make
@@ -293,3 +294,58 @@ def test_a_merged_model_that_differs_is_not_handed_back(tmp_path: Path, tiny_dir
     paths = {entry["path"].split("/")[0] for entry in last["artifacts"]}
     assert "adapter" in paths and "merged" not in paths and not (run_dir / "artifacts/merged").exists()
     assert json.loads((run_dir / "artifacts/run_record.json").read_text())["result"]["export"] == [outcome]
+
+
+def test_stopped_while_merging_it_merges_again(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    """The trained state is saved before formats are made: the next attempt makes them and trains nothing."""
+    first = write_run(tmp_path / "first", tiny_dir, rows, export="merged", **AXES)
+    assert run(first, StopWhile("saving", first)) == EXIT_CHECKPOINTED
+    second = write_run(tmp_path / "second", tiny_dir, rows, export="merged", resume_from=[first], **AXES)
+    assert run(second) == EXIT_OK
+    assert events(second, "resumed")[0]["step"] == 4 and not events(second, "metrics")
+    assert events(second, "result")[0]["result"]["export"][0]["released"]
+    calm = go(tmp_path / "calm", tiny_dir, rows)
+    assert weights_of_adapter(second) == weights_of_adapter(calm)
+
+
+class StopWhile(Stop):
+    """Asked to leave as soon as a phase has begun."""
+
+    def __init__(self, phase: str, run_dir: Path) -> None:
+        self.phase, self.run_dir = phase, run_dir
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        return any(event["phase"] == self.phase for event in events(self.run_dir, "phase"))
+
+
+def test_smaller_batches_after_out_of_memory(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    """What the service does after an out-of-memory: half the rows at once, twice as often, from the same checkpoint."""
+    calm = go(tmp_path / "calm", tiny_dir, rows)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    first = write_run(tmp_path / "first", tiny_dir, rows, **AXES)
+    assert run(first, StopAfter(2, first)) == EXIT_CHECKPOINTED
+    axes = AXES | {"training": AXES["training"] | sizes}
+    second = write_run(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
+    assert run(second) == EXIT_OK, log(second)
+    assert losses(first) + losses(second) == pytest.approx(losses(calm), rel=1e-5)
+
+
+class StopAfter(Stop):
+    """Asked to leave after so many steps."""
+
+    def __init__(self, steps: int, run_dir: Path) -> None:
+        self.steps, self.run_dir = steps, run_dir
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        return len(events(self.run_dir, "metrics")) >= self.steps
+
+
+def test_packed_batches_are_the_same_rows(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:
+    """Rows end to end without padding, over packed weights: the losses of the first step are those of padded rows."""
+    run_dir = go(tmp_path / "run", tiny_dir, rows, batching={"type": "packed", "tokens_per_batch": 512})
+    whole = {"per_device_train_batch_size": 16, "max_steps": 1}
+    padded = go(tmp_path / "padded", tiny_dir, rows, training=AXES["training"] | whole)
+    assert losses(run_dir)[0] == pytest.approx(losses(padded)[0], rel=1e-5)
+    assert losses(run_dir)[-1] < losses(run_dir)[0]

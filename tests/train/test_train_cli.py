@@ -15,7 +15,7 @@ from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, 
 
 def command(model: Path, train: Path, held: Path, output: Path, steps: int, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "core.train.cli", str(model), str(train), "--eval", str(held), "--method", "lora"),
+        *(sys.executable, "-m", "core.train.cli", str(model), str(train), "--eval", str(held), "--method", "qlora"),
         *("--set", f"training.max_steps={steps}", "--set", "training.max_length=64", "--set", "method.r=4"),
         *("--set", "training.per_device_train_batch_size=2", "--set", "optimizer.learning_rate=1e-3"),
         *("--output", str(output), "--models-dir", str(output.parent / "models"), "--offline", *more),
@@ -39,6 +39,8 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     assert answer["eval_after"]["eval_loss"] < answer["eval_before"]["eval_loss"]
     assert Path(answer["adapter"], "adapter_model.safetensors").read_bytes() == weights(output)
     assert len(events(output, "resumed")) == 1
+    sources = [event["record"]["quantization"]["source"] for event in events(output, "run_record")]
+    assert sources == ["quantised", "cache"]
 
     other = subprocess.run(
         command(tiny_dir, train, held, output, 3), cwd=ROOT, env=environment, capture_output=True, timeout=100
@@ -56,4 +58,7 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
         return " ".join(done.stderr.decode().split())
 
     assert "did you mean `lora`" in told("some/model", "rows.jsonl", "--method", "lore")
+    assert "packed weights have steps" in told(
+        "some/model", "rows.jsonl", "--method", "full", "--set", "quantization=nf4"
+    )
     assert "rows.jsonl is no file" in told("some/model", str(tmp_path / "rows.jsonl"))

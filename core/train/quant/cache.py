@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger("eft.train.quant")
 VERSION = 1
 """Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
 MANIFEST = "manifest.json"
+STALE_SECONDS = 86400.0
 INT8_METHOD = "eft-int8"
 """What config.json calls our int8."""
 
@@ -85,6 +87,7 @@ def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, ke
     aside = cache_dir / f".new-{key}-{uuid.uuid4().hex}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
+        _sweep(cache_dir)
         save_quantized(model, aside, options, kept)
         files = {file.name: sha256(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
@@ -99,6 +102,13 @@ def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, ke
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return None
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Throw away what killed processes have left half written."""
+    for left in cache_dir.glob(".*-*"):
+        if time.time() - left.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequence[str]) -> None:
