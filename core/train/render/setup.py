@@ -169,14 +169,10 @@ def _control_tokens(tokenizer: Any, template: ChatTemplate) -> set[str]:
     Command R's. What people write into answers themselves (`<think>`, `<tool_call>`) is neither, and stays a token."""
     tokens = _special_tokens(tokenizer)
     added = {token.content for token in tokenizer.added_tokens_decoder.values()} - tokens
-    for trial in ((_ONE, _TWO, _THREE), (_ONE, _TWO), (_ONE,)):
-        turns = [message.as_dict() for message in trial]
-        try:
-            text = template.text(Asked(turns, (), 0), turns)
-        except DataError:
-            continue
-        return tokens | {token for token in added if token.strip() and token in text}
-    return tokens
+    written = ""
+    for trial in ((_ONE, _TWO, _THREE), (_SYSTEM, _ONE, _TWO, _THREE)):
+        written += _trial(template, trial) or ""
+    return tokens | {token for token in added if token.strip() and token in written}
 
 
 def _check_tokens(tokenizer: Any, family: TemplateFamily) -> None:
