@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from core.errors import ModelError
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.export.formats import Withheld, check_memory
 from core.train.lifeline import Stop
+from core.train.memory import available_bytes
 from core.train.model_files import inspect
 from core.train.recipe import run
 from tests.support.tiny_model import make
@@ -294,6 +296,16 @@ def test_a_merged_model_that_differs_is_not_handed_back(tmp_path: Path, tiny_dir
     paths = {entry["path"].split("/")[0] for entry in last["artifacts"]}
     assert "adapter" in paths and "merged" not in paths and not (run_dir / "artifacts/merged").exists()
     assert json.loads((run_dir / "artifacts/run_record.json").read_text())["result"]["export"] == [outcome]
+
+
+def test_a_model_that_memory_does_not_hold_is_withheld_before_it_is_made() -> None:
+    wide = LlamaConfig(hidden_size=65536, intermediate_size=262144, num_hidden_layers=80, num_attention_heads=64)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(wide)
+    with pytest.raises(Withheld, match=r"takes \d+\.\d GB of memory, and \d+\.\d are free"):
+        check_memory(model, torch.bfloat16)
+    here = available_bytes()
+    assert here is not None and 0 < here < 2**45
 
 
 def test_stopped_while_merging_it_merges_again(tmp_path: Path, tiny_dir: Path, rows: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from core.spec.job import JobSpec
 from core.spec.training import Merged
+from core.train.build import count_parameters
 from core.train.disk import disk_full
 from core.train.events import EventWriter
 from core.train.export.compare import Comparison, compare, logits_of
@@ -26,6 +27,7 @@ from core.train.export.merge import write_merged
 from core.train.failures import is_out_of_memory
 from core.train.load import load_model, saved_dtype
 from core.train.loop import StopRequested
+from core.train.memory import available_bytes
 
 MERGED = "merged"
 
@@ -99,6 +101,7 @@ def _merged(
 ) -> dict[str, Any]:
     """Merge, write, read again with plain transformers, compare."""
     dtype = _dtype(item, model_dir)
+    check_memory(model, dtype)
     original = item.merge_onto == "original"
     if not original:
         with_adapter, without = _both(model, probes, between)
@@ -119,6 +122,17 @@ def _merged(
     if fault := check.fault():
         raise Withheld(f"in {_word(dtype)} {fault}; a `dtype` with more digits or range may do", check)
     return {"dtype": _word(dtype), "check": check.as_dict()}
+
+
+def check_memory(model: Any, dtype: torch.dtype) -> None:
+    """Withheld is better than killed: a killed trainer would hand back no adapter either."""
+    needed = count_parameters(model) * dtype.itemsize + model.get_input_embeddings().weight.numel() * 4
+    here = available_bytes()
+    if here is not None and needed > here:
+        raise Withheld(
+            f"to read it again and to compare it takes {needed / 1e9:.1f} GB of memory, and {here / 1e9:.1f} are free; "
+            "merge on a machine that has more"
+        )
 
 
 def _dtype(item: Merged, model_dir: Path) -> torch.dtype:
