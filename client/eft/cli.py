@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eft import commands, commands_box, commands_files
+from eft import commands, commands_box, commands_data, commands_files
 from eft.client import Client
 from eft.config import load_config, write_config
 from eft.errors import EXIT_MEANINGS, ConfigError
@@ -31,6 +31,7 @@ for verb in (
     commands.watch,
     commands.logs,
     commands.metrics,
+    commands_data.samples,
     commands.download,
     commands.pause,
     commands.resume,
@@ -39,6 +40,7 @@ for verb in (
 ):
     app.command()(verb)
 app.add_typer(commands_files.app, name="files")
+app.add_typer(commands_data.app, name="data", rich_help_panel="On the box itself")
 commands_box.register(app)
 
 

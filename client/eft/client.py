@@ -21,7 +21,7 @@ from eft.config import load_config
 from eft.errors import EftClientError, LocalError, Unreachable, UsageFault
 from eft.sse import messages
 from eft.transport import FIRST_DELAY, LONGEST_DELAY, Param, T, Transport, backoff
-from eft.types import Artifact, Event, File, Job, Page
+from eft.types import FINAL, Artifact, Event, File, Job, Page
 from eft.version import VERSION
 
 STREAM_SILENCE = 60.0
@@ -136,6 +136,12 @@ class Client:
         params = {"names": ",".join(names) if names else None, "points": points}
         raw = self._transport.request("GET", f"{_job(job_id)}/metrics", params=params).json()
         return {name: [(int(step), value) for step, value in curve] for name, curve in raw.items()}
+
+    def samples(self, job_id: str, *, step: int | None = None) -> dict[str, Any]:
+        """What the model answered after a step (default: the weights handed back), beside the untrained model."""
+        params: dict[str, Param] = {"step": step}
+        answer: dict[str, Any] = self._transport.request("GET", f"{_job(job_id)}/samples", params=params).json()
+        return answer
 
     def metrics_csv(self, job_id: str, *, names: list[str] | None = None, points: int | None = None) -> str:
         params = {"names": ",".join(names) if names else None, "points": points, "format": "csv"}
@@ -330,6 +336,21 @@ class Client:
 
     def delete_file(self, file_id: str) -> None:
         self._transport.request("DELETE", _file(file_id))
+
+    def preview(self, file_id: str, job: dict[str, Any], *, patience: float = 300.0) -> dict[str, Any]:
+        """What training with the options of `job` (a job without `data.train`) would make of a file: waits for a worker
+        to find it out, and answers the preview, whether it has succeeded or failed."""
+        answer: dict[str, Any] = self._transport.request(
+            "POST",
+            f"{_file(file_id)}/preview",
+            content=json.dumps(job).encode(),
+            headers={"Content-Type": "application/json"},
+        ).json()
+        path = f"{_file(file_id)}/previews/{quote(answer['id'], safe='')}"
+        params: dict[str, Param] = {"wait": 20}
+        while answer["status"] not in FINAL:
+            answer = self.persist(lambda: self._transport.request("GET", path, params=params).json(), patience)
+        return answer
 
     @contextmanager
     def file_content(self, file_id: str) -> Generator[Iterator[bytes], None, None]:

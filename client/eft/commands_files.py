@@ -1,8 +1,9 @@
-"""`eft files upload|ls|rm|get`: training data on the server."""
+"""`eft files upload|ls|rm|get|preview`: training data on the server."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,10 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from eft.commands_data import SetOption
+from eft.datasheet import print_preview
+from eft.errors import ExitCode, UsageFault
+from eft.jobfile import apply_settings, read_job
 from eft.output import files_table
 from eft.session import JsonOption, UrlOption, session
 
@@ -63,6 +68,38 @@ def rm(
         for file_id in file_ids:
             client.delete_file(file_id)
             output.json({"id": file_id, "deleted": True}) if as_json else output.text(f"{file_id}\n")
+
+
+@app.command()
+def preview(
+    file_id: FileArgument,
+    model: Annotated[str | None, typer.Option(help="Base model, as in a job.")] = None,
+    settings: SetOption = None,
+    spec: Annotated[str | None, typer.Option(help="A job file to take model and options from.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What training would make of a file: tokens, cut and doubled rows, padding, and rows with what is learned of them.
+    A worker finds it out; it needs no GPU."""
+    with session(as_json, url) as (client, output):
+        job = read_job(spec)[0] if spec is not None else {}
+        data = job.get("data")
+        if data is not None:  # its file is the one that is named here
+            job = job | {"data": {k: v for k, v in data.items() if k == "rendering"} if isinstance(data, dict) else {}}
+        job = apply_settings(job | ({"model": model} if model is not None else {}), settings or [])
+        with output.notes.status("waiting for a worker") if output.notes.is_terminal else nullcontext():
+            found = client.preview(file_id, job)
+        if as_json:
+            output.json(found)
+        elif found["result"] is not None:
+            print_preview(found["result"], output.data)
+        else:
+            failure = found["failure"] or {"code": found["status"], "message": found["reason"]}
+            refused = UsageFault(failure["message"], field=failure.get("field"))
+            refused.code = failure["code"]
+            raise refused
+        if found["status"] != "succeeded" or not found["result"]["ok"]:
+            raise typer.Exit(ExitCode.USAGE)
 
 
 @app.command()

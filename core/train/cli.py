@@ -37,7 +37,7 @@ def main() -> int:
     args = _parser().parse_args()
     console = Console(stderr=True, highlight=False)
     try:
-        spec = resolve(parse_job(_document(args)))
+        spec = resolve(parse_job(document(args)))
         if refused := compatibility.check(spec):
             raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
         run_dir = args.output.absolute()
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 # --- from the command line to an order -------------------------------------------------------------------
 
 
-def _document(args: argparse.Namespace) -> dict[str, Any]:
+def document(args: argparse.Namespace) -> dict[str, Any]:
     """The job as a document: the file, then the arguments over it."""
     document: dict[str, Any] = {}
     if args.spec is not None:
@@ -120,7 +120,7 @@ def _assign(document: dict[str, Any], path: str, value: Any) -> None:
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
     from core.train.prepare import prepare_model  # reads models: seconds
 
-    train, held_out = data_orders(spec.data, _located)
+    train, held_out = data_orders(spec.data, located)
     with console.status("preparing the model") as status:
 
         def told(phase: str, done: int, total: int | None) -> None:
@@ -139,7 +139,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
     )
 
 
-def _located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
     match source:
         case PathSource(path=path):
             absolute = Path(path).expanduser().absolute()

@@ -1,0 +1,118 @@
+"""`python -m core.train.data check|preview FILE …`: look at data by hand, without a server. JSON on stdout, one
+document a file; progress on stderr. `eft data` draws it.
+
+`check` reads the file as an upload would. `preview` takes the options of a job (`--set training.max_length=512`,
+`--spec job.yaml`) and brings of the model only the tokenizer. An error is a document too: {"error": {code, message,
+field}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from core.errors import DataError, EftError, SpecError
+from core.spec.data import FORMATS
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        documents = [_check(Path(path), args) for path in args.files] if args.verb == "check" else [_preview(args)]
+    except EftError as error:
+        _print({"error": error.as_dict()})
+        return 1
+    for document in documents:
+        _print(document)
+    return 0 if all(document["ok"] for document in documents) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eft data", description="Look at training data, without a server.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    check = verbs.add_parser("check", help="what a file is, how many rows it has, and every fault in it")
+    check.add_argument("files", nargs="+", metavar="FILE")
+    check.add_argument("--format", choices=["auto", *FORMATS], default="auto", help="what every row shall be")
+    check.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="e.g. prompt=question")
+    preview = verbs.add_parser("preview", help="what training with a model would make of a file")
+    preview.add_argument("data", metavar="FILE")
+    preview.add_argument("--model", help="hub id, local folder or .gguf file")
+    preview.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="an option as in a job")
+    preview.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to take options from")
+    preview.add_argument("--offline", action="store_true", help="never ask a hub")
+    preview.add_argument(
+        "--models-dir",
+        type=Path,
+        default=Path(os.environ.get("EFT_DATA", ".eft")) / "models",
+        help="cache of prepared models (default: below $EFT_DATA)",
+    )
+    preview.set_defaults(method=None, eval=None)
+    return parser
+
+
+def _check(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from core.data.check import check_file
+
+    columns = {}
+    for pair in args.column:
+        ours, equals, theirs = pair.partition("=")
+        if not equals or not ours or not theirs:
+            raise SpecError(f"--column takes OURS=THEIRS such as prompt=question, not `{pair}`", field="columns")
+        columns[ours] = theirs
+    try:
+        report = check_file(path, format=args.format, columns=columns)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", field="file") from error
+    return {"file": str(path), "ok": report.ok, "bytes": path.stat().st_size} | report.as_dict()
+
+
+def _preview(args: argparse.Namespace) -> dict[str, Any]:
+    from core.plan import compatibility
+    from core.spec.files import data_orders
+    from core.spec.load import parse_job
+    from core.spec.resolve import resolve
+    from core.spec.run import RunOrder
+    from core.train.cli import document, located
+    from core.train.prepare import prepare_tokenizer
+
+    spec = resolve(parse_job(document(args)))
+    if refused := compatibility.check(spec, preview=True):
+        raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
+    train, held_out = data_orders(spec.data, located)
+    prepared = prepare_tokenizer(spec.model, args.models_dir.absolute(), None, args.offline, _tell_bytes)
+    order = RunOrder(
+        job_id="preview", attempt=1, spec=spec, model_dir=str(prepared.model_dir), train=train, eval=held_out
+    )
+    from core.train.data.preview import preview  # slow: torch and transformers
+    from core.train.load import load_tokenizer, quiet
+
+    quiet()
+    found = preview(order, load_tokenizer(prepared.model_dir), _tell_rows)
+    return {"file": args.data} | found
+
+
+def _tell_bytes(phase: str, done: int, total: int | None) -> None:
+    _tell(f"{phase} the tokenizer: {done / 1e6:.0f} MB")
+
+
+def _tell_rows(done: int, total: int) -> None:
+    _tell(f"{done} of {total} rows" if done < total else "")
+
+
+def _tell(words: str) -> None:
+    """One line that is written over, for people only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{words}")
+        sys.stderr.flush()
+
+
+def _print(document: dict[str, Any]) -> None:
+    print(json.dumps(document, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
