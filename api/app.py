@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 
-from api import errors, health
+from api import errors, health, reference
 from api.deps import Installation, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
@@ -20,6 +20,7 @@ from api.jobs.samples import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.limits import Limits
 from api.middleware import RequestContext
+from api.nodes.router import router as nodes_router
 from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
@@ -33,6 +34,7 @@ Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, m
 TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "files", "description": "Training data."},
+    {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
     {"name": "service", "description": "For probes and monitors; no key needed."},
 ]
 
@@ -57,13 +59,23 @@ def create_app(settings: Settings) -> FastAPI:
         description=DESCRIPTION,
         openapi_tags=TAGS,
         lifespan=lifespan,
+        docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/reference.py)
         redoc_url=None,
         separate_input_output_schemas=False,
     )
     app.state.installation = here
     app.add_middleware(RequestContext)
     errors.install(app)
-    routers = (jobs_router, samples_router, events_router, files_router, preview_router, health.router)
+    routers = (
+        jobs_router,
+        samples_router,
+        events_router,
+        files_router,
+        preview_router,
+        nodes_router,
+        health.router,
+        reference.router,
+    )
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router, dependencies=[Depends(only_known_parameters)])

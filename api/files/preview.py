@@ -174,7 +174,7 @@ async def show_preview(
     responses=responses(404),
 )
 def list_previews(file_id: FileId, asking: Asking, here: Here) -> Response:
-    """The newest fifty."""
+    """The newest fifty, newest first."""
     with here.database.read() as session:
         queries.find_file(session, asking.project_id, file_id)
         rows = previews.newest(session, asking, file_id)

@@ -161,10 +161,18 @@ async def _batches(request: Request) -> AsyncIterator[bytes]:
     response_class=JSONResponse,
     responses=responses(400, 422),
 )
-def list_files(asking: Asking, here: Here, limit: Limit = 20, after: After = None) -> Response:
+def list_files(
+    asking: Asking,
+    here: Here,
+    sha256: Annotated[
+        str | None, Query(pattern=r"^[0-9a-f]{64}$", description="Only with these very bytes: their hash, in hex.")
+    ] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> Response:
     """The project's files, newest first, a page at a time."""
     with here.database.read() as session:
-        page = queries.files_page(session, asking.project_id, after=after, limit=limit)
+        page = queries.files_page(session, asking.project_id, sha256=sha256, after=after, limit=limit)
     following = page.items[-1].id if page.has_more else None
     data = [schemas.file_view(file) for file in page.items]
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})

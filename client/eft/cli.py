@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eft import commands, commands_box, commands_data, commands_files
+from eft import commands, commands_box, commands_data, commands_files, commands_worker
 from eft.client import Client
 from eft.config import load_config, write_config
 from eft.errors import EXIT_MEANINGS, ConfigError
@@ -41,6 +41,7 @@ for verb in (
     app.command()(verb)
 app.add_typer(commands_files.app, name="files")
 app.add_typer(commands_data.app, name="data", rich_help_panel="On the box itself")
+app.add_typer(commands_worker.app, name="worker")
 commands_box.register(app)
 
 

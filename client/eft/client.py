@@ -21,7 +21,7 @@ from eft.config import load_config
 from eft.errors import EftClientError, LocalError, Unreachable, UsageFault
 from eft.sse import messages
 from eft.transport import FIRST_DELAY, LONGEST_DELAY, Param, T, Transport, backoff
-from eft.types import FINAL, Artifact, Event, File, Job, Page
+from eft.types import FINAL, Artifact, Event, File, Job, Node, Page
 from eft.version import VERSION
 
 STREAM_SILENCE = 60.0
@@ -321,11 +321,12 @@ class Client:
             )
         return File.parse(answer.json())
 
-    def files(self) -> Iterator[File]:
-        """All files of the project, newest first."""
+    def files(self, *, sha256: str | None = None) -> Iterator[File]:
+        """All files of the project, or those with these very bytes, newest first."""
         after: str | None = None
         while True:
-            raw = self._transport.request("GET", "/files", params={"after": after, "limit": 100}).json()
+            params: dict[str, Param] = {"sha256": sha256, "after": after, "limit": 100}
+            raw = self._transport.request("GET", "/files", params=params).json()
             yield from (File.parse(item) for item in raw["data"])
             after = raw.get("next")
             if not raw.get("has_more") or after is None:
@@ -356,6 +357,24 @@ class Client:
     def file_content(self, file_id: str) -> Generator[Iterator[bytes], None, None]:
         with self._transport.stream("GET", f"{_file(file_id)}/content") as response:
             yield response.iter_bytes(1 << 20)
+
+    # --- nodes --------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        """The boxes of the installation."""
+        return [Node.parse(raw) for raw in self._transport.request("GET", "/nodes").json()["data"]]
+
+    def node(self, name: str) -> Node:
+        return Node.parse(self._transport.request("GET", _node(name)).json())
+
+    def drain(self, name: str, *, reason: str = "") -> Node:
+        """Claim nothing more on a node and hand back what runs there, with a checkpoint of this moment."""
+        params: dict[str, Param] = {"reason": reason or None}
+        return Node.parse(self._transport.request("POST", f"{_node(name)}/drain", params=params).json())
+
+    def undrain(self, name: str) -> Node:
+        """Let a node take jobs again."""
+        return Node.parse(self._transport.request("POST", f"{_node(name)}/undrain").json())
 
     # --- the server ---------------------------------------------------------------------------------
 
@@ -391,6 +410,12 @@ def _job(job_id: str) -> str:
 
 def _file(file_id: str) -> str:
     return f"/files/{_id(file_id)}"
+
+
+def _node(name: str) -> str:
+    if not name or name in (".", ".."):
+        raise UsageFault(f"{name!r} is not a node; `eft worker list` shows them")
+    return f"/nodes/{quote(name, safe='')}"
 
 
 def _id(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`eft up|worker|train|migrate|keys`: start the application itself, where it is there.
+"""`eft up|train|migrate|keys`, and `eft worker run`: start the application itself, where it is there.
 
 The client imports nothing of it. It starts `python -m …` in the user's own folder (paths on the command line and
 EFT_DATA mean what they say there) with the checkout first on the path and the current folder not on it: a folder
@@ -19,7 +19,6 @@ from eft.session import outputs
 
 VERBS = {
     "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
-    "worker": ("worker", "Run this box's worker, next to a database and a broker elsewhere."),
     "train": ("core.train.cli", "Train without a server: eft train MODEL DATA --method lora."),
     "doctor": ("box.doctor", "What this box has, what is wrong with it, and what to do about it."),
     "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
@@ -52,6 +51,9 @@ def command(home: Path, module: str, arguments: list[str]) -> tuple[list[str], d
     return [python, "-m", module, *arguments], environment
 
 
+WORKER = ("worker", "Run this box's worker, next to a database and a broker elsewhere.")
+
+
 def register(app: typer.Typer) -> None:
     for verb, (_, words) in VERBS.items():
         app.command(
@@ -64,8 +66,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _start(context: typer.Context) -> NoReturn:
+    module, _ = VERBS[context.info_name or ""]
+    become(module, context)
+
+
+def become(module: str, context: typer.Context) -> NoReturn:
+    """Execute a module of the application with the rest of the command line."""
     with outputs(False):
-        module, _ = VERBS[context.info_name or ""]
         arguments, environment = command(application_home(), module, context.args)
         sys.stdout.flush()
         # In our place, not below us: signals and the exit code are the application's own.

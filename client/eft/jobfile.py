@@ -93,7 +93,7 @@ def uploader(client: Client, on_upload: Callable[[Path, File], None]) -> Uploade
 
     def upload(path: Path) -> File:
         sha256 = digest(path)
-        known = next((file for file in client.files() if file.sha256 == sha256 and file.filename == path.name), None)
+        known = next((file for file in client.files(sha256=sha256) if file.filename == path.name), None)
         file = known or client.upload(path)
         on_upload(path, file)
         return file

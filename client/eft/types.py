@@ -46,6 +46,8 @@ class Job:
     failure: Failure | None
     spec: dict[str, Any]
     """The resolved spec: every default written out."""
+    adjusted: dict[str, int]
+    """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     node: str | None
     raw: dict[str, Any] = field(repr=False)
 
@@ -87,6 +89,7 @@ class Job:
             if failure
             else None,
             spec=raw.get("spec") or {},
+            adjusted=raw.get("adjusted") or {},
             node=raw.get("node"),
             raw=raw,
         )
@@ -151,6 +154,53 @@ class Event:
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Event:
         return cls(raw["seq"], raw["type"], raw.get("time"), raw.get("attempt"), raw.get("data") or {}, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    id: str
+    kind: str
+    busy: bool
+    job: str | None
+    """None also for a job of another project."""
+    quarantined: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    since: str
+    by: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A box that runs jobs."""
+
+    name: str
+    state: str
+    """serving, draining (jobs are still leaving), drained, or silent."""
+    version: str
+    slots: list[Slot]
+    heartbeat_seconds: float
+    drained: Drained | None
+    raw: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Node:
+        drained = raw.get("drained")
+        return cls(
+            name=raw["name"],
+            state=raw["state"],
+            version=raw.get("version") or "",
+            slots=[
+                Slot(slot["id"], slot["kind"], slot.get("busy", False), slot.get("job"), slot.get("quarantined"))
+                for slot in raw.get("slots", [])
+            ],
+            heartbeat_seconds=raw.get("heartbeat_seconds", 0.0),
+            drained=Drained(drained["since"], drained.get("by"), drained.get("reason") or "") if drained else None,
+            raw=raw,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,15 @@ def test_an_upload_comes_back_byte_for_byte(api: Any, how: str) -> None:
         "sha256": hashlib.sha256(data).hexdigest(),
         "rows": 30_000,
         "format": "messages",
+        "report": {
+            "container": "jsonl",
+            "rows": 30_000,
+            "format": "messages",
+            "columns": {},
+            "fault_count": 0,
+            "faults": [],
+            "notices": [],
+        },
         "created_at": file["created_at"],
         "links": {"self": f"/files/{file['id']}", "content": f"/files/{file['id']}/content"},
     }
@@ -94,7 +103,8 @@ FAULTY = [
     (b'{"prompt": "a", "completion": ""}\n', "empty", "line 1: completion"),
     (b'{"prompt": "a", "completion": NaN}\n', "invalid_json", "line 1"),
     (b'{"prompt": "a"}\n', "missing_field", "line 1: completion"),
-    (b"PK\x03\x04 not text at all\n", "invalid_json", "line 1"),
+    (b"PK\x03\x04 not text at all\n", "unreadable_file", None),
+    (b"not text at all\n", "invalid_json", "line 1"),
     (CHAT + b'{"prompt": "' + b"x" * (17 << 20) + b'"}\n', "too_long", "line 2"),
 ]
 
@@ -106,6 +116,7 @@ def test_a_faulty_file_is_refused_by_line_and_field(api: Any, data: bytes, code:
     assert (found["code"], found["field"]) == ("invalid_data", field)
     assert found["faults"][0]["code"] == code
     assert found["faults"][0]["field"] == field
+    assert found["report"]["fault_count"] >= len(found["faults"])
     assert kept(api) == before
 
 
@@ -264,6 +275,13 @@ def test_lists_and_deletion(api: Any) -> None:
     rest = client.get("/files", params={"after": page["next"]}).json()
     assert ([file["id"] for file in rest["data"]], rest["has_more"], rest["next"]) == ([ids[0]], False, None)
     assert error(client.get("/files", params={"after": api.upload(PAIR)["id"]}), 400)["code"] == "unknown_cursor"
+
+    same = api.upload(b'{"text": "a file of its own"}\n', client=client)
+    mine = client.get("/files", params={"sha256": same["sha256"]}).json()
+    assert [file["id"] for file in mine["data"]] == [same["id"]]
+    assert len(client.get("/files", params={"sha256": page["data"][0]["sha256"]}).json()["data"]) == 3
+    assert client.get("/files", params={"sha256": "0" * 64}).json()["data"] == []
+    assert error(client.get("/files", params={"sha256": "xyz"}), 422)["field"] == "sha256"
 
     job = api.submit(client, data={"train": ids[0], "eval": None})
     held_out = api.upload(b'{"text": "other"}\n', client=client)["id"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.jobs.schemas import SPEC_LONG, SPEC_SHORT, SPEC_YAML
+from core.jobs import nodes
 from core.settings import Settings
 from core.spec.load import load_yaml, parse_job
 
@@ -38,7 +41,7 @@ def test_every_route_says_what_it_does(document: dict[str, Any]) -> None:
     for name, operation in operations(document):
         assert operation["summary"], name
         assert len(operation["description"]) > 20, name
-        assert operation["tags"] in (["jobs"], ["files"], ["service"]), name
+        assert operation["tags"] in (["jobs"], ["files"], ["nodes"], ["service"]), name
         for parameter in operation.get("parameters", []):
             assert parameter.get("description"), (name, parameter["name"])
 
@@ -110,7 +113,13 @@ def test_the_examples_are_jobs() -> None:
 
 def test_it_is_served(sqlite_api: Any, document: dict[str, Any]) -> None:
     assert sqlite_api.http.get("/openapi.json").json() == document
-    assert "swagger" in sqlite_api.http.get("/docs").text.lower()
+    page = sqlite_api.http.get("/docs")
+    for name, operation in operations(document):
+        method, path = name.split(" ")
+        assert f"<code>{method} {path}</code> {escape(operation['summary'])}" in page.text
+    # A box without a way out shows it too: nothing is fetched, and nothing may be.
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|openapi\.json)|<script|@import|url\(", page.text)
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any]) -> None:
@@ -119,11 +128,16 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
     from api.files.schemas import FilePage, FileView
     from api.health import Readiness, Version
     from api.jobs.schemas import ArtifactList, DryRun, JobPage, JobView
+    from api.nodes.schemas import NodeList, NodeView
 
     http = sqlite_api.http
     file = sqlite_api.upload(b'{"text": "a"}\n')
     job = sqlite_api.submit(data=file["id"])
+    with sqlite_api.database.write() as session:
+        nodes.register(session, "shown", "worker-x", "0.1.0", [{"id": "cpu", "kind": "cpu"}], [])
     checked = {
+        NodeList: http.get("/nodes").json(),
+        NodeView: http.post("/nodes/shown/drain").json(),
         FileView: file,
         JobView: job,
         JobPage: http.get("/jobs").json(),

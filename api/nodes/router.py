@@ -1,0 +1,88 @@
+"""`/nodes`: the boxes, what they hold, and taking one out of service without losing work.
+
+Any key may drain: there are no roles yet, and a drain loses nothing. Who did it is in the audit and in every event.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse, Response
+
+from api.deps import Asking, Here, Installation
+from api.errors import responses
+from api.nodes import schemas
+from core.jobs import nodes
+from core.jobs.submit import Actor
+
+router = APIRouter(tags=["nodes"])
+
+Name = Annotated[str, Path(max_length=255, pattern=r"^[^\x00]*$", description="Name of a node.", examples=["box-1"])]
+Reason = Annotated[
+    str, Query(max_length=500, pattern=r"^[^\x00-\x1f]*$", description="Why; shown with the node and its jobs.")
+]
+
+
+@router.get(
+    "/nodes",
+    summary="List nodes",
+    response_model=schemas.NodeList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_nodes(asking: Asking, here: Here) -> Response:
+    """The boxes of this installation, their slots, and which of them are drained."""
+    with here.database.read() as session:
+        boxes = nodes.boxes(session)
+    lease = here.settings.lease_seconds
+    return JSONResponse({"data": [schemas.node_view(box, asking.project_id, lease) for box in boxes]})
+
+
+@router.get(
+    "/nodes/{name}",
+    summary="Show a node",
+    response_model=schemas.NodeView,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def show_node(name: Name, asking: Asking, here: Here) -> Response:
+    """Its slots with what they hold, its last sign of life, and whether it is drained."""
+    return _show(name, asking, here)
+
+
+@router.post(
+    "/nodes/{name}/drain",
+    summary="Drain a node",
+    response_model=schemas.NodeView,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def drain_node(name: Name, asking: Asking, here: Here, reason: Reason = "") -> Response:
+    """Claim nothing more on this node, and hand back what runs there: each trainer writes a checkpoint at its running
+    micro-step, and its job goes on elsewhere, or here after `undrain`. It holds until then, also over restarts of the
+    worker. The state is `drained` once nothing runs any more. Asking twice is fine.
+    """
+    with here.database.write() as session:
+        nodes.drain(session, asking, name, reason)
+    return _show(name, asking, here)
+
+
+@router.post(
+    "/nodes/{name}/undrain",
+    summary="Put a node back into service",
+    response_model=schemas.NodeView,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def undrain_node(name: Name, asking: Asking, here: Here) -> Response:
+    """It claims jobs again. Asking twice is fine."""
+    with here.database.write() as session:
+        nodes.undrain(session, asking, name)
+    return _show(name, asking, here)
+
+
+def _show(name: str, asking: Actor, here: Installation) -> Response:
+    with here.database.read() as session:
+        (box,) = nodes.boxes(session, name)
+    return JSONResponse(schemas.node_view(box, asking.project_id, here.settings.lease_seconds))
