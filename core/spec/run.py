@@ -48,7 +48,7 @@ SPARE_PADDING = 1024
 """Bytes, so the longest RUN_DIR a spare takes."""
 
 EventType = Literal[
-    # {"phase": "downloading" | "converting" | "waiting"; "loading" | "quantizing" | "evaluating" | "training" | "saving"}
+    # {"phase": "downloading" | "converting" | "waiting" | "loading" | "quantizing" | "evaluating" | "training" | …}
     "phase",
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
