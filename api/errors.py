@@ -31,6 +31,8 @@ class FaultView(BaseModel):
     code: str
     message: str
     field: str | None
+    line: int | None = None
+    """Of a data file: its line, or the number of its row."""
 
 
 class ErrorView(BaseModel):
@@ -40,6 +42,8 @@ class ErrorView(BaseModel):
     message: str
     field: str | None
     faults: list[FaultView] | None = None
+    report: dict[str, Any] | None = None
+    """Of a data file that was refused: what it is, how many rows are good, how many faults there are."""
     request_id: str
 
 

@@ -18,9 +18,12 @@ class Fault:
     message: str
     field: str | None = None
     """Dotted path, e.g. `method.r`; for a data file `line 12: messages[0].role`."""
+    line: int | None = None
+    """Line (or row) of a data file."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without `line` where there is none."""
+        return {key: value for key, value in asdict(self).items() if key != "line" or value is not None}
 
 
 class EftError(Exception):

@@ -10,7 +10,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from api.errors import BadRequest, nearest, printable
 
-FIELDS = ("file", "purpose", "format")
+FIELDS = ("file", "purpose", "format", "columns")
 MAX_FIELD_BYTES = 1024
 
 

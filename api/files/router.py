@@ -14,13 +14,20 @@ from api.deps import After, Asking, FileId, Here, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
 from api.files import schemas, service
 from api.files.form import Form
-from api.files.upload import Upload, checked_filename
+from api.files.upload import FORMATS, Upload, checked_filename
 from api.ranges import FileReply
 from core.jobs import queries
 
 router = APIRouter(tags=["files"])
 
-RAW_TYPES = ("application/jsonl", "application/x-ndjson", "application/octet-stream")
+RAW_TYPES = (
+    "application/jsonl",
+    "application/x-ndjson",
+    "text/csv",
+    "application/vnd.apache.parquet",
+    "application/octet-stream",
+)
+"""The bytes say what they are; the type is the sender's word for them."""
 PURPOSES = ["fine-tune"]
 BATCH_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
@@ -29,7 +36,7 @@ IDLE_SECONDS = 60.0
 _ROW = '{"messages": [{"role": "user", "content": "lights on"}, {"role": "assistant", "content": "lights.on"}]}\n'
 _BODY = {
     "required": True,
-    "description": "JSON Lines. As a form, or raw with `?filename=`.",
+    "description": "JSON Lines, JSON, CSV or Parquet. As a form, or raw with `?filename=`.",
     "content": {
         "multipart/form-data": {
             "schema": {
@@ -38,8 +45,13 @@ _BODY = {
                 "properties": {
                     "format": {
                         "type": "string",
-                        "enum": ["auto", "messages", "prompt_completion", "instruction", "text"],
+                        "enum": list(FORMATS),
                         "description": "What every row shall be; needed only where rows fit two. Before `file`.",
+                    },
+                    "columns": {
+                        "type": "string",
+                        "description": "Our names of columns to the file's, as JSON. Before `file`.",
+                        "examples": ['{"prompt": "question", "completion": "answer"}'],
                     },
                     "purpose": {"type": "string", "enum": PURPOSES},
                     "file": {"type": "string", "format": "binary"},
@@ -61,8 +73,8 @@ class Sink:
 
     def field(self, name: str, value: str) -> None:
         match name:
-            case "format":
-                self._upload.declare(value)
+            case "format" | "columns":
+                self._upload.declare(name, value)
             case "purpose":
                 if value not in PURPOSES:
                     raise BadRequest(
@@ -91,11 +103,16 @@ async def upload_file(
     here: Here,
     filename: Annotated[str | None, Query(description="For raw bodies: how to call it.")] = None,
     format: Annotated[str | None, Query(description="For raw bodies: what every row shall be.")] = None,
+    columns: Annotated[
+        str | None, Query(description='For raw bodies: `{"prompt": "question"}`, our names first.')
+    ] = None,
 ) -> Response:
-    """Send a JSON Lines file. Every line is checked while it comes in; the reply has its row count and SHA-256.
+    """Send JSON Lines, JSON, CSV or Parquet. Every row is checked while it comes in; the reply says what the file is.
 
-    A row is a chat (`messages`), `prompt` and `completion`, `instruction`, `input` and `output`, or `text`; a file has
-    one kind of row. A file with faults is refused, line by line, and nothing of it is kept.
+    A row is a chat (`messages`, or ShareGPT's `conversations`), `prompt` and `completion`, `instruction`, `input` and
+    `output`, or `text`; for later stages also `chosen` and `rejected`, a `label`, or a `prompt` with its `reference`. A
+    file has one kind of row; `columns` maps other names. A file with faults is refused, with line, field and what was
+    expected of each, and nothing of it is kept.
     """
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
@@ -114,7 +131,9 @@ async def upload_file(
     try:
         if raw:
             if format is not None:
-                upload.declare(format)
+                upload.declare("format", format)
+            if columns is not None:
+                upload.declare("columns", columns)
             async for batch in _batches(request):
                 await run_in_threadpool(upload.write, batch)
         else:

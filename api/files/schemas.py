@@ -17,9 +17,35 @@ _FILE: dict[str, Any] = {
     "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "rows": 84,
     "format": "messages",
+    "report": {
+        "container": "jsonl",
+        "rows": 84,
+        "format": "messages",
+        "columns": {},
+        "fault_count": 0,
+        "faults": [],
+        "notices": [],
+    },
     "created_at": "2026-11-21T09:20:55.004000Z",
     "links": {"self": f"/files/{_ID}", "content": f"/files/{_ID}/content"},
 }
+
+
+class FileReportView(BaseModel):
+    """What was found in a file that was taken."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    container: str
+    """jsonl, json, csv or parquet: told by its bytes."""
+    rows: int
+    format: str
+    columns: dict[str, str]
+    """The mapping it was uploaded with; jobs that train on it need not say it again."""
+    fault_count: int
+    faults: list[Any]
+    """Empty: a file with faults is refused with them."""
+    notices: list[Any]
+    """What is not wrong, but to be known, such as cells that look like formulas."""
 
 
 class FileView(BaseModel):
@@ -33,7 +59,9 @@ class FileView(BaseModel):
     sha256: str
     rows: int
     format: str
-    """What its rows are: messages, prompt_completion, instruction, text."""
+    """What its rows are: messages, sharegpt, instruction, prompt_completion, text, preference, kto, prompt."""
+    report: FileReportView | None
+    """Null for a file of an earlier version."""
     created_at: str
     links: dict[str, str]
 
@@ -65,6 +93,7 @@ def file_view(file: File) -> dict[str, Any]:
         "sha256": file.sha256,
         "rows": file.rows,
         "format": file.format,
+        "report": file.report,
         "created_at": iso(file.created_at),
         "links": {"self": f"/files/{file.id}", "content": f"/files/{file.id}/content"},
     }

@@ -27,8 +27,9 @@ def record(database: Database, actor: Actor, stored: Stored, filename: str) -> d
                 filename=filename,
                 bytes=stored.bytes,
                 sha256=stored.sha256,
-                rows=stored.rows,
+                rows=stored.report.rows,
                 format=stored.format,
+                report=stored.report.as_dict(),
             )
         )
         session.flush()

@@ -10,15 +10,17 @@ import time
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NoReturn, assert_never, get_args
+
+from pydantic import ValidationError
 
 from api.errors import BadRequest, nearest, printable
-from core.data.checker import MAX_FAULTS, RowChecker
-from core.data.rows import RowFormat
+from core.data.check import FileCheck, FileReport
+from core.data.faults import MAX_FAULTS
 from core.errors import DataError, NoSpace, TooLarge
 from core.ids import new_id
 from core.settings import Settings
-from core.spec.data import Format
+from core.spec.data import Column, Format, Readable, RowFormat
 from core.storage.layout import Layout, fsync_folder
 
 log = logging.getLogger("eft.api.files")
@@ -35,8 +37,8 @@ class Stored:
     id: str
     bytes: int
     sha256: str
-    rows: int
     format: RowFormat
+    report: FileReport
 
 
 class Upload:
@@ -57,20 +59,28 @@ class Upload:
         self._part = layout.uploads / f"{self.id}.part"
         self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
-        self._checker: RowChecker | None = None
+        self._check: FileCheck | None = None
+        self._format: Format = "auto"
+        self._columns: dict[str, str] = {}
         self._bytes = 0
         self._space_checked = 0
 
-    def declare(self, row_format: str) -> None:
-        """The format that all rows shall have. Raises BadRequest for one that does not exist, or too late."""
-        if row_format not in FORMATS:
-            raise BadRequest(
-                f"unknown format `{printable(row_format)}`; {nearest(row_format, list(FORMATS))}", field="format"
-            )
+    def declare(self, name: Literal["format", "columns"], value: str) -> None:
+        """The format that all rows shall have, or the mapping of columns as JSON. Raises BadRequest for one that does
+        not exist, or too late."""
         if self._bytes:
-            raise BadRequest("send `format` before `file`: the rows are checked as they come", field="format")
-        declared: RowFormat | Literal["auto"] = row_format  # type: ignore[assignment]
-        self._checker = RowChecker(declared)
+            raise BadRequest(f"send `{name}` before `file`: the rows are checked as they come", field=name)
+        match name:
+            case "format":
+                if value not in FORMATS:
+                    raise BadRequest(
+                        f"unknown format `{printable(value)}`; {nearest(value, list(FORMATS))}", field="format"
+                    )
+                self._format = value  # type: ignore[assignment]
+            case "columns":
+                self._columns = _columns(value)
+            case _ as never:
+                assert_never(never)
 
     def write(self, data: bytes) -> None:
         """Raises TooLarge, NoSpace, or DataError as soon as there are more faults than are told."""
@@ -80,10 +90,10 @@ class Upload:
         if self._bytes - self._space_checked > SPACE_CHECK_BYTES:
             self._space_checked = self._bytes
             self._layout.require_space(self._settings.min_free_bytes)
-        self._checker = self._checker or RowChecker()
-        self._checker.feed(data)
-        if self._checker.fault_count > MAX_FAULTS:
-            self._refuse(self._checker)
+        self._check = self._check or FileCheck(self._format, self._columns)
+        self._check.feed(data)
+        if self._check.fault_count > MAX_FAULTS:
+            self._refuse(self._check.report(), whole=False)
         self._hash.update(data)
         with _disk_errors():
             view = memoryview(data)
@@ -92,17 +102,16 @@ class Upload:
 
     def finish(self) -> Stored:
         """Make it last and give it its name. Raises DataError for a faulty file, NoSpace."""
-        checker = self._checker or RowChecker()
-        report = checker.finish()
+        report = (self._check or FileCheck(self._format, self._columns)).finish(self._part)
         if not report.ok or report.format is None:
-            self._refuse(checker)
+            self._refuse(report)
         assert report.format is not None
         with _disk_errors():
             os.fsync(self._descriptor)
             self._close()
             self._part.replace(self._layout.file(self.id))
             fsync_folder(self._layout.files)
-        return Stored(self.id, self._bytes, self._hash.hexdigest(), report.rows, report.format)
+        return Stored(self.id, self._bytes, self._hash.hexdigest(), report.format, report)
 
     def abort(self) -> None:
         """Leave nothing behind, not even a file that has its name already."""
@@ -115,12 +124,38 @@ class Upload:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _refuse(self, checker: RowChecker) -> None:
-        report = checker.finish()
+    def _refuse(self, report: FileReport, *, whole: bool = True) -> NoReturn:
         first = report.faults[0]
         more = f" (and {report.fault_count - 1} more)" if report.fault_count > 1 else ""
         where = f"{first.field}: " if first.field else ""
-        raise DataError(f"{where}{first.message}{more}", field=first.field, faults=report.faults)
+        raise FaultyFile(
+            f"{where}{first.message}{more}", field=first.field, faults=report.faults, report=report, whole=whole
+        )
+
+
+class FaultyFile(DataError):
+    """A file that was refused, with all that is known of it."""
+
+    def __init__(self, message: str, *, report: FileReport, whole: bool, **about: Any) -> None:
+        super().__init__(message, **about)
+        self.report, self.whole = report, whole
+
+    def as_dict(self) -> dict[str, Any]:
+        report = self.report.as_dict() | {"read_to_end": self.whole}
+        del report["faults"]  # they stand beside it
+        return super().as_dict() | {"report": report}
+
+
+def _columns(value: str) -> dict[str, str]:
+    """`{"prompt": "question"}`. Raises BadRequest."""
+    try:
+        given = Readable.model_validate_json(f'{{"columns": {value}}}').columns
+        return {str(ours): theirs for ours, theirs in given.items()}
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        names = ", ".join(get_args(Column))
+        words = f"`columns` is an object from our names ({names}) to the file's, as JSON: {printable(first['msg'])}"
+        raise BadRequest(words, field="columns") from error
 
 
 class _disk_errors:  # noqa: N801 -- reads as a word behind `with`

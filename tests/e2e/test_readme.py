@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.data.checker import RowChecker
+from core.data.check import FileCheck
 from core.spec.load import load_json, load_yaml, parse_job
 from tests.support.client import EFT
 from tests.support.hub import serving
@@ -132,7 +132,7 @@ def test_voice_intents_hold_out_what_they_say() -> None:
     rows = {}
     for name, count in (("train", 84), ("heldout", 60)):
         content = (VOICE / f"{name}.jsonl").read_bytes()
-        checker = RowChecker("messages")
+        checker = FileCheck("messages")
         checker.feed(content)
         report = checker.finish()
         assert report.ok and report.rows == count

@@ -1,31 +1,42 @@
-"""Rows of a JSONL file, checked by the same code that checked the upload."""
+"""Rows of a run in memory, checked by the same code that checked the upload."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from core.data.checker import MAX_LINE_BYTES, RowChecker
-from core.data.rows import Numbered, RowFormat
+from core.data.checker import RowChecker
+from core.data.containers.read import values
+from core.data.faults import Faults
+from core.data.rows import Numbered
+from core.data.stream import RowStream, faulty
 from core.errors import DataError
-from core.spec.data import Format
+from core.spec.data import RowFormat
 from core.spec.run import DataOrder
 
-SHOWN = 3
 
-
-def read_rows(order: DataOrder) -> tuple[list[Numbered], RowFormat]:
-    """All rows of one side of a run, and their format. DataError with every fault (the first fifty) when one is
-    wrong."""
+def read_rows(order: DataOrder, between: Callable[[], None] = lambda: None) -> tuple[list[Numbered], RowFormat]:
+    """All rows of one pass over an order, and their format (of mixed sources: one of theirs). `between` runs before
+    each row. DataError with every fault of a file (the first fifty) when one is wrong, or when raw text is mixed with
+    other rows.
+    """
+    stream = RowStream(order)
     rows: list[Numbered] = []
-    settled: RowFormat | None = None
-    for source in order.sources:
-        for path in source.paths:
-            found, settled = _read_file(Path(path), source.format)
-            rows += found
-    if settled is None:
-        raise DataError("there are no rows", field="data.train")
-    return rows, settled
+    try:
+        for _, numbered in stream.rows():
+            between()
+            rows.append(numbered)
+    except DataError as error:
+        if error.faults:
+            raise _all_faults(order, error) from error
+        raise
+    formats = stream.formats()
+    if len(formats) > 1 and "text" in formats:
+        raise DataError(
+            "raw text is learned as a whole and the other rows by their answers; train on them one after the other",
+            field="data.train",
+        )
+    return rows, next(iter(formats))
 
 
 def data_files(order: DataOrder) -> list[Path]:
@@ -33,26 +44,16 @@ def data_files(order: DataOrder) -> list[Path]:
     return [Path(path) for source in order.sources for path in source.paths]
 
 
-def _read_file(path: Path, declared: Format) -> tuple[list[Numbered], RowFormat]:
-    checker = RowChecker(declared)
-    rows = [Numbered(line, row) for line, raw in _lines(path) if (row := checker.feed_line(line, raw)) is not None]
-    report = checker.finish()
-    if not report.ok or report.format is None:
-        shown = "; ".join(f"{fault.field or path.name}: {fault.message}" for fault in report.faults[:SHOWN])
-        more = report.fault_count - min(SHOWN, len(report.faults))
-        tail = f"; and {more} more" if more > 0 else ""
-        raise DataError(f"{path.name}: {shown}{tail}", field=report.faults[0].field, faults=report.faults)
-    return rows, report.format
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        with path.open("rb") as stream:
-            line = 0
-            while raw := stream.readline(MAX_LINE_BYTES + 2):
-                line += 1
-                yield line, raw
-                if len(raw) > MAX_LINE_BYTES:
-                    return  # a fault already; the rest of that line is not a row
-    except OSError as error:
-        raise DataError(f"{path.name} cannot be read: {error.strerror}", field="data.train") from error
+def _all_faults(order: DataOrder, first: DataError) -> DataError:
+    """Read the faulty file to its end, so that its user need not come back for every single fault."""
+    for source in order.sources:
+        for path in source.paths:
+            columns = {str(ours): theirs for ours, theirs in source.columns.items()}
+            faults = Faults(columns)
+            checker = RowChecker(source.format, columns, faults)
+            everything = source.format == "prompt"
+            for _, number, value in values(Path(path), columns, faults, everything=everything):
+                checker.row(number, value)
+            if faults.count:
+                return faulty(Path(path), faults)
+    return first

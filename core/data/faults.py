@@ -1,0 +1,104 @@
+"""What is wrong with a data file, collected: every fault is counted, the first ones are kept with their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from core.errors import Fault
+
+MAX_FAULTS = 50
+MAX_ROW_BYTES = 16 << 20
+"""A longer row is a fault: none of that size fits a context, and every file is read in bounded memory."""
+
+Unit = Literal["line", "row"]
+"""How places are counted: lines of JSONL and CSV, rows of JSON and Parquet; both from 1."""
+
+
+class Faults:
+    """`number` is the line or row being read; `names` are the columns as the file calls them, so that a fault names
+    what its reader can find."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self.unit: Unit = "line"
+        self.number = 0
+        self.count = 0
+        self.kept: list[Fault] = []
+        self._names = names or {}
+        self._notices: dict[str, tuple[str, int, int]] = {}
+
+    def add(self, code: str, message: str, where: str = "", *, number: int | None = None) -> None:
+        """`where` is a path inside the row such as `messages[0].role`, by our names."""
+        self.count += 1
+        if len(self.kept) >= MAX_FAULTS:
+            return
+        at = number or self.number
+        place = f"{self.unit} {at}"
+        self.kept.append(Fault(code, message, f"{place}: {self.named(where)}" if where else place, line=at))
+
+    def add_file(self, code: str, message: str) -> None:
+        """A fault of the file as a whole."""
+        self.count += 1
+        if len(self.kept) < MAX_FAULTS:
+            self.kept.append(Fault(code, message))
+
+    def notice(self, code: str, message: str) -> None:
+        """Not wrong, but to be known: told once, with how often and where first."""
+        said, first, times = self._notices.get(code, (message, self.number, 0))
+        self._notices[code] = (said, first, times + 1)
+
+    def notices(self) -> tuple[Fault, ...]:
+        return tuple(
+            Fault(code, f"{message} ({times}x, first in {self.unit} {first})", f"{self.unit} {first}", line=first)
+            for code, (message, first, times) in self._notices.items()
+        )
+
+    def named(self, where: str) -> str:
+        """The path with its first part by the file's own name."""
+        for ours, theirs in self._names.items():
+            if where == ours or where.startswith((f"{ours}[", f"{ours}.")):
+                return theirs + where[len(ours) :]
+        return where
+
+
+def kind(value: Any) -> str:
+    """A JSON value's type in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def text(value: Any, where: str, faults: Faults, *, filled: bool = False) -> str:
+    """A string that can be trained on; an empty one in its place when it is none, with the fault added."""
+    if not isinstance(value, str):
+        faults.add("invalid_type", f"expected a string, not {kind(value)}", where)
+        return ""
+    if filled and not value.strip():
+        words = "there must be something to learn here; found only white space" if value else "must not be empty"
+        faults.add("empty", words, where)
+    if "\0" in value:
+        faults.add("nul_character", "holds a NUL character (\\u0000), which is in no text; remove it", where)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            words = "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            faults.add("invalid_unicode", words, where)
+    return value
+
+
+def optional_text(value: dict[str, Any], key: str, where: str, faults: Faults) -> str | None:
+    """As `text`; None for a key that is absent or null."""
+    return None if value.get(key) is None else text(value[key], where, faults)
