@@ -219,7 +219,7 @@ class Tee:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", encoding="utf-8")
         self._stdout = sys.stdout
-        sys.stdout = self  # type: ignore[assignment]
+        sys.stdout = self
 
     def __exit__(self, *_: object) -> None:
         sys.stdout = self._stdout

@@ -15,7 +15,7 @@ from core.spec.model import GGUFModel
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "build" / "bench-models"
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     # Llama 3.2 1B and 3.1 8B, with weights drawn at random
     "llama-1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -76,7 +76,8 @@ def _random(name: str) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
     model.save_pretrained(aside)
     aside.rename(folder)
     return folder
@@ -90,7 +91,7 @@ def tokenizer_for(folder: Path) -> Any:
     if (folder / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(folder)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {str(n): n for n in range(3, 1000)}
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),  # noqa: S106 -- a token of text
         unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>",  # noqa: S106
     )  # fmt: skip

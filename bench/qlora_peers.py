@@ -114,7 +114,7 @@ def _ours(folder: Path, shape: Shape) -> Step:
 def _four_bits(folder: Path, shape: Shape) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    ask = BitsAndBytesConfig(
+    ask = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -145,11 +145,12 @@ def _loop(name: str, folder: Path, shape: Shape) -> Step:
     from transformers import AutoModelForCausalLM
 
     if name == "lora":
-        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(shape.device)
+        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        base.to(shape.device)
     else:
         base = _four_bits(folder, shape)
     if name == "bnb":
-        base = prepare_model_for_kbit_training(base, True, CHECKPOINTING)
+        base = prepare_model_for_kbit_training(base, True, CHECKPOINTING)  # type: ignore[no-untyped-call]
     else:
         base.enable_input_require_grads()
     return _bare(_adapt(base, shape, full=name == "bnb"), shape, autocast=name == "bnb")
@@ -209,7 +210,7 @@ class _Trl:
         from datasets import Dataset
         from torch.utils.data import SequentialSampler
         from transformers import TrainerCallback
-        from trl import SFTConfig, SFTTrainer
+        from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
         bench = self
 
@@ -220,11 +221,12 @@ class _Trl:
 
         class InOrder(SFTTrainer):
             def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
-                return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+                rows: Any = dataset if dataset is not None else self.train_dataset
+                return SequentialSampler(rows)
 
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 bench._inputs = inputs["input_ids"]
-                result = super().compute_loss(model, inputs, *args, **kwargs)
+                result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-untyped-call]
                 bench._loss = (result[0] if isinstance(result, tuple) else result).detach()
                 return result
 

@@ -78,7 +78,7 @@ def base_model(steps: int) -> Path:
         ids = _batch(data, generator, 16)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -105,7 +105,7 @@ def adapted_loss(who: str, folder: Path, seed: int, steps: int, train: Tensor, h
         case "ours":
             base: Any = load_quantized(folder, torch.bfloat16)[0]
         case "bnb":
-            ask = BitsAndBytesConfig(
+            ask = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=torch.bfloat16,
             )  # fmt: skip

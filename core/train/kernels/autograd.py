@@ -126,7 +126,7 @@ def _stacked(members: Sequence[Member], dtype: torch.dtype) -> Tensor:
 def _products(x: Tensor, members: Sequence[Member], xa: Tensor) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = []
-    for m, part in zip(members, xa.split([m.a.shape[0] for m in members], dim=1), strict=True):
+    for m, part in zip(members, torch.split(xa, [m.a.shape[0] for m in members], dim=1), strict=True):
         weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), x)
         y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(x.dtype))
         y.addmm_(part, m.b.to(x.dtype).t(), alpha=m.scaling)
@@ -175,7 +175,7 @@ class _Products(torch.autograd.Function):
         flat: Tensor | None = None  # gradient of x [rows, K]
         narrow: list[Tensor | None] = []  # of each member's part of x·Aᵀ
         leaves: list[Tensor | None] = [None] * (4 * count)  # of each member's A, B, bias and dropped input
-        parts = xa.split([each.shape[0] for each in a], dim=1)
+        parts = torch.split(xa, [each.shape[0] for each in a], dim=1)
         for i, (grad, part, (packed, scales, format, block, scaling)) in enumerate(
             zip(grads, parts, ctx.about, strict=True)
         ):
@@ -193,18 +193,17 @@ class _Products(torch.autograd.Function):
         together = [i for i in range(count) if narrow[i] is not None and dropped[i] is None]
         if together:
             side = _beside([narrow[i] for i in together])
-            grad_a = (side.t() @ x.reshape(-1, x.shape[-1])).split([a[i].shape[0] for i in together])
+            grad_a = torch.split(side.t() @ x.reshape(-1, x.shape[-1]), [a[i].shape[0] for i in together])
             for i, each in zip(together, grad_a, strict=True):
                 leaves[4 * i] = each.to(a[i].dtype)
             if flat is not None:
                 flat.addmm_(side, torch.cat([a[i].to(side.dtype) for i in together]))
-        for i in range(count):
-            part, own = narrow[i], dropped[i]
-            if part is None or own is None:
+        for i, (side_i, own) in enumerate(zip(narrow, dropped, strict=True)):
+            if side_i is None or own is None:
                 continue
-            leaves[4 * i] = (part.t() @ own.reshape(-1, own.shape[-1])).to(a[i].dtype)
+            leaves[4 * i] = (side_i.t() @ own.reshape(-1, own.shape[-1])).to(a[i].dtype)
             if wanted[4 * i + 3]:
-                leaves[4 * i + 3] = (part @ a[i].to(part.dtype)).view(own.shape)
+                leaves[4 * i + 3] = (side_i @ a[i].to(side_i.dtype)).view(own.shape)
         return None, None, None if flat is None else flat.view(ctx.x_shape), *leaves
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 DEFAULT_BUDGET = 32 * 2**20
-"""Bytes a device. One weight larger than this gets a buffer all the same."""
+"""Bytes on a CPU, where more would leave the cache. One weight larger than the budget gets a buffer all the same."""
+GPU_BUDGET = 512 * 2**20
+"""Bytes on a GPU, at most: a layer of 8B parameters in bfloat16 has 436 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,13 @@ class Scratch:
 _local = threading.local()
 _streams: dict[tuple[str, int | None, int], Scratch] = {}
 _budgets: dict[str, int] = {}
+_gpu_budgets: dict[int, int] = {}
 
 
 def scratch_for(device: torch.device) -> Scratch:
     """The scratch of the current stream (CUDA, ROCm), or of the current thread (CPU): work on it is in order, so a
     buffer is never filled anew while a product still reads it."""
-    budget = _budgets.get(device.type, DEFAULT_BUDGET)
+    budget = _budget(device)
     if device.type != "cuda":
         here: dict[str, Scratch] = _local.__dict__.setdefault("by_device", {})
         scratch = here.setdefault(str(device), Scratch(budget))
@@ -102,6 +105,18 @@ def scratch_for(device: torch.device) -> Scratch:
         scratch = _streams.setdefault(key, Scratch(budget))
     scratch.budget = budget
     return scratch
+
+
+def _budget(device: torch.device) -> int:
+    if device.type in _budgets:
+        return _budgets[device.type]
+    if device.type != "cuda":
+        return DEFAULT_BUDGET
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _gpu_budgets:  # a 64th of a small card is less
+        total = torch.cuda.get_device_properties(index).total_memory
+        _gpu_budgets[index] = max(DEFAULT_BUDGET, min(GPU_BUDGET, total // 64))
+    return _gpu_budgets[index]
 
 
 def set_budget(device_type: str, nbytes: int) -> None:

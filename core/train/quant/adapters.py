@@ -178,7 +178,7 @@ def fuse_adapters(model: nn.Module) -> Fusion:
         if type(module) not in (PeftLinear, QuantLoraLinear):
             raise TypeError(f"adapters of {type(module).__name__} do not go over a packed weight")
         module.__class__ = QuantLoraLinear
-        module.shared = None
+        module.__dict__["shared"] = None
         active = [name for name in module.active_adapters if name in module.lora_A]
         reason = "several active adapters" if len(active) != 1 else why_unfused(module, active[0])
         if reason is None:
