@@ -71,6 +71,13 @@ class Encoder:
         if backend.padding is not None:
             backend.no_padding()
 
+    def strings(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of plain texts, with what the tokenizer puts around every text."""
+        if self._backend is None:
+            return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=True)["input_ids"]]
+        self._ready(self._backend)
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=True)]
+
     # --- with a `tokenizers` backend ------------------------------------------------------------------
 
     def _placed(self, work: Work, encoding: Any) -> Encoded:

@@ -71,6 +71,17 @@ class _Chat:
     learned: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class _Strings:
+    """Plain text, and what of it is only the prompt."""
+
+    prompt: str
+    whole: str
+    """With EOS at its end."""
+    inert: bool
+    line: int
+
+
 class Renderer:
     """Renders rows with one Hugging Face tokenizer. ModelError when it has no end-of-sequence token, SpecError when it
     does not go together with `data.rendering`. For one thread; a copy in another process renders the same."""
@@ -119,26 +130,28 @@ class Renderer:
         """Several rows; one call into the tokenizer, which has threads for that."""
         prepared = [self._prepared(row, line) for row, line in rows]
         chats = [item for item in prepared if isinstance(item, _Chat)]
+        strings = [item for item in prepared if isinstance(item, _Strings)]
         encoded = iter(self._encoder.encode_many([chat.work for chat in chats]) if chats else ())
+        plain = iter(self._plain(strings) if strings else ())
         return [
-            self._finish(self._learned(item, next(encoded)) if isinstance(item, _Chat) else item) for item in prepared
+            self._finish(self._learned(item, next(encoded)) if isinstance(item, _Chat) else next(plain))
+            for item in prepared
         ]
 
-    def _prepared(self, row: Row, line: int) -> _Chat | Rendered:
+    def _prepared(self, row: Row, line: int) -> _Chat | _Strings:
         match row:
             case Chat(messages, tools):
                 return self._chat(messages, tools, line)
             case PromptCompletion(prompt, completion):
-                return self._plain(prompt, completion, line)
+                return self._strings(prompt, completion, line)
             case Instruction(instruction, given, output):
                 if not self.has_template:
                     prompt = (ALPACA_WITH_INPUT if given else ALPACA).format(instruction=instruction, input=given)
-                    return self._plain(prompt, output, line, inert=self.options.rendering.special_tokens != "real")
+                    return self._strings(prompt, output, line, inert=self.options.rendering.special_tokens != "real")
                 asked = f"{instruction}\n\n{given}" if given else instruction
                 return self._chat((Message("user", asked), Message("assistant", output)), (), line)
             case Text(text):
-                ids = self._encode(self._with_eos(text), line, self._inert_strings)
-                return Rendered(ids, [True] * len(ids))
+                return self._strings("", text, line)
             case Preference() | Labelled() | PromptOnly():
                 raise DataError(
                     "rows of preferences, labels or prompts alone are nothing for stage `sft`",
@@ -161,7 +174,7 @@ class Renderer:
     def render_prompt(self, row: PromptOnly, line: int) -> Rendered:
         """The prompt, up to where the model is to write; nothing is learned."""
         if isinstance(row.prompt, str):
-            ids = self._encode(row.prompt, line, self._inert_strings)
+            (ids,) = self._encode([(row.prompt, False)], line, self._inert_strings)
             if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not row.prompt.endswith(self._eos):
                 ids = ids[:-1]  # the tokenizer's own EOS: the model is to go on
         else:
@@ -175,7 +188,7 @@ class Renderer:
         if isinstance(prompt, str) or isinstance(answer, str):
             if not (isinstance(prompt, str) and isinstance(answer, str)):
                 raise DataError("prompt and answers are all messages, or all plain text", field=f"line {line}")
-            rendered = self._plain(prompt, answer, line)
+            (rendered,) = self._plain([self._strings(prompt, answer, line)])
         else:
             chat = self._chat((*prompt, *answer), tools, line, begin=len(prompt))
             rendered = self._learned(chat, self._encoder.encode(chat.work))
@@ -201,10 +214,25 @@ class Renderer:
     def _eos(self) -> str:
         return str(self.tokenizer.eos_token)
 
-    def _plain(self, prompt: str, completion: str, line: int, *, inert: bool | None = None) -> Rendered:
-        inert = self._inert_strings if inert is None else inert
-        before = self._encode(prompt, line, inert) if prompt else []
-        ids = self._encode(prompt + self._with_eos(completion), line, inert)
+    def _strings(self, prompt: str, completion: str, line: int, *, inert: bool | None = None) -> _Strings:
+        whole = prompt + (completion if completion.endswith(self._eos) else completion + self._eos)
+        return _Strings(prompt, whole, self._inert_strings if inert is None else inert, line)
+
+    def _plain(self, strings: Sequence[_Strings]) -> list[Rendered]:
+        texts = [part for item in strings for part in (item.prompt, item.whole)]
+        inert = {at for at, item in enumerate(strings) if item.inert}
+        ordinary = [text for at, text in enumerate(texts) if at // 2 not in inert]
+        found = iter(self._encoder.strings(ordinary) if ordinary else ())
+        rendered = []
+        for at, item in enumerate(strings):
+            if at in inert:
+                before, ids = self._encode([(item.prompt, False), (item.whole, True)], item.line, True)
+            else:
+                before, ids = self._once(next(found)), self._once(next(found))
+            rendered.append(self._split(before if item.prompt else [], ids))
+        return rendered
+
+    def _split(self, before: list[int], ids: list[int]) -> Rendered:
         start = 0
         while start < min(len(before), len(ids)) and before[start] == ids[start]:
             start += 1
@@ -212,25 +240,23 @@ class Renderer:
         cut = start < len(before) and before[start:] != [self.tokenizer.eos_token_id]
         return Rendered(ids, [False] * start + [True] * (len(ids) - start), cut)
 
-    def _with_eos(self, text: str) -> str:
-        return text if text.endswith(self._eos) else text + self._eos
-
-    def _encode(self, text: str, line: int, inert: bool) -> list[int]:
-        """Tokens with the tokenizer's own BOS, once, and EOS at most once. `inert`: control tokens in the text stay
-        text, but for an EOS at its very end."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        ended = text.endswith(self._eos)
-        body = text[: -len(self._eos)] if ended else text
-        if inert and self._encoder.controls.suspect((body,)):
+    def _encode(self, texts: Sequence[tuple[str, bool]], line: int, inert: bool) -> list[list[int]]:
+        """Tokens of texts, each with whether the EOS at its end is one. `inert`: all other control tokens are text."""
+        if not inert or not self._encoder.controls.suspect(text for text, _ in texts):
+            return [self._once(ids) for ids in self._encoder.strings([text for text, _ in texts])]
+        tokens = []
+        for text, ended in texts:
+            body = text[: -len(self._eos)] if ended else text
             ids = self._encoder.inert(body, special_tokens=True, line=line)
-            ids = [*ids, eos] if ended else ids
-        else:
-            ids = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+            tokens.append(self._once([*ids, self.tokenizer.eos_token_id] if ended else ids))
+        return tokens
+
+    def _once(self, ids: list[int]) -> list[int]:
+        """With the tokenizer's own BOS and EOS at most once, whatever the text itself begins and ends with."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
-        if ids[-2:] == [eos, eos]:
-            ids = ids[:-1]
-        return ids
+        return ids[:-1] if ids[-2:] == [eos, eos] else ids
 
     # --- chats ---------------------------------------------------------------------------------------
 
@@ -276,8 +302,6 @@ class Renderer:
                     return [True] * len(turns)
                 case "completions" if all(weight is None or weight > 0 for weight in weights.values()):
                     return [True] * len(turns)
-                case "last" if messages[-1].role == "assistant":
-                    return [False] * (len(turns) - 1) + [True]
                 case "turns" if all(weight is None for weight in weights.values()):
                     raise DataError(
                         "stage.loss_on is `turns`, but no assistant turn of this chat has a weight",

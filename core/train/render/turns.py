@@ -83,6 +83,8 @@ class TurnFinder:
             if end <= len(before):
                 raise self._rewritten(chat, at)
             turns.append(Turn(len(before), end, at))
+        if not turns:
+            raise DataError("the chat has no assistant turn, so there is nothing to learn", field=f"line {chat.line}")
         return turns
 
     def _ends(self, chat: Asked, text: str) -> dict[int, int]:
