@@ -8,6 +8,8 @@ _PAGES = (
     ("loss on", "train rows"),
     ("loss on", "eval rows"),
     ("evaluation", "eval rows"),
+    ("stage", "train rows"),
+    ("stage", "eval rows"),
     ("stage", "method"),
     ("method", "quantization"),
     ("method", "merged"),

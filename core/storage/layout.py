@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def cache(self) -> Path:
-        """What can be made again: packed weights, tokenised rows. Entries are keyed by content; deleting one costs time."""
+        """What can be made again: packed weights, tokenised rows. Keyed by content; deleting an entry costs time."""
         return self.root / "cache"
 
     @property
