@@ -182,9 +182,9 @@ def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:
 
 
 def _lightest(job: Job) -> str:
-    training = adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}).training
+    size, field, _ = adjust.micro_batch(adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}))
     return (
-        f"out of memory while training with {adjust.BATCH} = {training.per_device_train_batch_size}, and it cannot be "
+        f"out of memory while training with {field} = {size}, and it cannot be "
         "cut any further: lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all "
         "parameters, or take a smaller model"
     )

@@ -52,7 +52,10 @@ def _out_of_memory(phase: str) -> dict[str, Any]:
     """The field is the one whose half is tried next; none where the size of a batch makes no difference."""
     match phase:
         case "training":
-            words = f"out of memory while training; lower {_BATCH} and raise gradient_accumulation_steps as much"
+            words = (
+                f"out of memory while training; lower {_BATCH} (or batching.tokens_per_batch) and raise "
+                "gradient_accumulation_steps as much"
+            )
             return _event("memory", "out_of_memory", words, _BATCH)
         case "evaluating":
             words = f"out of memory while evaluating; lower {_EVAL_BATCH} or training.max_length"

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import SpecError
 from core.spec.job import JobSpec
-from core.spec.run import RunOrder
+from core.spec.run import DataOrder, RunOrder
 from core.spec.runtime import HeldOut
-from core.spec.training import Packed, Rows, Tokens
+from core.spec.training import Packed, Rows
+from core.spec.training import Tokens as TokenBatches
+from core.train.data.cache import TokenCache, Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.reader import read_rows
-from core.train.data.tokenise import tokenise
-from core.train.data.truncate import DataReport, Truncation
+from core.train.data.tokenise import processes_for, render_rows, render_rows_in_parallel
+from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
 from core.train.events import EventWriter
 from core.train.record import data_record
 from core.train.render.options import LossOn
-from core.train.render.renderer import renderer_of
+from core.train.render.renderer import Renderer, renderer_of
+
+TELL_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +50,80 @@ class Data:
 def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> Data:
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
-    rows, row_format = read_rows(order.train)
-    renderer = renderer_of(spec, row_format, tokenizer)
+    reader = _Reader(order, tokenizer, events, between)
+    tokens, renderer = reader.tokens(order.train)
     loss_on = renderer.options.loss_on
-    if (template := renderer.saved_template()) is not None:
-        tokenizer.chat_template = template  # the tuned model is asked as it was trained
     limit, policy = spec.training.max_length, spec.training.truncation
-    train, report = tokenise(rows, renderer, limit, between, truncation=policy)
+    train, report = _truncated(tokens, limit, policy)
     _tell(report, "training", limit, policy, events)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
     longest = report.longest
     if order.eval is not None and isinstance(spec.evaluation, HeldOut):
-        eval_rows, eval_format = read_rows(order.eval)
-        if loss_on != "all" and eval_format == "text":
+        eval_tokens, _ = reader.tokens(order.eval, renderer)
+        if loss_on != "all" and eval_tokens.format == "text":
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
-        held, held_report = tokenise(eval_rows, renderer, limit, between, truncation=policy)
+        held, held_report = _truncated(eval_tokens, limit, policy)
         _tell(held_report, "held-out", limit, policy, events)
-        held_record = data_record(order.eval, eval_format, held_report)
+        held_record = data_record(order.eval, eval_tokens.format, held_report)
         longest = max(longest, held_report.longest)
-    train_record = data_record(order.train, row_format, report)
+    if (template := renderer.saved_template()) is not None:
+        tokenizer.chat_template = template  # the tuned model is asked as it was trained
+    train_record = data_record(order.train, tokens.format, report)
     return Data(train, train_record, held, held_record, loss_on, renderer.describe(), min(longest, limit))
+
+
+class _Reader:
+    """Reads, renders and keeps the rows of an order; or finds them tokenised already."""
+
+    def __init__(self, order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> None:
+        self._spec, self._model_dir, self._tokenizer = order.spec, Path(order.model_dir), tokenizer
+        self._events, self._between = events, between
+        self._cache = None if order.cache_dir is None else TokenCache(Path(order.cache_dir))
+        self._told = time.monotonic()
+
+    def tokens(self, data: DataOrder, renderer: Renderer | None = None) -> tuple[Tokens, Renderer]:
+        """`renderer`: that of the training rows, for the held-out ones."""
+        if self._cache is None:
+            return self._made(data, renderer)
+        source = self._cache.source_key(data)
+        known = self._cache.format_of(source)
+        if known is not None:
+            ours = renderer or renderer_of(self._spec, known, self._tokenizer)
+            if (found := self._cache.load(source, ours.fingerprint())) is not None:
+                return found, ours
+        tokens, ours = self._made(data, renderer)
+        kept = self._cache.keep(source, ours.fingerprint(), tokens)
+        for fault in self._cache.faults:
+            self._events.write("notice", code="token_cache", message=fault)
+        self._cache.faults.clear()
+        return kept, ours
+
+    def _made(self, data: DataOrder, renderer: Renderer | None) -> tuple[Tokens, Renderer]:
+        rows, row_format = read_rows(data)
+        ours = renderer or renderer_of(self._spec, row_format, self._tokenizer)
+        if (processes := processes_for(len(rows))) > 1:
+            whole, cut = render_rows_in_parallel(
+                rows, ours.options, self._model_dir, processes, lambda done: self._tick(done, len(rows))
+            )
+        else:
+            done = itertools.count()
+            whole, cut = render_rows(rows, ours, lambda: self._tick(next(done), len(rows)))
+        return Tokens(whole, row_format, cut), ours
+
+    def _tick(self, done: int, total: int) -> None:
+        self._between()
+        if time.monotonic() - self._told >= TELL_SECONDS:
+            self._told = time.monotonic()
+            self._events.write("progress", rows=done, total_rows=total)
+
+
+def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
+    dataset, report = truncate(tokens.dataset, limit, policy)
+    report.cut_prompts = tokens.cut_prompts
+    return dataset, report
 
 
 def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events: EventWriter) -> None:
@@ -96,7 +154,7 @@ def build_feed(spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter
     match spec.batching:
         case Rows():
             pass
-        case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
+        case TokenBatches(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
             if over := sum(length > budget for length in data.train.lengths):
                 message = f"{over} rows are longer than tokens_per_batch = {budget}: each is a batch by itself"
                 events.write("notice", code="rows_over_budget", message=message)

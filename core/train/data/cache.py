@@ -1,0 +1,129 @@
+"""Tokenised rows on disk, under a hash of all that they are made from: complete or not there, mapped into memory.
+
+The key covers the content of the data files, how they are read, and the renderer's fingerprint; max_length and
+truncation are no part of it, since they only choose spans of the tokens. An entry whose files do not have the hashes
+that were written with them, or that another version wrote, is thrown away and made anew. Of two jobs that make the same
+entry at once the second keeps the first one's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.spec.data import RowFormat
+from core.spec.run import DataOrder
+from core.train.data.dataset import TokenDataset
+from core.train.files import remembered_sha256, sha256, sync, write_json
+
+VERSION = 1
+"""Of the files' layout and of the reading of rows; raised when either changes."""
+ARRAYS = {"ids": np.int32, "learned": np.bool_, "starts": np.int64, "ends": np.int64, "lines": np.int64}
+ABOUT = "about.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All rows of an order as tokens, before truncation."""
+
+    dataset: TokenDataset
+    format: RowFormat
+    cut_prompts: int
+
+
+class TokenCache:
+    """A folder of entries. `faults` says what did not work: a run goes on without the cache, its owner should know."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._root = cache_dir / "tokens"
+        self._digests = cache_dir / "digests"
+        self.faults: list[str] = []
+
+    def source_key(self, order: DataOrder) -> str:
+        """Hash of the files' content and of how they are read. OSError when a file cannot be read."""
+        self._digests.mkdir(parents=True, exist_ok=True)
+        about = order.model_dump(mode="json")
+        for source in about["sources"]:
+            source["paths"] = [remembered_sha256(Path(path), self._digests) for path in source["paths"]]
+        return _hash({"version": VERSION, "order": about})
+
+    def format_of(self, source: str) -> RowFormat | None:
+        """The format of these rows, if they have been read before."""
+        try:
+            known = json.loads((self._root / f"{source}.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return known.get("format") if isinstance(known, dict) else None
+
+    def load(self, source: str, fingerprint: str) -> Tokens | None:
+        """A complete entry; None when there is none (any more)."""
+        folder = self._root / _hash([source, fingerprint])
+        if not folder.is_dir():
+            return None
+        try:
+            about = json.loads((folder / ABOUT).read_bytes())
+            if about["version"] != VERSION:
+                raise ValueError(f"it is of version {about['version']}, this is {VERSION}")
+            bad = [name for name in ARRAYS if sha256(folder / name) != about["files"][name]]
+            if bad:
+                raise ValueError(f"{bad[0]} has another SHA-256")
+            mapped: dict[str, Any] = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
+            return Tokens(TokenDataset(**mapped), about["format"], about["cut_prompts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.faults.append(f"cached tokens are made anew ({error})")
+            _discard(folder)
+            return None
+
+    def keep(self, source: str, fingerprint: str, tokens: Tokens) -> Tokens:
+        """The same tokens, on disk now; those in memory where that did not work."""
+        folder = self._root / _hash([source, fingerprint])
+        aside = self._root / f".new-{folder.name}-{uuid.uuid4().hex}"
+        try:
+            aside.mkdir(parents=True)
+            for name in ARRAYS:
+                np.ascontiguousarray(getattr(tokens.dataset, name)).tofile(aside / name)
+            about = {
+                "version": VERSION,
+                "format": tokens.format,
+                "cut_prompts": tokens.cut_prompts,
+                "files": {name: sha256(aside / name) for name in ARRAYS},
+            }
+            write_json(aside / ABOUT, about)
+            for path in [*aside.iterdir(), aside]:
+                sync(path)
+            if not folder.exists():
+                aside.rename(folder)
+                sync(self._root)
+            write_json(self._root / f"{source}.json", {"format": tokens.format})
+        except OSError as error:
+            self.faults.append(f"the tokens could not be kept ({error}); the next job makes them again")
+            return tokens
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return self.load(source, fingerprint) or tokens
+
+
+def _mapped(path: Path, kind: Any) -> Any:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r")
+
+
+def _discard(folder: Path) -> None:
+    aside = folder.with_name(f".bad-{folder.name}-{uuid.uuid4().hex}")
+    try:
+        folder.rename(aside)
+    except OSError:  # another process was faster
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,151 @@
+"""Tokenising: cached by content, the same from several processes; a cache that fails costs time, never a job."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.data.rows import Numbered, PromptCompletion
+from core.spec.rendering import ModelTemplate
+from core.spec.run import ORDER_FILE, DataOrder, RunOrder
+from core.train.data.cache import ARRAYS, TokenCache, Tokens
+from core.train.data.dataset import TokenDataset
+from core.train.data.tokenise import render_rows, render_rows_in_parallel
+from core.train.load import load_tokenizer
+from core.train.recipe import run
+from core.train.render.options import RenderOptions
+from core.train.render.renderer import Renderer
+from tests.support.trainer import events, pairs, weights, write_rows, write_run
+
+TRAINING = {"max_steps": 3, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
+
+
+@pytest.fixture
+def cached(tmp_path: Path, tiny_dir: Path) -> Any:
+    """Starts runs over one cache; answers the run folder."""
+    train = write_rows(tmp_path / "train.jsonl", pairs(20))
+    held = write_rows(tmp_path / "held.jsonl", pairs(5))
+
+    def go(name: str, *, rows: Path = train, **training: Any) -> Path:
+        run_dir = write_run(tmp_path / name, tiny_dir, rows, held_out=held, training=TRAINING | training)
+        order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+        order = order.model_copy(update={"cache_dir": str(tmp_path / "cache")})
+        (run_dir / ORDER_FILE).write_text(order.model_dump_json())
+        assert run(run_dir) == 0, events(run_dir)[-1]
+        return run_dir
+
+    return go
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())
+
+
+def test_the_second_job_reads_no_row(tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cached("first")
+    assert len(entries(tmp_path)) == 2, "training and held-out rows"
+    monkeypatch.setattr("core.train.feed.read_rows", lambda *_: pytest.fail("the rows were read again"))
+    second = cached("second")
+    assert weights(first) == weights(second)
+    a, b = (events(folder, "run_record")[0]["record"]["data"] for folder in (first, second))
+    assert a == b
+    assert not events(second, "notice")
+    third = cached("third", max_length=16, truncation="split")
+    assert events(third, "run_record")[0]["record"]["data"]["train"]["pieces"] > 0
+
+
+def test_other_rows_and_other_rendering_are_other_entries(tmp_path: Path, cached: Any) -> None:
+    cached("first")
+    rows = write_rows(tmp_path / "train.jsonl", pairs(21))
+    cached("second", rows=rows)
+    assert len(entries(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("how", ["bytes", "version", "cut off", "no list"])
+def test_a_bad_entry_is_made_anew_and_told(tmp_path: Path, cached: Any, how: str) -> None:
+    first = cached("first")
+    for folder in entries(tmp_path):
+        about = folder / "about.json"
+        match how:
+            case "bytes":
+                content = bytearray((folder / "ids").read_bytes())
+                content[len(content) // 2] ^= 1
+                (folder / "ids").write_bytes(content)
+            case "version":
+                about.write_text(json.dumps(json.loads(about.read_text()) | {"version": 0}))
+            case "cut off":
+                os.truncate(folder / "learned", 3)
+            case _:
+                about.unlink()
+    second = cached("second")
+    notices = events(second, "notice")
+    assert {notice["code"] for notice in notices} == {"token_cache"} and len(notices) == 2
+    assert "made anew" in notices[0]["message"]
+    assert weights(first) == weights(second)
+    assert not events(cached("third"), "notice")
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, cached: Any) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens").write_text("a file where the folder should be")
+    first = cached("first")
+    assert "could not be kept" in events(first, "notice")[0]["message"]
+
+
+def _store(cache: str, path: str, barrier: Any) -> None:
+    ids = np.arange(1000, dtype=np.int32)
+    ends = np.arange(10, 1001, 10)
+    dataset = TokenDataset(ids, np.ones(1000, dtype=np.bool_), ends - 10, ends, np.arange(100))
+    store = TokenCache(Path(cache))
+    source = store.source_key(DataOrder.of(Path(path)))
+    barrier.wait(60)
+    for number in range(20):
+        kept = store.keep(source, f"fingerprint {number}", Tokens(dataset, "text", 0))
+        assert kept.dataset.ids.tolist() == ids.tolist()
+    assert not store.faults, store.faults
+
+
+def test_processes_that_make_the_same_entries_at_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", pairs(3))
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    both = [context.Process(target=_store, args=(str(tmp_path / "cache"), str(path), barrier)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert len(entries(tmp_path)) == 20
+    store = TokenCache(tmp_path / "cache")
+    source = store.source_key(DataOrder.of(path))
+    assert all(store.load(source, f"fingerprint {number}") for number in range(20)) and not store.faults
+    shutil.rmtree(tmp_path / "cache")
+    assert store.load(source, "fingerprint 0") is None
+
+
+def test_several_processes_give_the_same_tokens(tiny_dir: Path) -> None:
+    rows = [Numbered(n + 1, PromptCompletion(row["prompt"], row["completion"])) for n, row in enumerate(pairs(1200))]
+    options = RenderOptions("completions", ModelTemplate())
+    alone, cut = render_rows(rows, Renderer(load_tokenizer(tiny_dir), options))
+    told: list[int] = []
+    together, cut_there = render_rows_in_parallel(rows, options, tiny_dir, 2, told.append)
+    for name in ARRAYS:
+        assert np.array_equal(getattr(alone, name), getattr(together, name)), name
+    assert cut == cut_there
+    assert told == sorted(told) and told[-1] > 0
+
+
+def test_a_fault_in_another_process_is_the_same_fault(tiny_dir: Path) -> None:
+    from core.data.rows import PromptOnly
+    from core.errors import DataError
+
+    rows = [Numbered(n + 1, PromptOnly("x", None, {})) for n in range(600)]
+    with pytest.raises(DataError, match="nothing for stage `sft`"):
+        render_rows_in_parallel(rows, RenderOptions("completions", ModelTemplate()), tiny_dir, 2, lambda _: None)
