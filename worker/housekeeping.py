@@ -11,7 +11,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core.db.engine import Database
 from core.jobs import claims, leader, lost, nodes, outbox
-from core.jobs.housekeeping import forget_answers
+from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
 from core.storage.layout import Layout
 from worker import leftovers
@@ -23,6 +23,25 @@ log = logging.getLogger("eft.housekeeping")
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
 CLEAR_SECONDS = 600.0
+ORPHAN_SECONDS = 24 * 3600.0
+
+
+def remove_orphans(database: Database, layout: Layout, older_than: float = ORPHAN_SECONDS) -> list[str]:
+    """Delete stored files that no row names: their process ended between the rename and the row, or between the end
+    of a row and that of its bytes. A file that is younger may be about to get its row. Returns their ids."""
+    now, old = time.time(), []
+    for path in layout.files.glob("file-" + 26 * "[0-9a-z]"):
+        try:
+            seen = path.lstat()
+        except FileNotFoundError:
+            continue  # deleted by its owner meanwhile
+        if now - max(seen.st_mtime, seen.st_ctime) > older_than:
+            old.append(path.name)
+    with database.read() as session:
+        orphans = unknown_files(session, old)
+    for name in orphans:
+        layout.file(name).unlink(missing_ok=True)
+    return orphans
 
 
 class BrokerAway(Exception):
@@ -103,6 +122,8 @@ class Housekeeper:
                 break
         if gone:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
+        if removed := remove_orphans(self._database, self._layout):
+            log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
         return True
 
     def _wake(self) -> bool:

@@ -8,14 +8,20 @@ Reads have an engine of their own, so that they never queue behind a writer.
 from __future__ import annotations
 
 import sqlite3
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine, Float, create_engine, event, make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
+
+BUSY_SECONDS = 30.0
+"""How long a writer waits for its turn on SQLite."""
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 -- reads as a SQL function
@@ -35,6 +41,43 @@ def _postgresql_now(element: Any, compiler: Any, **kwargs: Any) -> str:
     return "extract(epoch from clock_timestamp())::double precision"
 
 
+class WriteQueue:
+    """The writers of one process in the order in which they came.
+
+    SQLite lets one in at a time and the others ask again after sleeps that grow to 100 ms, whoever waits longest: under
+    load somebody is always passed over. Here the one who has waited longest is next, the moment the lock is free.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def acquire(self, seconds: float) -> bool:
+        """False: it was somebody else's turn for all of that time."""
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return True
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        if turn.acquire(timeout=seconds):
+            return True
+        with self._lock:
+            if turn not in self._waiting:  # it became ours at the last moment
+                return True
+            self._waiting.remove(turn)
+            return False
+
+    def release(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()  # handed over: nobody who comes now gets in between
+            else:
+                self._taken = False
+
+
 class Database:
     """Transactions on one database. Thread-safe; a Session belongs to the thread that opened it."""
 
@@ -43,16 +86,22 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._writer = self._engine("BEGIN IMMEDIATE")
         self._reader = self._engine("BEGIN") if self.is_sqlite else self._writer
+        self._queue = WriteQueue() if self.is_sqlite else None
 
     def _engine(self, begin: str) -> Engine:
         if not self.is_sqlite:
             return create_engine(self.url, pool_pre_ping=True, pool_size=10, max_overflow=20, pool_recycle=1800)
-        engine = create_engine(self.url, pool_size=10, max_overflow=20, connect_args={"timeout": 30})
+        engine = create_engine(self.url, pool_size=10, max_overflow=20, connect_args={"timeout": BUSY_SECONDS})
 
         @event.listens_for(engine, "connect")
         def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
             connection.isolation_level = None  # SQLAlchemy's events below begin transactions, not the driver
-            for pragma in ("busy_timeout=30000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            for pragma in (
+                f"busy_timeout={int(BUSY_SECONDS * 1000)}",
+                "journal_mode=WAL",
+                "synchronous=FULL",
+                "foreign_keys=ON",
+            ):
                 connection.execute(f"PRAGMA {pragma}")
 
         @event.listens_for(engine, "begin")
@@ -64,8 +113,21 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """One transaction: committed when the block ends, rolled back when it raises. No network call inside."""
-        with Session(self._writer, expire_on_commit=False) as session, session.begin():
+        with self._turn(), Session(self._writer, expire_on_commit=False) as session, session.begin():
             yield session
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._queue is None:
+            yield
+            return
+        if not self._queue.acquire(BUSY_SECONDS):
+            locked = sqlite3.OperationalError("database is locked")  # as SQLite itself would have said
+            raise OperationalError("BEGIN IMMEDIATE", None, locked)
+        try:
+            yield
+        finally:
+            self._queue.release()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
