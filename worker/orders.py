@@ -11,10 +11,10 @@ from core.jobs import adjust
 from core.jobs.claims import Claim
 from core.plan import compatibility
 from core.settings import Settings
-from core.spec.data import FileSource, HubDataset, PathSource
+from core.spec.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.run import CHECKPOINTS, PrepareOrder, RunOrder
+from core.spec.run import CHECKPOINTS, DatasetOrder, PrepareOrder, RunOrder
 from core.storage.layout import Layout
 
 
@@ -26,6 +26,8 @@ class ModelGone(EftError):
 
 def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> PrepareOrder:
     """`held_at`: see PrepareOrder."""
+    data = JobSpec.model_validate(claim.spec).data
+    named = singles(data.train, "data.train") + (singles(data.eval, "data.eval") if data.eval is not None else [])
     return PrepareOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
@@ -33,6 +35,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         models_dir=str(layout.models),
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
+        datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
         fence_seconds=settings.fence_seconds,
         held_at=held_at,

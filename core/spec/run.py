@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from core.spec.base import SpecModel
-from core.spec.data import Columns, Format, HashSplit
+from core.spec.data import Columns, Format, HashSplit, HubDataset
 from core.spec.job import JobSpec
 from core.spec.model import Model
 
@@ -51,6 +51,7 @@ EventType = Literal[
     # {"phase": "downloading" | "converting" | "waiting" | "loading" | "quantizing" | "evaluating" | "training" | …}
     "phase",
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
+    # or {"rows", "total_rows"} while rows become tokens
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
     "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}
     "samples",  # {"step", "samples": [{"row": int | null, "prompt", "reference": str | null, "completion",
@@ -124,6 +125,13 @@ class RunOrder(SpecModel):
     `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""
 
 
+class DatasetOrder(SpecModel):
+    """A hub data set, and where the job names it."""
+
+    field: str
+    source: HubDataset
+
+
 class PrepareOrder(SpecModel):
     """Bring a model onto this data root: `python -m core.train.prepare RUN_DIR`. Needs no GPU."""
 
@@ -135,6 +143,7 @@ class PrepareOrder(SpecModel):
     model_roots: list[str] = Field(default_factory=list)
     """Roots below which `local` folders and `gguf` files may lie."""
     offline: bool = False
+    datasets: list[DatasetOrder] = Field(default_factory=list)
     weights: bool = True
     """False: tokenizer and configuration are enough, for a preview."""
     fence_seconds: float | None = None

@@ -52,9 +52,9 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eft train", description="Train on this machine, without a server.")
     parser.add_argument("model", nargs="?", help="hub id, local folder or .gguf file")
-    parser.add_argument("data", nargs="?", help="training rows (JSONL)")
+    parser.add_argument("data", nargs="?", help="training rows (JSONL, JSON, CSV or Parquet)")
     parser.add_argument("--method", help="lora, qlora or full")
-    parser.add_argument("--eval", help="held-out rows (JSONL)")
+    parser.add_argument("--eval", help="held-out rows")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="e.g. training.max_steps=10")
     parser.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to start from")
     parser.add_argument("--output", type=Path, default=Path("eft-run"), help="folder of the run (default: eft-run)")
@@ -118,14 +118,21 @@ def _assign(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
+    from core.train.hub_data import prepare_dataset
+    from core.train.model_cache import ModelCache
     from core.train.prepare import prepare_model  # reads models: seconds
 
-    train, held_out = data_orders(spec.data, located)
-    with console.status("preparing the model") as status:
+    with console.status("preparing") as status:
 
         def told(phase: str, done: int, total: int | None) -> None:
-            status.update(f"{phase} the model: {done / 1e6:.0f} MB" + (f" of {total / 1e6:.0f}" if total else ""))
+            status.update(f"{phase}: {done / 1e6:.0f} MB" + (f" of {total / 1e6:.0f}" if total else ""))
 
+        def found(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
+            if isinstance(source, HubDataset):
+                return prepare_dataset(source, field, ModelCache(args.models_dir.absolute()), args.offline, told)
+            return located(source, field)
+
+        train, held_out = data_orders(spec.data, found)
         prepared = prepare_model(spec.model, args.models_dir.absolute(), None, args.offline, told)
     return RunOrder(
         job_id=args.output.absolute().name,
@@ -243,7 +250,7 @@ def _show(event: dict[str, Any], bar: Progress, task: TaskID, console: Console) 
     match event["type"]:
         case "phase":
             bar.update(task, description=event["phase"])
-        case "progress":
+        case "progress" if "step" in event:
             left = event["seconds_left"]
             words = "" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left"
             bar.update(task, completed=event["step"], total=event["total_steps"], left=words)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from core.errors import EftError, ModelError, NoSpace
@@ -100,13 +100,13 @@ def _download_tokenizer(
 ) -> Entry:
     commit, folder, field = str(info.sha), work / MODEL, "model.id"
     names = [file.rfilename for file in info.siblings or [] if is_small_file(file.rfilename)]
-    _forget_halves(folder)
+    forget_halves(folder)
     model_files.check_tokenizer(names, field=field)
     if "config.json" not in names:
         raise model_files.unreadable("the repository has no config.json; it is not a transformers model", field)
-    meter = _Meter(None, on_progress)
+    meter = Meter(None, on_progress)
     for name in names:
-        _fetch(model.id, commit, name, folder, cache, meter)
+        fetch(model.id, commit, name, folder, cache, meter)
     config = model_files.read_json(folder / "config.json", field=field)
     summary = model_files.Summary(0, 0, {}, str(config["model_type"]), model_files.check_config(config, field=field))
     shutil.rmtree(folder / ".cache")
@@ -149,10 +149,10 @@ def remember_gguf(model: GGUFModel, pinned: dict[str, Any], cache: ModelCache) -
 
 def download_gguf(pinned: dict[str, Any], cache: ModelCache, work: Path, on_progress: OnProgress) -> tuple[Path, str]:
     """The file below `work`, and its SHA-256."""
-    meter = _Meter(pinned["bytes"], on_progress)
-    _check_room(cache.root, pinned["bytes"] or 0)
-    path = _fetch(pinned["id"], pinned["commit"], pinned["file"], work / "download", cache, meter)
-    return path, _verified(path, pinned["sha256"])
+    meter = Meter(pinned["bytes"], on_progress)
+    check_room(cache.root, pinned["bytes"] or 0)
+    path = fetch(pinned["id"], pinned["commit"], pinned["file"], work / "download", cache, meter)
+    return path, verified(path, pinned["sha256"])
 
 
 def is_offline(offline: bool) -> bool:
@@ -192,8 +192,8 @@ def _tokenizer_key(repo: str, commit: str) -> str:
 def _model_info(repo: str, revision: str) -> ModelInfo:
     from huggingface_hub import HfApi
 
-    with _hub_errors(repo, revision):
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=_token())
+    with hub_errors(repo, revision):
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token())
         return api.model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
 
 
@@ -203,12 +203,12 @@ def _download_model(
     commit, folder, field = str(info.sha), work / MODEL, "model.id"
     files = {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
     small = [name for name in files if is_small_file(name)]
-    _forget_halves(folder)
+    forget_halves(folder)
 
-    meter = _Meter(None, on_progress)
+    meter = Meter(None, on_progress)
     # What may be refused is fetched first: nobody should wait for 15 GB to hear that they are of no use.
     for name in sorted(small, key=lambda name: (name != "config.json", name)):
-        _fetch(model.id, commit, name, folder, cache, meter)
+        fetch(model.id, commit, name, folder, cache, meter)
         if name == "config.json":
             model_files.check_config(model_files.read_json(folder / name, field=field), field=field)
     indexed = model_files.INDEX_FILE in files
@@ -222,13 +222,13 @@ def _download_model(
     sizes = [files[name].size for name in wanted]
     meter.total = None if None in sizes else sum(size or 0 for size in sizes)
     missing = [name for name in weights if not (folder / name).exists()]
-    _check_room(cache.root, sum(files[name].size or 0 for name in missing))
+    check_room(cache.root, sum(files[name].size or 0 for name in missing))
     for name in weights:
-        _fetch(model.id, commit, name, folder, cache, meter)
+        fetch(model.id, commit, name, folder, cache, meter)
     hashes = {}
     for name in weights:
         lfs = files[name].lfs
-        hashes[name] = _verified(folder / name, lfs.sha256 if lfs is not None else None)
+        hashes[name] = verified(folder / name, lfs.sha256 if lfs is not None else None)
     summary = model_files.inspect(folder, field=field)
     shutil.rmtree(folder / ".cache")
     for path in folder.iterdir():
@@ -238,17 +238,28 @@ def _download_model(
     return cache.commit(key, work, source, summary, hashes)
 
 
-def _fetch(repo: str, commit: str, name: str, folder: Path, cache: ModelCache, meter: _Meter) -> Path:
+def fetch(
+    repo: str,
+    commit: str,
+    name: str,
+    folder: Path,
+    cache: ModelCache,
+    meter: Meter,
+    *,
+    kind: Literal["model", "dataset"] = "model",
+) -> Path:
+    """One file of a repository, below `folder`."""
     from huggingface_hub import hf_hub_download
 
-    with _hub_errors(repo, commit):
+    with hub_errors(repo, commit):
         path = hf_hub_download(
             repo,
             name,
+            repo_type=kind,
             revision=commit,
             local_dir=folder,
             cache_dir=cache.root / ".hf",  # never the user's own cache: nothing outside models_dir is read or written
-            token=_token(),
+            token=token(),
             endpoint=os.environ.get("HF_ENDPOINT"),
             etag_timeout=TIMEOUT,
             tqdm_class=meter.bar(),
@@ -257,13 +268,13 @@ def _fetch(repo: str, commit: str, name: str, folder: Path, cache: ModelCache, m
     return Path(path)
 
 
-def _forget_halves(folder: Path) -> None:
+def forget_halves(folder: Path) -> None:
     """huggingface_hub names half a file anew each time, so what a killed process left is of no more use."""
     for half in (folder / ".cache").rglob("*.incomplete"):
         half.unlink()
 
 
-def _verified(path: Path, expected: str | None) -> str:
+def verified(path: Path, expected: str | None) -> str:
     sha256 = file_sha256(path)
     if expected is not None and sha256 != expected:
         path.unlink()
@@ -273,23 +284,23 @@ def _verified(path: Path, expected: str | None) -> str:
     return sha256
 
 
-def _check_room(folder: Path, need: int) -> None:
+def check_room(folder: Path, need: int, what: str = "model") -> None:
     free = shutil.disk_usage(folder).free
     if need * MARGIN > free:
         raise NoSpace(
-            f"the model needs {need / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB left; free some space or "
+            f"the {what} needs {need / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB left; free some space or "
             "move EFT_DATA to a larger disk",
             field="model",
             needs_bytes=int(need * MARGIN),
         )
 
 
-def _token() -> str | bool:
+def token() -> str | bool:
     """From the environment only; False keeps huggingface_hub from looking into the home folder."""
     return os.environ.get("HF_TOKEN") or False
 
 
-class _Meter:
+class Meter:
     """Adds up the bytes of several files for `on_progress`, by way of the tqdm bars huggingface_hub draws."""
 
     def __init__(self, total: int | None, on_progress: OnProgress) -> None:
@@ -328,7 +339,7 @@ class _Meter:
 
 
 @contextmanager
-def _hub_errors(repo: str, revision: str) -> Iterator[None]:
+def hub_errors(repo: str, revision: str) -> Iterator[None]:
     """Say in our words whose fault it was: a wrong name or a closed door is the user's, all else may pass."""
     import httpx
     from huggingface_hub import errors

@@ -30,6 +30,7 @@ from core.spec.run import (
 from core.train import gguf, hub, model_files
 from core.train.disk import tell_failure
 from core.train.events import EventWriter
+from core.train.hub_data import prepare_dataset
 from core.train.lifeline import arm
 from core.train.model_cache import MODEL, Entry, ModelCache
 
@@ -239,14 +240,20 @@ def main(arguments: list[str]) -> int:
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     events = EventWriter(run_dir / EVENTS_FILE)
     try:
+        progress = _Progress(events)
         prepare = prepare_model if order.weights else prepare_tokenizer
         prepared = prepare(
             order.model,
             Path(order.models_dir),
             [Path(root) for root in order.model_roots],
             order.offline,
-            _Progress(events),
+            progress,
         )
+        cache = ModelCache(Path(order.models_dir))
+        datasets = []
+        for one in order.datasets:
+            paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
+            datasets.append({"field": one.field, "paths": [str(path) for path in paths], "source": origin})
     except Exception as error:
         failure = failure_class(error)
         code = error.code if isinstance(error, EftError) else failure
@@ -261,6 +268,7 @@ def main(arguments: list[str]) -> int:
         "source": prepared.source,
         "parameters": prepared.parameters,
         "summary": prepared.summary,
+        "datasets": datasets,
     }
     events.write("result", result=result, artifacts=[])
     return EXIT_OK

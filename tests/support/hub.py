@@ -61,6 +61,10 @@ class Hub:
     """What the server has, what goes wrong on the way, and what it was asked."""
 
     repo: str = "team/tiny"
+    kind: str = "model"
+    """model or dataset."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """Metadata of a data set's card."""
     files: dict[str, bytes] = field(default_factory=tiny_model)
     commit: str = COMMIT
     sha256: dict[str, str] = field(default_factory=dict)
@@ -100,11 +104,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(503, "")
         if hub.secret is not None and self.headers.get("Authorization") != f"Bearer {hub.secret}":
             return self.refuse(401, "RepoNotFound")
-        if info := re.fullmatch(rf"/api/models/{re.escape(hub.repo)}/revision/(.+)", path):
+        if info := re.fullmatch(rf"/api/{hub.kind}s/{re.escape(hub.repo)}/revision/(.+)", path):
             if info[1] not in ("main", hub.commit):
                 return self.refuse(404, "RevisionNotFound")
             return self.send(json.dumps(self.describe()).encode(), {"Content-Type": "application/json"}, body=body)
-        if file := re.fullmatch(rf"/{re.escape(hub.repo)}/resolve/{hub.commit}/(.+)", path):
+        below = "" if hub.kind == "model" else f"{hub.kind}s/"
+        if file := re.fullmatch(rf"/{below}{re.escape(hub.repo)}/resolve/{hub.commit}/(.+)", path):
             if hub.gated:
                 return self.refuse(403, "GatedRepo")
             if file[1] not in hub.files:
@@ -119,7 +124,10 @@ class Handler(BaseHTTPRequestHandler):
             if name in self.hub.sha256:
                 sibling["lfs"] = {"sha256": self.hub.sha256[name], "size": len(data), "pointerSize": 134}
             siblings.append(sibling)
-        return {"id": self.hub.repo, "modelId": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
+        about = {"id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
+        if self.hub.kind == "model":
+            return about | {"modelId": self.hub.repo}
+        return about | {"private": False, "downloads": 0, "likes": 0, "cardData": self.hub.card}
 
     def send_file(self, name: str, *, body: bool) -> None:
         data = self.hub.files[name]
