@@ -97,7 +97,7 @@ class Api:
     def start_job(self, **spec: Any) -> tuple[str, Token]:
         """A job that has been prepared and runs as its attempt 2. Jobs that other tests left waiting are cancelled."""
         with self.database.write() as session:
-            waiting = session.execute(select(Job).where(Job.status == "queued")).scalars().all()
+            waiting = session.execute(select(Job).where(Job.status == "queued", Job.kind == "train")).scalars().all()
             for job in waiting:
                 cancel(session, Actor(job.owner_id, job.project_id), job.id)
         job_id = self.submit(**spec)["id"]

@@ -1,0 +1,86 @@
+"""`eft data check|preview` by hand, without a server: readable, coloured where colours are, JSON where asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eft.datasheet import CLOSE, OPEN, print_preview
+from rich.console import Console
+
+from core import HOME
+from tests.support.client import EFT
+
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("EFT_") and k not in ("NO_COLOR", "FORCE_COLOR")}
+
+
+def eft(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Nothing listens anywhere, and no key is set."""
+    environment = CLEAN | {"EFT_URL": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"} | more
+    done = subprocess.run([EFT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=HOME, check=True)
+    good = [{"prompt": f"say {n % 3}:", "completion": " \x1b[31mred" if n == 0 else f" {n % 3}"} for n in range(6)]
+    (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good))
+    (folder / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}\n{\n')
+    return folder
+
+
+def test_check_names_every_fault(folder: Path) -> None:
+    done = eft("data", "check", "good.jsonl", "bad.jsonl", cwd=folder)
+    assert done.returncode == 2
+    assert "good.jsonl" in done.stdout and "6 rows, prompt_completion" in done.stdout and "no fault" in done.stdout
+    assert "line 2: prompt" in done.stdout and "line 3" in done.stdout
+    assert "\x1b" not in done.stdout
+    documents = [
+        json.loads(line) for line in eft("data", "check", "bad.jsonl", "--json", cwd=folder).stdout.splitlines()
+    ]
+    assert [(one["ok"], one["fault_count"]) for one in documents] == [(False, 2)]
+
+
+def test_check_of_a_file_that_is_not_there(folder: Path) -> None:
+    done = eft("data", "check", "nope.jsonl", cwd=folder)
+    assert done.returncode == 2 and "nope.jsonl cannot be read: No such file" in done.stderr
+
+
+def test_preview_shows_what_is_learned(folder: Path) -> None:
+    arguments = ("data", "preview", "good.jsonl", "--model", "tiny", "--set", "training.max_length=16")
+    piped = eft(*arguments, cwd=folder)
+    assert piped.returncode == 0, piped.stderr
+    assert f"say 1:{OPEN} 1" in piped.stdout and "\x1b" not in piped.stdout
+    assert "6 rows of prompt_completion" in piped.stdout and "rows are there more than once" in piped.stdout
+    assert "\\u001b[31mred" in piped.stdout  # of the rows a terminal obeys nothing
+    asked = eft(*arguments, "--json", cwd=folder)
+    document = json.loads(asked.stdout)
+    assert document["ok"] and document["max_length"] == 16 and len(document["samples"]) == 6
+    assert not list(folder.glob(".eft/**/*.safetensors"))
+
+
+def test_a_wrong_option_is_told_as_everywhere(folder: Path) -> None:
+    done = eft("data", "preview", "good.jsonl", "--model", "tiny", "--set", "training.max_lenght=16", cwd=folder)
+    assert done.returncode == 2
+    assert "did you mean `max_length`" in done.stderr and "training.max_lenght" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_colours_or_marks(colours: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {
+        "rows": {"file": 1},
+        "format": "text",
+        "samples": [{"line": 1, "tokens": 2, "label_tokens": 1, "segments": [{"text": "yes", "learned": True}]}],
+    }
+    print_preview(found, Console(force_terminal=True, no_color=not colours, color_system="standard"))
+    out = capsys.readouterr().out
+    assert (f"{OPEN}yes{CLOSE}" in out) is not colours
+    assert ("\x1b[1;32myes" in out) is colours

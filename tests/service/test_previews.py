@@ -1,0 +1,183 @@
+"""Previews and samples over HTTP: asked for at a real API, found out by a real worker on a slot without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from core import HOME
+from core.db.tables import Attempt, Job
+from core.jobs.finish import Succeeded
+from core.settings import Settings
+from tests.support.client import eft
+from worker.agent import Agent
+
+
+def row(n: int) -> dict[str, Any]:
+    ask, answer = f"lamp {n % 9} on", "lamp.on " * (n % 9 + 1)
+    return {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+
+
+ROWS = [row(n) for n in range(12)]
+OPTIONS = {"training": {"max_length": 64, "per_device_train_batch_size": 2, "num_train_epochs": 2.0}}
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder)], cwd=HOME, check=True)
+    return folder
+
+
+@pytest.fixture
+def box(start_api: Any, tiny: Path) -> Iterator[Any]:
+    """An API that takes the tiny model."""
+    with start_api(model_roots=tiny.parent) as api:
+        yield api
+
+
+def work(api: Any, tiny: Path) -> None:
+    """What a worker of this box finds to do, until there is nothing more."""
+    settings = Settings(
+        data=api.root, database_url=api.database_url, node="box", model_roots=(tiny.parent,), spare=False
+    )
+    agent = Agent(settings)
+    agent.start(lambda _: None, lambda: 0)
+    try:
+        agent.serve()
+    finally:
+        agent.stop()
+
+
+def test_a_preview_says_what_training_would_do(box: Any, tiny: Path) -> None:
+    file_id = box.upload(jsonl(ROWS))["id"]
+    asked = box.http.post(f"/files/{file_id}/preview", json={"model": str(tiny), **OPTIONS})
+    assert asked.status_code == 202, asked.text
+    preview = asked.json()
+    assert asked.headers["location"] == preview["links"]["self"] == f"/files/{file_id}/previews/{preview['id']}"
+    assert (preview["status"], preview["result"]) == ("queued", None)
+    assert box.http.delete(f"/files/{file_id}").status_code == 409
+    work(box, tiny)
+    found = box.http.get(preview["links"]["self"], params={"wait": 5}).json()
+    assert (found["status"], found["failure"]) == ("succeeded", None), found
+    result = found["result"]
+    assert result["ok"] and result["format"] == "messages"
+    assert result["rows"]["file"] == 12 and result["rows"]["used"] + result["rows"]["dropped"] == 12
+    assert 0 < result["rows"]["truncated"] < 12 and result["tokens"]["longest"] > 64
+    assert sum(part["rows"] for part in result["tokens"]["histogram"]) == 12
+    assert result["duplicates"]["rows"] == 3 and result["duplicates"]["examples"][0] == {"line": 1, "again": [10]}
+    assert result["epoch"]["total_steps"] == 2 * result["epoch"]["steps"] and 0 <= result["epoch"]["padding_share"] < 1
+    assert len(result["samples"]) == 10
+    prompt, answer = result["samples"][0]["segments"][:2]
+    assert (prompt["learned"], answer["learned"]) == (False, True)
+    assert "lamp 0 on" in prompt["text"] and answer["text"].startswith("lamp.on")
+    # No job among the jobs, and no slot of theirs.
+    assert box.http.get("/jobs").json()["data"] == []
+    assert box.http.get(f"/jobs/{preview['id']}").status_code == 404
+    with box.database.read() as session:
+        rows = session.execute(select(Attempt.kind, Attempt.slot).order_by(Attempt.attempt)).all()
+    assert [tuple(row) for row in rows] == [("prepare", "preview-0"), ("preview", "preview-0")]
+    # Asked again it is the same one, and drawn by the client.
+    again = box.http.post(f"/files/{file_id}/preview", json={"model": str(tiny), **OPTIONS})
+    assert (again.status_code, again.json()["id"]) == (200, preview["id"])
+    settings = [part for key, value in OPTIONS["training"].items() for part in ("--set", f"training.{key}={value}")]
+    drawn = eft(box, "files", "preview", file_id, "--model", str(tiny), *settings)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "⟦lamp.on" in drawn.stdout and "\x1b[" not in drawn.stdout
+    assert [one["id"] for one in box.http.get(f"/files/{file_id}/previews").json()["data"]] == [preview["id"]]
+    # It holds nothing any more.
+    assert box.http.delete(f"/files/{file_id}").status_code == 200
+    assert box.http.get(preview["links"]["self"]).status_code == 404
+
+
+def test_a_model_that_cannot_be_read_is_the_previews_failure(box: Any, tiny: Path) -> None:
+    file_id = box.upload(jsonl(ROWS))["id"]
+    empty = tiny.parent / "empty"
+    empty.mkdir(exist_ok=True)
+    preview = box.http.post(f"/files/{file_id}/preview", json={"model": str(empty)}).json()
+    work(box, tiny)
+    found = box.http.get(preview["links"]["self"]).json()
+    assert found["status"] == "failed" and found["failure"]["field"] == "model.path", found
+    assert found["failure"]["class"] == "user"
+    # A question that failed may be asked anew.
+    assert box.http.post(f"/files/{file_id}/preview", json={"model": str(empty)}).json()["id"] != preview["id"]
+
+
+def test_of_another_project_there_is_nothing(sqlite_api: Any) -> None:
+    file_id, other = sqlite_api.upload(jsonl(ROWS))["id"], sqlite_api.upload(jsonl(ROWS[:3]))["id"]
+    preview = sqlite_api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).json()
+    stranger = sqlite_api.client("elsewhere", "bob")
+    for method, path in (
+        ("POST", f"/files/{file_id}/preview"),
+        ("GET", f"/files/{file_id}/previews"),
+        ("GET", preview["links"]["self"]),
+    ):
+        reply = stranger.request(method, path, **({"json": {"model": "a/b"}} if method == "POST" else {}))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found"), path
+    assert sqlite_api.http.get(f"/files/{other}/previews/{preview['id']}").status_code == 404
+    assert sqlite_api.http.get(f"/files/{file_id}/previews/preview-nope").status_code == 404
+    with sqlite_api.database.read() as session:
+        assert session.execute(select(Job.project_id).where(Job.id == preview["id"])).scalar_one() != ""
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "model"),
+        ({"model": "a/b", "training": {"max_lenght": 5}}, "training.max_lenght"),
+        ({"model": "a/b", "data": {"train": "file-01kar3v8x5m2h6n9qst4wyz0bc"}}, "data.train"),
+        ({"model": "a/b", "data": {"train": {"type": "path", "path": "/x"}}}, "data.train"),
+        ({"model": "a/b", "data": {"train": {"format": "text"}}}, "data.train.format"),
+        ({"model": "/etc"}, "model.path"),
+    ],
+)
+def test_bad_options_are_named(sqlite_api: Any, body: dict[str, Any], field: str) -> None:
+    file_id = sqlite_api.upload(jsonl(ROWS))["id"]
+    reply = sqlite_api.http.post(f"/files/{file_id}/preview", json=body)
+    assert reply.status_code == 422, reply.text
+    assert reply.json()["error"]["field"] == field
+    assert sqlite_api.http.get(f"/files/{file_id}/previews").json() == {"data": []}
+
+
+def test_rows_of_stages_to_come_can_be_previewed_not_trained_on(sqlite_api: Any) -> None:
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}]
+    file_id = sqlite_api.upload(jsonl(rows))["id"]
+    reply = sqlite_api.http.post("/jobs", json={"model": "a/b", "data": file_id})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "rows_of_another_stage")
+    assert sqlite_api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).status_code == 202
+
+
+def test_samples_stand_beside_the_base(sqlite_api: Any) -> None:
+    job_id, token = sqlite_api.start_job()
+    path = f"/jobs/{job_id}/samples"
+    assert sqlite_api.http.get(path).json() == {"steps": [], "step": None, "data": []}
+
+    def told(step: int, answer: str) -> dict[str, Any]:
+        one = {"row": 0, "prompt": "hi", "reference": "ho", "completion": answer, "new_tokens": 1, "finished": True}
+        return {"type": "samples", "step": step, "samples": [one]}
+
+    sqlite_api.tell(token, told(0, "base"), told(5, "better"), told(10, "worse"))
+    found = sqlite_api.http.get(path).json()
+    assert (found["steps"], found["step"]) == ([0, 5, 10], 10)
+    (one,) = found["data"]
+    assert (one["prompt"], one["reference"], one["base"], one["tuned"]) == ("hi", "ho", "base", "worse")
+    best = {"step": 5, "metric": "eval_loss", "value": 1.0, "restored": True}
+    sqlite_api.end(token, Succeeded({"steps": 10, "best": best}))
+    assert sqlite_api.http.get(path).json()["step"] == 5  # what is handed back
+    assert sqlite_api.http.get(path, params={"step": 10}).json()["data"][0]["tuned"] == "worse"
+    missing = sqlite_api.http.get(path, params={"step": 7})
+    assert (missing.status_code, missing.json()["error"]["field"]) == (404, "step")
+    assert sqlite_api.client("elsewhere", "bob").get(path).status_code == 404
+    drawn = eft(sqlite_api, "samples", job_id)
+    assert drawn.returncode == 0 and "better" in drawn.stdout and "base" in drawn.stdout
