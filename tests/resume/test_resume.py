@@ -105,7 +105,7 @@ def test_leaving_at_every_place_in_turn(
             **axes,
         )
         attempts.append(run_dir)
-        code = run(run_dir, StopAt(2 + number % 4, run_dir))
+        code = run(run_dir, StopAt(3 + number % 3, run_dir))
         if code == EXIT_OK:
             break
         assert code == EXIT_CHECKPOINTED, events(run_dir)[-1]
