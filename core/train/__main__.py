@@ -10,7 +10,7 @@ from types import FrameType
 
 from core.spec.run import EVENTS_FILE, EXIT_FAILED, ORDER_FILE, RunOrder
 from core.train.events import EventWriter
-from core.train.lifeline import Stop, arm
+from core.train.lifeline import Stop, arm, leave
 
 
 def main() -> int:
@@ -58,4 +58,4 @@ def _interrupt_stops(stop: Stop) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -31,7 +31,7 @@ from core.train import gguf, hub, model_files
 from core.train.disk import tell_failure
 from core.train.events import EventWriter
 from core.train.hub_data import prepare_dataset
-from core.train.lifeline import arm
+from core.train.lifeline import arm, leave
 from core.train.model_cache import MODEL, Entry, ModelCache
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -275,4 +275,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

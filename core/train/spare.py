@@ -15,7 +15,7 @@ from pathlib import Path
 from core.hardware import visible
 from core.spec.run import EXIT_FENCED, LOG_FILE, SPARE_READY, SpareOrder
 from core.train import __main__ as trainer
-from core.train.lifeline import STDIN, await_order
+from core.train.lifeline import STDIN, await_order, leave
 
 STDOUT, STDERR = 1, 2
 
@@ -113,4 +113,4 @@ def _change_environment(changes: dict[str, str | None]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

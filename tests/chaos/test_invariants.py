@@ -81,6 +81,7 @@ def good() -> History:
         told(2, 0, "status", 101.0, **{"from": "queued", "to": "cancelled"}),
     ]
     history.results = {"a": copy.deepcopy(reference[0]), "c": copy.deepcopy(reference[1])}
+    history.results["c"].losses.pop(0)  # that step was done by the job it is a retry of
     history.over_http = {job_id: row.status for job_id, row in history.jobs.items()}
     return history
 
@@ -159,6 +160,8 @@ DOCTORED: list[tuple[str, str, Callable[[History], object]]] = [
     ("weights", "weights sha-x, undisturbed sha-0", lambda h: setattr(h.results["a"], "weights", "sha-x")),
     ("weights", "weights sha-0, undisturbed sha-1", lambda h: setattr(h.results["c"], "weights", "sha-0")),
     ("weights", "its losses are not", lambda h: h.results["a"].losses.pop()),
+    ("weights", "c: its losses are not", lambda h: h.results["c"].losses.pop()),
+    ("weights", "c: its losses are not", lambda h: h.results["c"].losses.clear()),
     ("weights", "has no result", lambda h: h.results.pop("a")),
     ("weights", "is not the file", lambda h: h.results["a"].faults.append("is not the file")),
     ("leftovers", "still running", lambda h: h.left.append("still running: 4711")),

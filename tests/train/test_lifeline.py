@@ -92,13 +92,21 @@ def test_silence_fences_and_heartbeats_do_not() -> None:
 
 def test_silence_counts_from_when_the_lease_was_last_held() -> None:
     """A worker that slept between its claim and the child's start: nobody owns the attempt any more."""
-    code = "import sys; from core.train.lifeline import arm; arm(60, held_at=float(sys.argv[1])); print('armed')"
+    code = "import sys; from core.train.lifeline import arm; arm(900, held_at=float(sys.argv[1])); print('armed')"
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    for held_at, expected in ((now - 61, EXIT_FENCED), (now - 50, 0)):
+    for held_at, expected in ((now - 901, EXIT_FENCED), (now - 300, 0)):
         command = [sys.executable, "-c", code, str(held_at)]
         done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False)
         assert done.returncode == expected, done.stderr
         assert (b"since before it was started" in done.stderr) == (expected == EXIT_FENCED)
+
+
+def test_it_leaves_at_once_with_all_told() -> None:
+    """Whatever libraries want to do at the end: the fence would not hold meanwhile."""
+    code = "import atexit, time; from core.train import lifeline; atexit.register(time.sleep, 60); print(1); "
+    code += "lifeline.leave(3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=50)
+    assert (done.returncode, done.stdout) == (3, b"1\n")
 
 
 @pytest.mark.parametrize("fence", ["none", "60"])
