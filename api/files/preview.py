@@ -63,7 +63,7 @@ _PREVIEW: dict[str, Any] = {
     "reason": "finished",
     "created_at": "2026-11-21T09:20:55.004000Z",
     "finished_at": "2026-11-21T09:20:59.120000Z",
-    "progress": {"step": 84, "total_steps": 84},
+    "progress": {"rows": 84},
     "result": _RESULT,
     "failure": None,
     "links": {"self": f"/files/{_FILE}/previews/{_ID}", "file": f"/files/{_FILE}"},
@@ -97,7 +97,7 @@ class PreviewView(BaseModel):
     created_at: str
     finished_at: str | None
     progress: dict[str, Any] | None
-    """Rows rendered so far: step, total_steps."""
+    """Rows rendered so far: rows."""
     result: dict[str, Any] | None
     """Once it has succeeded (docs/data.md, "Preview"). `ok` is false where training would refuse rows; `faults` has
     them."""

@@ -11,12 +11,15 @@ from typing import Any, assert_never
 import torch
 from torch.nn import functional
 
+from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.data.dataset import TokenDataset, eval_batches
 from core.train.engine import Diverged, Engine
 from core.train.logits import label_logits
+from core.train.render.options import RenderOptions
+from core.train.render.renderer import Renderer
 
 BEGINNING = 16
 """Tokens of a row without a prompt that are given to the model; at most half of it."""
@@ -47,11 +50,12 @@ class Evaluator:
         dataset: TokenDataset | None,
         spec: HeldOut,
         *,
-        completions: bool,
+        options: RenderOptions,
         between: Callable[[], None],
     ) -> None:
-        """`completions`: the loss is on completions, so that exact match says something. `between` runs before each
-        batch and each new token, and may raise to stop. SpecError when the evaluation has nothing to work on."""
+        """`options` are those of the training rows. `between` runs before each batch and each new token, and may raise
+        to stop. SpecError when the evaluation has nothing to work on."""
+        completions = options.loss_on != "all"
         if dataset is None:
             raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
         if spec.metric_for_best_model == "eval_exact_match" and not completions:
@@ -65,7 +69,7 @@ class Evaluator:
             case NoSamples():
                 self.prompts: list[Prompt] = []
             case Greedy() | Sampling() as wanted:
-                self.prompts = choose_prompts(dataset, wanted, tokenizer)
+                self.prompts = choose_prompts(dataset, wanted, tokenizer, options)
             case _ as never:
                 assert_never(never)
         self._stops = stop_tokens(engine.model, tokenizer, self.prompts)
@@ -147,12 +151,16 @@ def evaluate(
 # --- prompts ---------------------------------------------------------------------------------------------
 
 
-def choose_prompts(dataset: TokenDataset, wanted: Generated, tokenizer: Any) -> list[Prompt]:
+def choose_prompts(dataset: TokenDataset, wanted: Generated, tokenizer: Any, options: RenderOptions) -> list[Prompt]:
     """Of rows spread evenly over the file, then those of the spec. The prompt of a row is what comes before its last
-    completion, token for token what the model sees in training."""
+    completion, token for token what the model sees in training; those of the spec are rendered as the rows are."""
     count = min(wanted.rows, len(dataset))
     rows = [index * len(dataset) // count for index in range(count)]
-    return [_of_row(dataset, row) for row in rows] + [_of_text(text, tokenizer) for text in wanted.prompts]
+    found = [_of_row(dataset, row) for row in rows]
+    if wanted.prompts:
+        renderer = Renderer(tokenizer, options)
+        found += [_of_text(text, renderer) for text in wanted.prompts]
+    return found
 
 
 def _of_row(dataset: TokenDataset, row: int) -> Prompt:
@@ -166,15 +174,9 @@ def _of_row(dataset: TokenDataset, row: int) -> Prompt:
     return Prompt(ids[:start], row, ids[start:end])
 
 
-def _of_text(text: str, tokenizer: Any) -> Prompt:
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return Prompt(list(tokenizer(text, add_special_tokens=False)["input_ids"]), None, [])
-    ids = list(tokenizer(text)["input_ids"])
-    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
-        ids.pop()
-    return Prompt(ids, None, [])
+def _of_text(text: str, renderer: Renderer) -> Prompt:
+    asked = (Message("user", text),) if renderer.has_template else text
+    return Prompt(renderer.render_prompt(PromptOnly(asked), 0).ids, None, [])
 
 
 def stop_tokens(model: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> list[int]:

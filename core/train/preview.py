@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, ORDER_FILE, RunOrder
 from core.train.lifeline import arm
+
+TELL_SECONDS = 1.0
 
 
 def main(arguments: list[str]) -> int:
@@ -30,8 +33,13 @@ def _look(run_dir: Path, order: RunOrder) -> int:
 
     events = EventWriter(run_dir / EVENTS_FILE)
 
-    def told(done: int, total: int) -> None:
-        events.write("progress", step=done, total_steps=total)
+    last = time.monotonic()
+
+    def told(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            events.write("progress", rows=done)
 
     try:
         events.write("phase", phase="loading")

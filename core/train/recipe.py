@@ -37,6 +37,7 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
 from core.train.record import Environment
+from core.train.render.options import RenderOptions
 from core.train.stages.sft import choose_sft_loss
 
 
@@ -106,9 +107,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None
     if isinstance(held_out, HeldOut):
-        evaluator = Evaluator(
-            engine, tokenizer, data.eval, held_out, completions=data.completions, between=leave_if_asked
-        )
+        options = RenderOptions(data.loss_on, spec.data.rendering)
+        evaluator = Evaluator(engine, tokenizer, data.eval, held_out, options=options, between=leave_if_asked)
     _resume(engine, feed, ledger, environment, order, run_dir, events)
 
     # --- loop ----------------------------------------------------------------------------------------

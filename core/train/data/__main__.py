@@ -92,6 +92,7 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
 
     quiet()
     found = preview(order, load_tokenizer(prepared.model_dir), _tell_rows)
+    _tell("")
     return {"file": args.data} | found
 
 
@@ -99,8 +100,8 @@ def _tell_bytes(phase: str, done: int, total: int | None) -> None:
     _tell(f"{phase} the tokenizer: {done / 1e6:.0f} MB")
 
 
-def _tell_rows(done: int, total: int) -> None:
-    _tell(f"{done} of {total} rows" if done < total else "")
+def _tell_rows(done: int) -> None:
+    _tell(f"{done} rows")
 
 
 def _tell(words: str) -> None:

@@ -7,15 +7,18 @@ so that what is said here is what would be done. Rows that training would refuse
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from core.data.rows import Labelled, Numbered, Preference, PromptOnly
-from core.errors import EftError
+from core.data.stream import RowStream
+from core.errors import DataError, EftError
+from core.spec.data import RowFormat
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
 from core.spec.training import Packed
@@ -33,21 +36,25 @@ SHOWN_FAULTS = 20
 SHOWN_DUPLICATES = 10
 FIRST_BIN = 16
 """Tokens; each further bin of the histogram is twice as wide as the one before."""
-TELL_ROWS = 2000
+CHUNK_ROWS = 200
 
-OnProgress = Callable[[int, int], None]
-"""(rows rendered, rows in all); may raise to stop."""
+OnProgress = Callable[[int], None]
+"""Rows rendered; may raise to stop."""
 
 
-def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done, total: None) -> dict[str, Any]:
+def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done: None) -> dict[str, Any]:
     """See docs/data.md, "Preview", for the document. DataError for a file that cannot be read as rows, SpecError for
-    options that do not go with its format."""
+    options that do not go with its format. Of the rows only their tokens are held in memory."""
     spec = order.spec
-    rows, row_format = read_rows(order.train)
+    row_format, rows = _rows(order)
     renderer = renderer_of(spec, row_format, tokenizer)
-    whole, faults, cut_prompts = _rendered(rows, renderer, told)
+    looked = _Looked(renderer, told)
+    for chunk in _chunks(rows):
+        looked.at(chunk)
+    whole, faults = looked.dataset(), looked.faults
     if whole is None:
-        return {"format": row_format, "ok": False, "rows": {"file": len(rows), "refused": len(faults)}} | _told(faults)
+        counts = {"file": looked.rows, "refused": len(faults)}
+        return {"format": row_format, "ok": False, "rows": counts} | _told(faults)
     used, report, limit_fault = None, None, None
     try:
         used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
@@ -57,13 +64,13 @@ def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done, tot
         "format": row_format,
         "ok": not faults and limit_fault is None,
         "rows": {
-            "file": len(rows),
+            "file": looked.rows,
             "refused": len(faults),
             "used": len(used) if used is not None else 0,
             "truncated": int((np.asarray(whole.lengths) > spec.training.max_length).sum()),
             "dropped": report.dropped if report is not None else len(whole),
             "pieces": report.pieces if report is not None else 0,
-            "cut_prompts": cut_prompts,
+            "cut_prompts": looked.cut_prompts,
         },
         "rendering": {
             "loss_on": renderer.options.loss_on,
@@ -90,24 +97,77 @@ def _told(faults: list[dict[str, Any]]) -> dict[str, Any]:
     return {"faults": faults[:SHOWN_FAULTS], "fault_count": len(faults)}
 
 
-def _rendered(
-    rows: list[Numbered], renderer: Renderer, told: OnProgress
-) -> tuple[TokenDataset | None, list[dict[str, Any]], int]:
-    """All rows that can be rendered (None: not one), what is wrong with the others, and how many prompts were cut."""
-    writer, faults, count = TokenWriter(), list[dict[str, Any]](), 0
-    for done, numbered in enumerate(rows):
-        if done % TELL_ROWS == 0:
-            told(done, len(rows))
+def _rows(order: RunOrder) -> tuple[RowFormat, Iterable[Numbered]]:
+    """The rows and their format. One source is streamed; of a mixture the formats are known when all is read."""
+    if len(order.train.sources) > 1:
+        rows, row_format = read_rows(order.train)
+        return row_format, rows
+    stream = RowStream(order.train)
+    passing = (numbered for _, numbered in stream.rows())
+    try:
+        first = next(passing)
+    except DataError:
+        read_rows(order.train)  # which reads on and raises with every fault of the file
+        raise
+    return next(iter(stream.formats())), _every_fault(order, itertools.chain([first], passing))
+
+
+def _every_fault(order: RunOrder, rows: Iterable[Numbered]) -> Iterator[Numbered]:
+    try:
+        yield from rows
+    except DataError:
+        read_rows(order.train)
+        raise
+
+
+def _chunks(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
+    passing = iter(rows)
+    while chunk := list(itertools.islice(passing, CHUNK_ROWS)):
+        yield chunk
+
+
+class _Looked:
+    """Rows as they are rendered: their tokens, and what is wrong with those that cannot be."""
+
+    def __init__(self, renderer: Renderer, told: OnProgress) -> None:
+        self.faults: list[dict[str, Any]] = []
+        self.rows = 0
+        self._renderer, self._told, self._writer = renderer, told, TokenWriter()
+        self._any = False
+
+    def at(self, chunk: list[Numbered]) -> None:
+        self._told(self.rows)
+        self.rows += len(chunk)
         try:
-            parts = list(_parts(numbered, renderer))
-        except EftError as error:
-            faults.append({"line": numbered.line, "field": error.field, "message": error.message})
-            continue
+            for numbered, parts in zip(chunk, self._together(chunk), strict=True):
+                self._add(numbered, parts)
+        except EftError:
+            for numbered in chunk:
+                try:
+                    parts = list(_parts(numbered, self._renderer))
+                except EftError as error:
+                    self.faults.append({"line": numbered.line, "field": error.field, "message": error.message})
+                else:
+                    self._add(numbered, parts)
+
+    def dataset(self) -> TokenDataset | None:
+        return self._writer.dataset() if self._any else None
+
+    @property
+    def cut_prompts(self) -> int:
+        return self._writer.cut_prompts
+
+    def _together(self, chunk: list[Numbered]) -> list[list[Rendered]]:
+        """One call for many rows is quicker; it says nothing of the others when one is refused."""
+        if any(isinstance(numbered.row, Preference | Labelled | PromptOnly) for numbered in chunk):
+            return [list(_parts(numbered, self._renderer)) for numbered in chunk]
+        rendered = self._renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
+        return [[one] for one in rendered]
+
+    def _add(self, numbered: Numbered, parts: list[Rendered]) -> None:
         for part in parts:
-            writer.add(numbered.line, part)
-            count += bool(part.ids)
-    told(len(rows), len(rows))
-    return (writer.dataset() if count else None), faults, writer.cut_prompts
+            self._writer.add(numbered.line, part)
+            self._any = self._any or bool(part.ids)
 
 
 def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
