@@ -59,6 +59,7 @@ def move(
         changes |= {"finished_at": db_now()}
     changes |= dict(values or {})
     actor = (values or {}).get("worker") or job.worker or "eft"  # a user's wish names its user in `data`
+    request = job.request_id  # of the submit that began it all; a later request names itself in `data`
     row = session.execute(
         update(Job)
         .where(Job.id == job.id, Job.status == before.value, Job.attempt == job.attempt, *guards)
@@ -76,7 +77,14 @@ def move(
             seq=row.event_seq,
             attempt=row.attempt,
             type="status",
-            data={"from": before.value, "to": after.value, "reason": reason, "actor": actor, **(data or {})},
+            data={
+                "from": before.value,
+                "to": after.value,
+                "reason": reason,
+                "actor": actor,
+                "request_id": request,
+                **(data or {}),
+            },
         )
     )
     session.expire(job)

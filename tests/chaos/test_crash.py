@@ -203,6 +203,39 @@ def events(service: Service, job_id: str) -> list[dict[str, Any]]:
     return service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"]
 
 
+def test_a_drained_node_hands_back_and_loses_at_most_the_running_micro_step(
+    service: Service, spec: dict[str, Any]
+) -> None:
+    """Windows of 16 micro-steps, so that the drain comes inside one; the worker is killed while the node is drained."""
+    training = {**spec["training"], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+    fine = {**spec, "training": {**training, "max_steps": 20}}
+    alone = service.submit(fine)
+    service.wait(alone, "succeeded", "failed")
+    job_id = service.submit(fine)
+    service.wait_for_step(job_id, 4)
+    node = service.client.get("/nodes").json()["data"][0]["name"]
+    assert service.client.post(f"/nodes/{node}/drain", params={"reason": "a test"}).json()["state"] == "draining"
+    wait_for(lambda: service.client.get(f"/nodes/{node}").json()["state"] == "drained", 30, "drained")
+    assert service.trainers(job_id) == []
+    (back,) = [e["data"] for e in events(service, job_id) if e["type"] == "status" and "drained" in e["data"]]
+    assert back["drained"] == {"node": node, "reason": "a test"} and back["actor"].startswith("user-")
+    worker = service.pid("worker")
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: service.pid("worker") != worker, 20, "another worker")
+    time.sleep(3)  # sweeps ring once a second
+    assert service.job(job_id)["status"] == "queued", "the next worker of the node claims nothing either"
+    assert service.client.post(f"/nodes/{node}/undrain").json()["state"] in ("serving", "silent")
+    ended = service.wait(job_id, "succeeded", "failed")
+    assert ended["status"] == "succeeded" and ended["attempt"] == 3, service.describe(job_id)
+    told = events(service, job_id)
+    left = [e["data"] for e in told if e["type"] == "checkpoint" and e["attempt"] == 2][-1]
+    (resumed,) = [e["data"] for e in told if e["type"] == "resumed"]
+    place = (left["step"], left["micro_step"])
+    assert (resumed["step"], resumed["micro_step"]) == place, "not one micro-step was done twice"
+    assert left["step"] >= last_step(service, job_id, attempt=2)
+    assert weights(service, job_id) == weights(service, alone)
+
+
 def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:

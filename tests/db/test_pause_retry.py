@@ -8,14 +8,16 @@ import pytest
 from sqlalchemy import select
 
 from core.db.engine import Database
-from core.db.tables import Allocation, Job, OutboxMessage
+from core.db.tables import Allocation, Event, Job, OutboxMessage
 from core.errors import Conflict, NotFound
 from core.jobs import claims, lost
 from core.jobs.claims import Claim, Slot
 from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
 from core.jobs.lost import LossPolicy
 from core.jobs.states import Status
-from core.jobs.submit import Actor, cancel, pause, resume, retry
+from core.jobs.submit import Actor, cancel, pause, resume, retry, submit
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
 
 ADA, EVE = Actor("user-ada", "proj-lab"), Actor("user-ada", "proj-other")
 CPU, PREPARE = Slot("cpu", "cpu"), Slot("prepare-0", "prepare")
@@ -135,6 +137,27 @@ def test_retry_makes_a_new_job_once(database: Database, make_job: Make, row: Row
     wish(database, cancel, again)
     assert wish(database, retry, job_id) not in (job_id, again)
     assert row(job_id).status == "failed", "an end is an end"
+
+
+def test_every_change_names_the_request_it_comes_from(database: Database) -> None:
+    """The one that submitted the job; for a wish of a user, the request that brought it."""
+    spec = resolve(JobSpec.model_validate({"model": "team/tiny", "data": "file-0123456789abcdefghjkmnpqrs"}))
+    with database.write() as session:
+        job_id = submit(session, Actor("user-ada", "proj-lab", "req-1"), spec).id
+        claims.claim(session, "worker-a", "box", Slot("prepare-0", "prepare"), 60)
+    with database.write() as session:
+        cancel(session, Actor("user-ada", "proj-lab", "req-2"), job_id)
+    with database.write() as session:
+        token = claims.Token(job_id, 1, "worker-a")
+        assert finish(session, token, "prepare", HandedBack("a test"), 75, RetryPolicy()) is Status.CANCELLED
+    with database.read() as session:
+        told = session.execute(select(Event.data).where(Event.job_id == job_id).order_by(Event.seq)).scalars().all()
+    assert [(change["to"], change["request_id"]) for change in told] == [
+        ("queued", "req-1"),
+        ("preparing", "req-1"),
+        ("stopping", "req-2"),
+        ("cancelled", "req-1"),
+    ]
 
 
 @pytest.mark.parametrize("what", [cancel, pause, resume, retry], ids=lambda what: what.__name__)

@@ -10,11 +10,13 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from box import broker
 from core import HOME
@@ -121,6 +123,52 @@ def test_a_killed_broker_comes_back_and_no_job_waits_for_ever(service: Service, 
     assert failed["failure"]["class"] == "user"
     assert service.pid("broker") != old
     assert "the broker ended (exit status -9)" in service.log()
+
+
+def test_doubled_late_lost_and_stuck_messages_change_nothing(service: Service, models: Path) -> None:
+    """Each of a running and of an ended job fifty times; a broker emptied again and again; one that does not answer."""
+    (models / "nothing").mkdir()
+    nothing = {"model": str(models / "nothing"), "data": service.upload(rows_of(service))}
+    ended = service.submit(nothing)
+    service.wait(ended, "failed", timeout=60)
+    before = service.statuses(ended)
+    job_id = long_job(service, models)
+    service.wait_for_step(job_id, 2)
+    path = service.statuses(job_id)
+    assert path == ["queued", "preparing", "queued", "starting", "running"]
+    code = (
+        "import sys, time; from worker.app import backlog, publish\n"
+        "for _ in range(50): [publish(job) for job in sys.argv[1:]]\n"
+        "deadline = time.monotonic() + 60\n"
+        "while backlog() and time.monotonic() < deadline: time.sleep(0.1)\n"
+        "sys.exit(backlog() != 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, job_id, ended], cwd=HOME, env=service.environment, check=True)
+    assert service.statuses(job_id) == path and len(service.trainers(job_id)) == 1
+    assert service.statuses(ended) == before
+
+    server = redis.Redis(unix_socket_path=str(Settings(data=service.data).broker_socket))
+    with server:
+        # However long a task is, no copy of it is kept to be delivered again after the visibility timeout.
+        assert server.hlen("unacked") == 0 and server.zcard("unacked_index") == 0
+        lost = service.submit(nothing)
+        for _ in range(20):
+            server.flushall()
+            time.sleep(0.05)
+    service.wait(lost, "failed", timeout=60)
+
+    os.kill(service.pid("broker"), signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        stuck = service.submit(nothing)
+        assert time.monotonic() - began < 5, "the API does not ask the broker"
+        time.sleep(2)
+    finally:
+        os.kill(service.pid("broker"), signal.SIGCONT)
+    service.wait(stuck, "failed", timeout=60)
+    assert service.statuses(job_id) == path and len(service.trainers(job_id)) == 1
+    service.client.post(f"/jobs/{job_id}/cancel")
+    service.wait(job_id, "cancelled", timeout=60)
 
 
 def rows_of(service: Service) -> Path:
