@@ -1,0 +1,100 @@
+"""What a preview says, row by row, against what training does with the same order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import DataError, SpecError
+from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
+from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
+from core.train.load import load_tokenizer
+from core.train.recipe import run
+from tests.support.trainer import chats, events, pairs, write_rows, write_run
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(tiny_dir)
+
+
+def look(folder: Path, tiny_dir: Path, tokenizer: Any, rows: list[Any], **axes: Any) -> dict[str, Any]:
+    run_dir = write_run(folder, tiny_dir, write_rows(folder.with_suffix(".jsonl"), rows), **axes)
+    found = preview(RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes()), tokenizer)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"batching": {"type": "tokens", "tokens_per_batch": 96}},
+        {"batching": {"type": "packed", "tokens_per_batch": 96}},
+        {"training": {"truncation": "split", "max_length": 16}},
+    ],
+    ids=["rows", "tokens", "packed", "split"],
+)
+def test_training_does_what_was_said(tiny_dir: Path, tokenizer: Any, tmp_path: Path, axes: dict[str, Any]) -> None:
+    training = {"max_length": 24, "per_device_train_batch_size": 2, "num_train_epochs": 1.0, "precision": "fp32"}
+    axes = axes | {"training": training | axes.get("training", {}), "optimizer": {"learning_rate": 1e-3}}
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, pairs(20), **axes)
+    run_dir = write_run(tmp_path / "run", tiny_dir, tmp_path / "preview.jsonl", **axes)
+    assert run(run_dir) == EXIT_OK, events(run_dir, "error")
+    (record,) = events(run_dir, "run_record")
+    (result,) = events(run_dir, "result")
+    said, done = found["epoch"], record["record"]["data"]["train"]
+    assert (found["rows"]["used"], found["rows"]["truncated"], found["rows"]["dropped"], found["rows"]["pieces"]) == (
+        done["rows"], done["truncated"], done["dropped"], done["pieces"],
+    )  # fmt: skip
+    assert (said["tokens"], said["label_tokens"]) == (done["tokens"], done["label_tokens"])
+    assert said["total_steps"] == said["steps"] == result["result"]["steps"]
+    assert said["tokens"] == result["result"]["total_tokens"]
+    padding = [event["values"]["padding_share"] for event in events(run_dir, "metrics")]
+    assert min(padding) <= said["padding_share"] <= max(padding)
+
+
+def test_every_row_that_would_be_refused_is_listed(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    strict = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no ' + m.content) }}{% endif %}"
+    strict += "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    rows = chats(6)
+    rows[1]["messages"][0]["content"], rows[4]["messages"][0]["content"] = "bad one", "bad two"
+    data = {"train": str(tmp_path / "preview.jsonl"), "rendering": {"type": "given", "template": strict}}
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, rows, data=data)
+    assert not found["ok"] and found["rows"]["refused"] == found["fault_count"] == 2
+    assert [fault["line"] for fault in found["faults"]] == [2, 5] and "no bad two" in found["faults"][1]["message"]
+    assert found["rows"]["used"] == 4 and len(found["samples"]) == 4
+
+
+def test_too_long_for_a_policy_that_refuses(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    training = {"truncation": "refuse", "max_length": 16}
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, pairs(6), training=training)
+    assert not found["ok"] and found["rows"]["used"] == 0 and found["tokens"]["longest"] > 16
+    (fault,) = found["faults"]
+    assert fault["field"] == "training.max_length" and "truncation" in fault["message"]
+
+
+def test_preferences_are_two_rows_with_their_prompt(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1?", "chosen": f" {n + 1}", "rejected": " no"} for n in range(3)]
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, rows)
+    assert found["format"] == "preference" and found["rows"] == found["rows"] | {"file": 3, "used": 6}
+    prompt, answer = found["samples"][0]["segments"]
+    assert (prompt["text"], prompt["learned"], answer["learned"]) == ("0+1?", False, True)
+
+
+def test_a_file_with_faults_and_options_that_do_not_fit(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        look(tmp_path / "bad", tiny_dir, tokenizer, [{"text": "a"}, {"text": 1}, {"txt": "b"}])
+    assert len(caught.value.faults) == 2
+    with pytest.raises(SpecError, match="loss_on"):
+        look(tmp_path / "text", tiny_dir, tokenizer, [{"text": "a"}], stage={"type": "sft", "loss_on": "completions"})
+
+
+def test_the_middle_of_a_long_row_is_left_out(tokenizer: Any) -> None:
+    ids = tokenizer("x" * (SHOWN_HEAD + SHOWN_TAIL + 7))["input_ids"]
+    parts = segments(ids, [False] + [True] * (len(ids) - 1), tokenizer)
+    assert [part.get("left_out") for part in parts] == [None, None, len(ids) - SHOWN_HEAD - SHOWN_TAIL, None]
+    assert [part["learned"] for part in parts] == [False, True, False, True]
