@@ -99,7 +99,8 @@ def _download_tokenizer(
     model: HubModel, info: ModelInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
 ) -> Entry:
     commit, folder, field = str(info.sha), work / MODEL, "model.id"
-    names = [file.rfilename for file in info.siblings or [] if is_small_file(file.rfilename)]
+    there = [file.rfilename for file in info.siblings or []]
+    names = [name for name in there if is_small_file(name) and name != model_files.INDEX_FILE]
     forget_halves(folder)
     model_files.check_tokenizer(names, field=field)
     if "config.json" not in names:

@@ -20,7 +20,7 @@ from core.errors import EftError, ModelError, NoSpace
 from core.spec.model import GGUFModel, HubModel
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK, PrepareOrder
 from core.train import hub
-from core.train.prepare import Prepared, prepare_model
+from core.train.prepare import Prepared, prepare_model, prepare_tokenizer
 from tests.support.hub import COMMIT, FIRST, SECOND, SHARDS, Hub, safetensors, serving, tiny_model
 from tests.support.tiny_gguf import write_gguf
 
@@ -119,6 +119,26 @@ def test_what_is_there_is_not_asked_for_again(tmp_path: Path, server: Hub) -> No
     assert prepare(tmp_path, pinned).model_dir == first.model_dir
     assert prepare(tmp_path, offline=True).source["commit"] == COMMIT
     assert server.seen == []
+
+
+def test_a_preview_needs_no_weights(tmp_path: Path, server: Hub) -> None:
+    def tokenizer(revision: str = "main", *, offline: bool = False) -> Prepared:
+        model = HubModel(id="team/tiny", revision=revision)
+        return prepare_tokenizer(model, tmp_path, [], offline, lambda phase, done, total: None)
+
+    with pytest.raises(ModelError, match="works offline"):
+        tokenizer(offline=True)
+    light = tokenizer()
+    assert {path.name for path in light.model_dir.iterdir()} == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert not any(server.asked(name) for name in SHARDS) and light.source["commit"] == COMMIT
+    server.seen.clear()
+    assert tokenizer(COMMIT).model_dir == tokenizer(offline=True).model_dir == light.model_dir
+    assert server.seen == []
+    whole = prepare(tmp_path)  # half a model is not taken for one
+    assert whole.model_dir != light.model_dir and all((whole.model_dir / name).is_file() for name in SHARDS)
+    assert tokenizer(COMMIT).model_dir == tokenizer(offline=True).model_dir == whole.model_dir
 
 
 def test_a_moved_branch_is_another_model(tmp_path: Path, server: Hub) -> None:
