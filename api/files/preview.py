@@ -99,7 +99,7 @@ class PreviewView(BaseModel):
     progress: dict[str, Any] | None
     """Rows rendered so far: rows."""
     result: dict[str, Any] | None
-    """Once it has succeeded (docs/data.md, "Preview"). `ok` is false where training would refuse rows; `faults` has
+    """Once it has succeeded (docs/preview.md). `ok` is false where training would refuse rows; `faults` has
     them."""
     failure: dict[str, Any] | None
     """Once it has failed: class, code, message, field."""

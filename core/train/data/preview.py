@@ -43,7 +43,7 @@ OnProgress = Callable[[int], None]
 
 
 def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done: None) -> dict[str, Any]:
-    """See docs/data.md, "Preview", for the document. DataError for a file that cannot be read as rows, SpecError for
+    """See docs/preview.md, for the document. DataError for a file that cannot be read as rows, SpecError for
     options that do not go with its format. Of the rows only their tokens are held in memory."""
     spec = order.spec
     row_format, rows = _rows(order)
