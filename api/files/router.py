@@ -28,6 +28,12 @@ RAW_TYPES = (
     "application/octet-stream",
 )
 """The bytes say what they are; the type is the sender's word for them."""
+MEDIA_TYPES: dict[str, str] = {
+    "jsonl": "application/jsonl",
+    "json": "application/json",
+    "csv": "text/csv",
+    "parquet": "application/vnd.apache.parquet",
+}
 PURPOSES = ["fine-tune"]
 BATCH_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
@@ -235,7 +241,7 @@ def get_file(request: Request, file_id: FileId, asking: Asking, here: Here) -> R
         size=row.bytes,
         sha256=row.sha256,
         filename=row.filename,
-        media_type="application/jsonl",
+        media_type=MEDIA_TYPES[(row.report or {}).get("container") or "jsonl"],
     )
 
 

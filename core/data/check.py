@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from core.data import parallel
 from core.data.checker import RowChecker
 from core.data.containers.jsonl import JsonLines
 from core.data.containers.read import CHUNK_BYTES, splitter, unit_of, values
@@ -93,6 +94,28 @@ class FileCheck:
             chunk = self._begin()
         if self._reader is not None and chunk:
             self._text(chunk)
+
+    def in_parallel(self, path: Path, stream: BinaryIO) -> None:
+        """Take the file from its beginning as far as several processes can help: all of it, or its first lines alone
+        when it is no JSON Lines file with usual rows. `stream` is left behind what was taken."""
+        head = stream.read(CHUNK_BYTES)
+        start = head.rfind(b"\n") + 1
+        self.feed(head[:start])
+        stream.seek(start)
+        reader, row_format = self._reader, self.checker.format
+        if not isinstance(reader, JsonLines) or self._first is None or row_format is None:
+            return
+        for block in parallel.glance(path, start, row_format, self._columns, self._first):
+            if block.rows is not None and reader.between_rows():
+                reader.passed(block.rows, block.end - block.start)
+                self.checker.good(block.rows)
+                continue
+            stream.seek(block.start)
+            left = block.end - block.start
+            while left and (chunk := stream.read(min(left, CHUNK_BYTES))):
+                self._records(chunk)
+                left -= len(chunk)
+        stream.seek(0, 2)
 
     def finish(self, path: Path | None = None) -> FileReport:
         """The report over all that was fed. `path`: where the bytes lie by now; Parquet is read from there, since its
@@ -182,9 +205,12 @@ class FileCheck:
 
 
 def check_file(path: Path, *, format: Format = "auto", columns: Mapping[str, str] | None = None) -> FileReport:
-    """Every fault of a file on this machine. Raises OSError when it cannot be read."""
+    """Every fault of a file on this machine; large JSON Lines files are looked at by several processes. Raises OSError
+    when it cannot be read."""
     check = FileCheck(format, columns)
     with path.open("rb") as stream:
+        if path.stat().st_size >= parallel.WORTH_BYTES and parallel.processes() > 1:
+            check.in_parallel(path, stream)
         while chunk := stream.read(CHUNK_BYTES):
             check.feed(chunk)
     return check.finish(path)

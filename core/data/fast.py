@@ -82,7 +82,7 @@ class UsualLines:
 
     def _rows(self, block: bytes) -> int | None:
         assert self._decoder is not None
-        if not block.startswith(b"{") or b"\r" in block or b"\\u0000" in block:
+        if not block.startswith(b"{") or b"\r" in block:
             return None
         characters = np.frombuffer(block, np.uint8)
         ends = np.flatnonzero(characters == _NEWLINE)
@@ -104,11 +104,14 @@ class UsualLines:
             case "messages":
                 return self._chat_keys(rows)
             case "text":
-                filled = all([row.text.strip() for row in rows])  # noqa: C419 -- a list is faster
+                filled = all([row.text.strip() and "\0" not in row.text for row in rows])  # noqa: C419 -- a list is faster
             case "prompt_completion":
-                filled = all([row.completion.strip() for row in rows])  # noqa: C419 -- a list is faster
+                filled = all([row.completion.strip() and "\0" not in row.completion + row.prompt for row in rows])  # noqa: C419 -- a list is faster
             case "instruction":
-                filled = all([row.instruction.strip() and row.output.strip() for row in rows])  # noqa: C419 -- a list is faster
+                filled = all(row.instruction.strip() and row.output.strip() for row in rows)
+                filled = filled and not any(
+                    "\0" in row.instruction + getattr(row, "input", "") + row.output for row in rows
+                )
             case _:
                 return None
         return self._row_keys * len(rows) if filled else None
@@ -127,7 +130,8 @@ class UsualLines:
             if not good:
                 return None
             for turn in messages:
-                if turn.role == "assistant" and not turn.content.strip():
+                content = turn.content
+                if "\0" in content or (not content.strip() and turn.role == "assistant"):
                     return None
             turns += len(messages)
         return self._row_keys * len(rows) + 2 * turns

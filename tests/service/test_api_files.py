@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from api.app import create_app
@@ -364,3 +366,33 @@ def test_deleting_and_submitting_at_once(api: Any) -> None:
         posted = {reply.status_code for reply in replies if reply.request.method == "POST"}
         assert (deleted, posted) in (([200], {422}), ([409], {201})), [reply.text for reply in replies]
         assert (client.get(f"/files/{file}").status_code == 404) == (deleted == [200])
+
+
+def test_other_containers_and_columns_answer_with_a_report(sqlite_api: Any) -> None:
+    table = pa.table({"question": ["a", "b"], "answer": ["c", "d"]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    columns = {"prompt": "question", "completion": "answer"}
+    files = {
+        "parquet": sink.getvalue().to_pybytes(),
+        "csv": b"question,answer\na,c\n=1+1,d\n",
+        "json": json.dumps(table.to_pylist()).encode(),
+    }
+    for container, data in files.items():
+        form = {"columns": json.dumps(columns)}
+        reply = sqlite_api.http.post("/files", files={"file": ("rows", data)}, data=form)
+        assert reply.status_code == 201, reply.text
+        file = reply.json()
+        report = file["report"]
+        assert (report["container"], report["columns"], file["rows"]) == (container, columns, 2)
+        assert [notice["code"] for notice in report["notices"]] == (["formula"] if container == "csv" else [])
+        job = {"model": "team/tiny", "data": {"train": [file["id"], {"type": "hub", "id": "team/rows"}]}}
+        spec = sqlite_api.http.post("/jobs?dry_run=true", json=job).json()["spec"]
+        first, second = (one["source"] for one in spec["data"]["train"]["sources"])
+        assert (first["format"], first["columns"]) == ("prompt_completion", columns)
+        assert second["type"] == "hub"
+    refused = error(sqlite_api.http.post("/files", files={"file": ("rows", files["parquet"])}), 422)
+    assert (refused["faults"][0]["code"], refused["report"]["container"]) == ("unknown_format", "parquet")
+    wrong = {"columns": '{"question": "prompt"}'}
+    assert error(sqlite_api.http.post("/files", files={"file": ("rows", b"")}, data=wrong), 422)["field"] == "columns"
+    assert not list(sqlite_api.layout.uploads.iterdir())

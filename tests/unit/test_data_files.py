@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.data import parallel
 from core.data.check import FileCheck, FileReport, check_file
 from core.data.containers import parquet
 from core.data.fast import UsualLines
@@ -232,6 +233,23 @@ def test_a_value_across_lines_is_not_two_rows() -> None:
     usual = UsualLines("prompt_completion", {}, {"prompt": "a", "completion": "b"})
     assert usual.rows(b'{"prompt": "a",\n"completion": "b"}\n') is None
     assert usual.rows(b'{"prompt": "a", "completion": "b"} {"prompt": "a", "completion": "b"}\n\n') is None
+
+
+def test_several_processes_report_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as stream:
+        for n in range(60_000):
+            stream.write(b'{"prompt": "p%d", "completion": "%s"}\n' % (n, b"x" * (n % 90 + 1)))
+            if n in (9_999, 40_000):
+                stream.write(b'{"prompt": "p", "completion": ""}\n')
+        stream.write(b'{"prompt": "%s", "completion": "b"}\n' % (b"long" * 100_000))
+        stream.write(b"\n\n")
+    one = check_file(path)
+    assert (one.rows, [fault.line for fault in one.faults]) == (60_001, [10_001, 40_003])
+    monkeypatch.setattr(parallel, "WORTH_BYTES", 0)
+    monkeypatch.setattr(parallel, "STRETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(parallel, "processes", lambda: 2)
+    assert check_file(path) == one
 
 
 # --- mixtures and splits -----------------------------------------------------------------------------
