@@ -227,7 +227,9 @@ class Tee:
 
     def write(self, text: str) -> int:
         self._file.write(text)
-        return self._stdout.write(text)
+        written = self._stdout.write(text)
+        self.flush()  # a bench of minutes is watched
+        return written
 
     def flush(self) -> None:
         self._file.flush()
