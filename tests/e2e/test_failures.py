@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,7 @@ def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str
                 pass
         except OSError:
             pass
+        stream.truncate(max(0, stream.tell() - (256 << 10)))  # room for events, not for a checkpoint
     waiting = wait_for(
         lambda: (now := service.job(job_id))["status"] == "queued" and now,
         30,
@@ -158,6 +161,13 @@ def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str
     )
     assert waiting["reason"].startswith("waits for room on the data root"), waiting["reason"]
     assert waiting["failure"] is None
+    (told,) = events(service, job_id, "no_space")
+    assert told["needs_bytes"] > 1 << 20 and "its checkpoint of" in told["reason"]
+    figures = r"waits for room on the data root: 0 MiB free, needs (\d+) \((\d+) for itself, 8 stay in reserve\)"
+    said = wait_for(lambda: re.fullmatch(figures, service.job(job_id)["reason"]), 10, "both figures")
+    assert int(said[2]) == -(-told["needs_bytes"] >> 20) and int(said[1]) <= int(said[2]) + 8
+    time.sleep(3)  # sweeps look once a second
+    assert service.job(job_id)["attempt"] == waiting["attempt"], "nothing is tried while there is no room"
     left = [path.name for path in (service.data / "runs" / job_id / "attempt-2" / "checkpoints").iterdir()]
     assert "step-00000020" in left and not [name for name in left if name.startswith("tmp-")]
     ballast.unlink()
