@@ -89,11 +89,14 @@ def attend(
         assert cu_seq_lens_q is not None and max_length_q is not None
         return varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    shared = groups > 1 and query.device.type == "cpu"  # elsewhere SDPA's fast kernels take as many heads of each
+    if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     sizes = list(segments)
     parts = [
-        nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=True)
+        nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=shared
+        )
         for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
