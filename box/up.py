@@ -38,6 +38,9 @@ SOON_SECONDS = 10.0
 """A process that ends sooner than this after its start has failed to start."""
 MAX_BACKOFF_SECONDS = 10.0
 READY_SECONDS = 120.0
+EXIT_NOT_NOW = 75
+"""A member that ends with it (sysexits.h) waits for something that comes back by itself: a database, say. It is started
+again for as long as that takes."""
 EXIT_CONFIG = 78
 """A member that ends with it (sysexits.h) would only do so again."""
 
@@ -181,12 +184,12 @@ class Supervisor:
         code = member.process.returncode
         member.process = None
         member.failures = member.failures + 1 if now - member.began < SOON_SECONDS else 1
-        if member.failures >= MAX_FAILURES or code == EXIT_CONFIG:
+        if code == EXIT_CONFIG or (member.failures >= MAX_FAILURES and code != EXIT_NOT_NOW):
             times = "" if code == EXIT_CONFIG else f" {MAX_FAILURES} times in a row, each soon after its start"
             raise GivesUp(
                 f"the {member.name} ended{times} (exit status {code}); {member.log} ends with\n{member.tail()}"
             )
-        wait = min(MAX_BACKOFF_SECONDS, 0.25 * 2 ** (member.failures - 1))
+        wait = min(MAX_BACKOFF_SECONDS, 0.25 * 2 ** min(member.failures - 1, 10))
         member.next_start = now + wait
         print(f"the {member.name} ended (exit status {code}); starting it again in {wait:g} s", flush=True)
 

@@ -22,6 +22,7 @@ import core
 from core.errors import EftError
 from core.settings import settings
 from worker.agent import Agent
+from worker.attempt import DATABASE_AWAY
 from worker.housekeeping import BrokerAway
 from worker.node import NotNow, Refused
 
@@ -122,7 +123,15 @@ class AgentStep(bootsteps.StartStopStep):  # type: ignore[misc]
     name = "eft.Agent"
 
     def start(self, parent: Any) -> None:
-        agent().start(publish, backlog)
+        try:
+            agent().start(publish, backlog)
+        except DATABASE_AWAY as error:
+            print(
+                f"eft worker: the database cannot be reached ({error}); see EFT_DATABASE_URL",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(EXIT_NOT_NOW) from None
 
     def stop(self, parent: Any) -> None:
         agent().stop()
