@@ -14,7 +14,7 @@ from torch.nn import functional
 from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
-from core.train.batch import IGNORE_INDEX, Batch
+from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset, eval_batches
 from core.train.engine import Diverged, Engine
 from core.train.logits import label_logits
@@ -135,8 +135,7 @@ def evaluate(
             logits, targets = label_logits(model, moved)
             total += float(functional.cross_entropy(logits.float(), targets, reduction="sum"))
             right = logits.argmax(dim=-1) == targets
-        counts = (moved.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
-        matched += sum(bool(part.all()) for part in torch.split(right, counts))
+        matched += sum(bool(part.all()) for part in torch.split(right, batch.label_counts()))
         tokens += batch.label_tokens
         rows += len(batch.lengths)
     loss = total / tokens

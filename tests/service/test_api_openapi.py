@@ -97,7 +97,11 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
 
 def test_the_job_spec_shows_its_short_forms(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["JobSpec"]["properties"]
-    for axis, words in {"method": ["full", "lora"], "schedule": ["cosine", "linear"], "stage": ["sft"]}.items():
+    for axis, words in {
+        "method": ["full", "lora", "qlora"],
+        "schedule": ["cosine", "linear"],
+        "stage": ["sft"],
+    }.items():
         assert fields[axis]["anyOf"][0]["type"] == "string"
         assert fields[axis]["anyOf"][0]["enum"] == words
     for axis in ("model", "data"):
