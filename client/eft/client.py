@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -302,9 +302,16 @@ class Client:
     # --- files --------------------------------------------------------------------------------------
 
     def upload(
-        self, path: str | os.PathLike[str], *, filename: str | None = None, advance: Callable[[int], None] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        filename: str | None = None,
+        format: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        advance: Callable[[int], None] | None = None,
     ) -> File:
-        """Send a training file (JSON Lines) from disk, never all of it in memory. The server checks every line."""
+        """Send a training file (JSON Lines, JSON, CSV or Parquet) from disk, never all of it in memory. The server
+        checks every row. `format`: needed only where rows fit two; `columns`: from its names to the file's."""
         source = Path(path)
         try:
             stream = source.open("rb")
@@ -315,7 +322,11 @@ class Client:
             answer = self._transport.request(
                 "POST",
                 "/files",
-                files={"file": (filename or source.name, body, "application/jsonl")},
+                files=[  # what says how to read the rows comes before them
+                    *([("format", (None, format))] if format is not None else []),
+                    *([("columns", (None, json.dumps(dict(columns))))] if columns else []),
+                    ("file", (filename or source.name, body, "application/octet-stream")),
+                ],
                 idempotent=False,  # a second copy of a large file is worse than an error
                 timeout=600.0,  # the server answers when all lines are checked
             )

@@ -25,11 +25,23 @@ FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's i
 
 @app.command()
 def upload(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="JSON Lines files.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="JSONL, JSON, CSV or Parquet files.")],
+    row_format: Annotated[
+        str | None, typer.Option("--format", help="What a row is, where rows fit two formats.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="e.g. prompt=question")
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send files; the server checks every line. Prints their ids."""
+    """Send files; the server checks every row. Prints their ids."""
+    named = {}
+    for column in columns or ():
+        ours, equals, theirs = column.partition("=")
+        if not (ours and equals and theirs):
+            raise UsageFault(f"--column takes OURS=THEIRS such as prompt=question, not `{column}`")
+        named[ours] = theirs
     with session(as_json, url) as (client, output):
         for path in paths:
             with Progress(
@@ -42,7 +54,7 @@ def upload(
                 disable=not output.notes.is_terminal,
             ) as bar:
                 task = bar.add_task(path.name, total=path.stat().st_size if path.is_file() else None)
-                file = client.upload(path, advance=partial(bar.advance, task))
+                file = client.upload(path, format=row_format, columns=named, advance=partial(bar.advance, task))
             output.json(file.raw) if as_json else output.text(f"{file.id}\n")
 
 

@@ -18,7 +18,8 @@ from eft.errors import LocalError, UsageFault
 from eft.types import File
 
 ROLES = ("train", "eval")
-Uploader = Callable[[Path], File]
+Uploader = Callable[[Path, dict[str, Any]], File]
+"""From a file and how its rows are to be read (`format`, `columns`, both optional) to the file on the server."""
 
 
 def read_job(source: str) -> tuple[dict[str, Any], Path]:
@@ -68,33 +69,51 @@ def upload_data(job: dict[str, Any], folder: Path, given: dict[str, Path], uploa
     """
     job = copy.deepcopy(job)
     data = job.get("data", {})
-    if isinstance(data, str) or (isinstance(data, dict) and {"id", "path"} & set(data)):
+    if isinstance(data, str | list) or (isinstance(data, dict) and {"id", "path"} & set(data)):
         data = {"train": data}  # the short form
     if not isinstance(data, dict):
         return job  # the server says what is wrong with it
     for role in ROLES:
-        source = data.get(role)
-        path = _local(source, folder)
         if role in given:
-            path = given[role]
-        if path is None:
-            continue
-        if not path.is_file():
-            raise UsageFault(f"{path}: no such file; it is named by the job", field=f"data.{role}")
-        row_format = {"format": source["format"]} if isinstance(source, dict) and "format" in source else {}
-        data[role] = {"type": "file", "id": upload(path).id} | row_format
+            said = data.get(role)
+            data[role] = _sent(given[role], said if isinstance(said, dict) else {}, f"data.{role}", upload)
+        elif role in data:
+            data[role] = _with_files(data[role], folder, f"data.{role}", upload)
     if data:
         job["data"] = data
     return job
 
 
+def _with_files(source: Any, folder: Path, field: str, upload: Uploader) -> Any:
+    """A source, a list of them or a mixture, with ids where local files stood."""
+    if isinstance(source, list):
+        return [_with_files(one, folder, f"{field}[{at}]", upload) for at, one in enumerate(source)]
+    if isinstance(source, dict) and isinstance(source.get("sources"), list):
+        sources = _with_files(source["sources"], folder, f"{field}.sources", upload)
+        return source | {"sources": sources}
+    if isinstance(source, dict) and "source" in source:
+        return source | {"source": _with_files(source["source"], folder, f"{field}.source", upload)}
+    path = _local(source, folder)
+    return source if path is None else _sent(path, source if isinstance(source, dict) else {}, field, upload)
+
+
+def _sent(path: Path, source: dict[str, Any], field: str, upload: Uploader) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageFault(f"{path}: no such file; it is named by the job", field=field)
+    read_as: dict[str, Any] = {key: source[key] for key in ("format", "columns") if key in source}
+    return {"type": "file", "id": upload(path, read_as).id} | read_as
+
+
 def uploader(client: Client, on_upload: Callable[[Path, File], None]) -> Uploader:
     """Upload, unless the project has the very same file: then `eft submit` twice is one upload, and one job's spec."""
 
-    def upload(path: Path) -> File:
-        sha256 = digest(path)
-        known = next((file for file in client.files(sha256=sha256) if file.filename == path.name), None)
-        file = known or client.upload(path)
+    def upload(path: Path, read_as: dict[str, Any]) -> File:
+        columns = read_as.get("columns")
+        same = (file for file in client.files(sha256=digest(path)) if file.filename == path.name)
+        known = next(
+            (file for file in same if ((file.raw.get("report") or {}).get("columns") or None) == columns), None
+        )
+        file = known or client.upload(path, format=read_as.get("format"), columns=columns)
         on_upload(path, file)
         return file
 

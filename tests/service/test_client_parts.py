@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eft.commands_box import application_home, command
@@ -93,7 +94,7 @@ def test_only_relative_paths_go_up(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
     sent: list[Path] = []
 
-    def upload(path: Path) -> File:
+    def upload(path: Path, read_as: dict[str, Any]) -> File:
         sent.append(path)
         return File.parse(FILE)
 
@@ -107,6 +108,13 @@ def test_only_relative_paths_go_up(tmp_path: Path) -> None:
         assert upload_data({"data": data}, tmp_path, {}, upload) == {"data": {"train": up}}
     with_format = {"train": {"path": "rows.jsonl", "format": "text"}}
     assert upload_data({"data": with_format}, tmp_path, {}, upload) == {"data": {"train": up | {"format": "text"}}}
+    columns = {"columns": {"prompt": "question", "completion": "answer"}}
+    mixed = {"type": "mixture", "sources": [{"source": {"path": "rows.jsonl", **columns}, "weight": 2}, "/srv/x"]}
+    assert upload_data({"data": {"train": mixed}}, tmp_path, {}, upload)["data"]["train"]["sources"] == [
+        {"source": up | columns, "weight": 2},
+        "/srv/x",
+    ]
+    assert upload_data({"data": ["rows.jsonl", "/srv/x"]}, tmp_path, {}, upload) == {"data": {"train": [up, "/srv/x"]}}
     assert {path.resolve() for path in sent} == {tmp_path / "rows.jsonl"}
 
     sent.clear()
