@@ -40,8 +40,10 @@ METHODS = {
     "qlora": AXES
     | {"method": AXES["method"] | {"type": "qlora"}, "memory": {"type": "resident", "gradient_checkpointing": True}},
     "full": AXES | {"method": "full", "optimizer": {"learning_rate": 1e-3}},
+    "tokens": AXES | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
+    "packed": AXES | {"batching": {"type": "packed", "tokens_per_batch": 48}},
 }
-ATTENDED = {"training": AXES["training"] | {"max_steps": 60}, "checkpoint": {"type": "disk", "save_steps": 5}}
+ATTENDED = {"training": AXES["training"] | {"max_steps": 40}, "checkpoint": {"type": "disk", "save_steps": 5}}
 
 
 class StopAt(Stop):
@@ -89,7 +91,7 @@ def figures(*run_dirs: Path) -> list[Any]:
     return [steps[step] for step in sorted(steps)]
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", METHODS)
 def test_leaving_at_every_place_in_turn(
     tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path, method: str
 ) -> None:
