@@ -27,7 +27,7 @@ def test_a_storm(database: Databases, seed: int, undisturbed: list[Result]) -> N
         wish_every=2.0,
         burst=2,
         specs=2,
-        lease=6.0,
+        lease=8.0,
         fence=3.0,
         drain_seconds=120.0,
     )
