@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, ORDER_FILE, RunOrder
-from core.train.lifeline import arm
+from core.train.lifeline import arm, leave
 
 TELL_SECONDS = 1.0
 
@@ -52,4 +52,4 @@ def _look(run_dir: Path, order: RunOrder) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
