@@ -3,12 +3,14 @@ which it is not."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
+from core import HOME
 from core.data.rows import Chat
 from core.spec.rendering import FamilyTemplate
 from core.train.render.encode import Work
@@ -75,3 +77,11 @@ def test_the_flag_is_told_for_families_and_unknown_for_others() -> None:
     assert renderer("qwen3").extends is False
     tokenizer = family_tokenizer("chatml")
     assert Renderer(tokenizer, RenderOptions()).extends is None
+
+
+def test_the_page_says_what_the_registry_says() -> None:
+    page = (HOME / "docs" / "rendering.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w.-]+)` \| [^|]* (\| (?:yes|no)[^|]*\| (?:–|yes|no)[^|]*)\|$", page, re.MULTILINE))
+    said = {name: tuple(cell.strip().split(":")[0] for cell in cells.split("|")[1:]) for name, cells in rows.items()}
+    word = {True: "yes", False: "no", None: "–"}
+    assert said == {name: (word[found.extends], word[found.extends_with_tools]) for name, found in FAMILIES.items()}

@@ -23,10 +23,11 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_STEPS = 2_000_000
+MAX_STEPS = 400_000
 """Loop iterations and calls of one rendering."""
-MAX_SECONDS = 20.0
-MAX_CHARACTERS = 64 << 20
+MAX_SECONDS = 10.0
+MAX_CHARACTERS = 32 << 20
+"""Twice the largest row there can be."""
 MAX_ITEMS = 1_000_000
 MAX_DEPTH = 64
 MAX_NUMBER = 100_000
@@ -73,7 +74,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols], finalize=self._written
         )
         self.opening = self.closing = ""
-        self._steps, self._deadline = 0, float("inf")
+        self._steps, self._output, self._deadline = 0, 0, float("inf")
         self._known: set[int] = set()
         for name in _LEFT_OUT:
             self.filters.pop(name)
@@ -91,14 +92,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def begin(self, *known: Any) -> None:
         """Before each rendering. `known`: the chat's own lists and objects, which need no look."""
-        self._steps, self._deadline = 0, time.monotonic() + MAX_SECONDS
+        self._steps, self._output, self._deadline = 0, 0, time.monotonic() + MAX_SECONDS
         self._known = {id(value) for value in known}
 
     # --- counting ------------------------------------------------------------------------------------
 
     def _step(self, count: int = 1) -> None:
+        before = self._steps
         self._steps += count
-        if self._steps > MAX_STEPS or (not self._steps & 255 and time.monotonic() > self._deadline):
+        if self._steps > MAX_STEPS or (self._steps >> 8 != before >> 8 and time.monotonic() > self._deadline):
             raise TooMuch(f"it takes more than {MAX_STEPS} steps or {MAX_SECONDS:.0f} s for one chat")
 
     def _value(self, value: Any) -> Any:
@@ -131,6 +133,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return characters + 8 * items
 
     def _written(self, value: Any) -> Any:
+        if type(value) is str:
+            self._output += len(value)
+            if self._output > MAX_CHARACTERS:
+                raise TooMuch("it writes without end")
+            return value
         return self._value(value)
 
     def _as_text(self, value: Any) -> Any:
@@ -170,14 +177,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._step(len(text) >> 12)
         if any(isinstance(value, int) and value > MAX_NUMBER for value in (*args, *kwargs.values())):
             raise TooMuch(f"`{name}` is called with a number beyond {MAX_NUMBER}")
-        if name in ("format", "format_map", "translate"):
-            raise TooMuch(f"`{name}` may fill any amount of memory; put texts together with `~`")
+        if name == "translate":
+            raise TooMuch("`translate` may fill any amount of memory")
         if name == "replace" and len(args) >= 2:
             self._check_replace(text, *args[:2])
         if name == "join" and args:
             self._check_join(text, args[0])
         if name == "expandtabs" and text.count("\t") * MAX_NUMBER > MAX_CHARACTERS:
             raise TooMuch("`expandtabs` may fill any amount of memory")
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Called for every method that a template takes from a text."""
+        found = super().wrap_str_format(value)
+        if found is not None:
+            raise TooMuch("`format` may fill any amount of memory; put texts together with `~`")
+        return found
 
     def _check_replace(self, text: str, old: Any, new: Any) -> None:
         if (text.count(str(old)) + 1) * len(str(new)) + len(text) > MAX_CHARACTERS:

@@ -73,6 +73,12 @@ class ChatTemplate:
             self._sandbox.opening = self._sandbox.closing = ""
 
     def _render(self, chat: Asked, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        if any("reasoning_content" in message for message in messages):
+            # Templates have two names for thoughts; transformers hands them over under both.
+            messages = [
+                {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+                for message in messages
+            ]
         self._sandbox.begin(messages, *messages)
         try:
             text = self._compiled.render(
