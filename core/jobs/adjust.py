@@ -1,7 +1,7 @@
 """Out of memory: the same run in smaller pieces.
 
-A micro-batch (of rows, or of tokens) is cut into equal parts and accumulation raised by as much, so that every optimizer
-step still sees the same rows; the spec stays as it was submitted, the changed fields stand beside it.
+A micro-batch (of rows, or of tokens) is cut into equal parts and accumulation raised by as much, so that every
+optimizer step still sees the same rows; the spec stays as it was submitted, the changed fields stand beside it.
 """
 
 from __future__ import annotations
