@@ -135,7 +135,7 @@ def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path) -> None:
         (["{"], "line 1", "not valid JSON"),
         ([*pairs(3), {"prompt": "x"}, *pairs(3)], "line 4: completion", "needs `completion`"),
         ([*pairs(2), {"text": "x"}], "line 3", "one format a file"),
-        ([], None, "no rows"),
+        ([], "data.train", "no rows"),
     ],
 )
 def test_bad_rows_are_the_users_and_named(
