@@ -180,6 +180,9 @@ class Data(SpecModel):
     """Held-out rows for the evaluation; never trained on."""
     split: HashSplit | None = None
     """Hold out a part of `train` in place of `eval`."""
+    streaming: bool = False
+    """Read and tokenise the training rows while the run goes on, 10,000 at a time, shuffled among themselves: for files
+    larger than memory and cache. Needs training.max_steps, since nobody has counted the rows."""
     rendering: Rendering = ModelTemplate()
     """How a row becomes text and tokens. A plain string names a template family."""
 

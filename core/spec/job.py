@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from core.spec.base import SpecModel
 from core.spec.data import DataField
@@ -66,3 +66,9 @@ class JobSpec(SpecModel):
     """What the job hands back beside what it trained (the adapter, or all weights): one entry a format."""
     resources: Resources = SingleDevice()
     """What the job occupies."""
+
+    @model_validator(mode="after")
+    def _steps_of_a_stream(self) -> JobSpec:
+        if self.data.streaming and self.training.max_steps is None:
+            raise ValueError("`data.streaming` needs `training.max_steps`: nobody has counted the rows")
+        return self

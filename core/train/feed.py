@@ -19,6 +19,7 @@ from core.train.data.cache import TokenCache, Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.reader import read_rows
+from core.train.data.streaming import StreamFeed
 from core.train.data.tokenise import processes_for, render_rows, render_rows_in_parallel
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
@@ -39,7 +40,9 @@ class Data:
     loss_on: LossOn
     rendering: dict[str, Any]
     longest: int
-    """Tokens of the longest row in use."""
+    """Tokens of the longest row in use; of a stream max_length."""
+    stream: StreamFeed | None = None
+    """With data.streaming; `train` is its first block then."""
 
     @property
     def completions(self) -> bool:
@@ -51,11 +54,21 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
     reader = _Reader(order, tokenizer, events, between)
-    tokens, renderer = reader.tokens(order.train)
+    stream: StreamFeed | None = None
+    if spec.data.streaming:
+        stream = StreamFeed(
+            order.train, spec, lambda row_format: renderer_of(spec, row_format, tokenizer), between=between
+        )
+        renderer = stream.renderer
+    else:
+        tokens, renderer = reader.tokens(order.train)
     loss_on = renderer.options.loss_on
     limit, policy = spec.training.max_length, spec.training.truncation
-    train, report = _truncated(tokens, limit, policy)
-    _tell(report, "training", limit, policy, events)
+    if stream is not None:
+        train, report, row_format = stream.dataset, stream.report, stream.format
+    else:
+        (train, report), row_format = _truncated(tokens, limit, policy), tokens.format
+    _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, events)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
     longest = report.longest
@@ -71,8 +84,12 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
         longest = max(longest, held_report.longest)
     if (template := renderer.saved_template()) is not None:
         tokenizer.chat_template = template  # the tuned model is asked as it was trained
-    train_record = data_record(order.train, tokens.format, report)
-    return Data(train, train_record, held, held_record, loss_on, renderer.describe(), min(longest, limit))
+    train_record = data_record(order.train, row_format, report)
+    if stream is not None:
+        train_record |= {"streaming": True, "counted": "the first block"}
+        longest = limit
+    described = renderer.describe()
+    return Data(train, train_record, held, held_record, loss_on, described, min(longest, limit), stream)
 
 
 class _Reader:
@@ -150,6 +167,10 @@ def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events
 
 def build_feed(spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter) -> tuple[Feed, int]:
     """The batches of the run, and the number of its optimizer steps."""
+    if data.stream is not None:
+        assert spec.training.max_steps is not None  # the spec sees to it
+        data.stream.pad_token_id = pad_token_id
+        return data.stream, spec.training.max_steps
     order = build_order(spec, data.train.lengths)
     match spec.batching:
         case Rows():

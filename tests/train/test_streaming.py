@@ -1,0 +1,87 @@
+"""`data.streaming`: rows are read block by block while the run goes on, and a run that left goes on to the bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import SpecError
+from core.spec.load import parse_job
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataOrder
+from core.train.data import streaming
+from core.train.lifeline import Stop
+from core.train.load import load_tokenizer
+from core.train.recipe import run
+from core.train.render.renderer import renderer_of
+from tests.support.trainer import events, pairs, weights, write_rows, write_run
+
+
+class StopAfter(Stop):
+    """Asked to leave once so many events of a kind were written."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self.run_dir, self.steps = run_dir, steps
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        return len(events(self.run_dir, "metrics")) >= self.steps
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BLOCK_ROWS", 10)
+
+
+@pytest.mark.parametrize("batching", ["rows", "packed"])
+def test_left_between_and_in_blocks(tmp_path: Path, tiny_dir: Path, batching: str) -> None:
+    """27 rows in blocks of 10, 10 and 7; the run goes over the end of the file and of a block."""
+    train = write_rows(tmp_path / "train.jsonl", pairs(27))
+    training = {"max_steps": 12, "per_device_train_batch_size": 3, "max_length": 64, "precision": "fp32"}
+    axes: dict[str, Any] = {
+        "training": training,
+        "data": {"train": str(train), "streaming": True},
+        "batching": batching if batching == "rows" else {"type": "packed", "tokens_per_batch": 80},
+        "method": {"type": "lora", "lora_dropout": 0.1},
+    }
+    calm = write_run(tmp_path / "calm", tiny_dir, train, **axes)
+    assert run(calm) == EXIT_OK, events(calm)[-1]
+    attempts: list[Path] = []
+    for number in range(20):
+        folder = write_run(
+            tmp_path / f"attempt-{number}", tiny_dir, train, resume_from=list(reversed(attempts)), **axes
+        )
+        attempts.append(folder)
+        code = run(folder, StopAfter(folder, 3))
+        if code == EXIT_OK:
+            break
+        assert code == EXIT_CHECKPOINTED, events(folder)[-1]
+    assert number >= 3
+    assert weights(attempts[-1]) == weights(calm)
+
+
+def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"prompt": f"{n}:", "completion": "x"} for n in range(27)])
+    job = {"model": str(tiny_dir), "data": {"train": str(train), "streaming": True}}
+    spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 4}})
+    tokenizer = load_tokenizer(tiny_dir)
+    feed = streaming.StreamFeed(
+        DataOrder.of(train), spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None
+    )
+    passes: dict[float, list[int]] = {}
+    for step in range(16):
+        for make in feed.window(step).batches:
+            batch = make()
+            for row, length in zip(batch.input_ids.tolist(), batch.lengths, strict=True):
+                text = tokenizer.decode(row[:length])
+                passes.setdefault(feed.epochs_after(step), []).append(int(text.partition(":")[0]))
+    assert [Counter(rows) for rows in passes.values()] == [Counter(range(27))] * 2
+    first, second = passes.values()
+    assert first != second != list(range(27))
+
+
+def test_it_needs_max_steps(tiny_dir: Path) -> None:
+    with pytest.raises(SpecError, match=r"needs `training\.max_steps`"):
+        parse_job({"model": str(tiny_dir), "data": {"train": "/rows.jsonl", "streaming": True}})
