@@ -134,9 +134,9 @@ def test_what_never_ends_is_ended(source: str) -> None:
     [
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['os'] }}",
         "{{ namespace.__init__.__globals__['os'] }}",
-        "{{ cycler.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__['os'] }}",
         "{% set n = namespace() %}{% set n.__class__ = 1 %}",
         "{{ messages.append({}) }}",
         "{{ messages[0].update({'content': 'x'}) }}",

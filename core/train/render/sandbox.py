@@ -23,12 +23,12 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_STEPS = 400_000
+MAX_STEPS = 300_000
 """Loop iterations and calls of one rendering."""
 MAX_SECONDS = 10.0
 MAX_CHARACTERS = 32 << 20
 """Twice the largest row there can be."""
-MAX_ITEMS = 1_000_000
+MAX_ITEMS = 300_000
 MAX_DEPTH = 64
 MAX_NUMBER = 100_000
 """Of an argument of a filter or a method: more is a width or a count that fills memory."""

@@ -16,7 +16,7 @@ from core.train.render.controls import Controls
 from core.train.render.encode import Encoder
 from core.train.render.families import FAMILIES, TemplateFamily
 from core.train.render.options import RenderOptions
-from core.train.render.template import Asked, ChatTemplate, without_marks
+from core.train.render.template import Asked, ChatTemplate, Endless, without_marks
 from core.train.render.turns import TurnFinder
 
 VERSION = 1
@@ -215,5 +215,7 @@ def _trial(template: ChatTemplate, trial: tuple[Message, ...]) -> str | None:
     turns = [message.as_dict() for message in trial]
     try:
         return template.text(Asked(turns, (), 0), turns)
+    except Endless as error:
+        raise SpecError(f"tried on a small chat, {error.message}", field="data.rendering") from error
     except DataError:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from core.errors import DataError, EftError
-from core.train.render.sandbox import Sandbox
+from core.train.render.sandbox import Sandbox, TooMuch
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GENERATION_BLOCK = re.compile(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})")
@@ -39,6 +39,10 @@ class Asked:
     tools: Sequence[Mapping[str, Any]]
     line: int
     marks: Marks = Marks()
+
+
+class Endless(DataError):
+    """A template went beyond the sandbox's bounds: no other chat is worth trying."""
 
 
 class ChatTemplate:
@@ -91,7 +95,9 @@ class ChatTemplate:
         except EftError:
             raise
         except RecursionError as error:
-            raise DataError(f"{self.name} never ends on this chat", field=f"line {chat.line}") from error
+            raise Endless(f"{self.name} never ends on this chat", field=f"line {chat.line}") from error
+        except TooMuch as error:
+            raise Endless(f"{self.name} refuses this chat: {error}", field=f"line {chat.line}") from error
         except Exception as error:  # a template is a program of somebody else's: whatever it raises is its refusal
             detail = str(error) or type(error).__name__
             raise DataError(f"{self.name} refuses this chat: {detail}", field=f"line {chat.line}") from error
