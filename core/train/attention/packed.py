@@ -52,14 +52,14 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **about: Any) -> Tensor | None:
+def mask(*, local_size: int | None = None, use_vmap: bool = False, **about: Any) -> Tensor | None:
     """transformers' mask interface: None where causal attention inside each row is all that is asked for.
     `local_size`: the layer's window or chunk. `use_vmap`: the model adds a rule of its own."""
     batch = _packed.get()
     within = local_size is None or batch is None or max(batch.lengths) <= local_size
     if batch is not None and within and not use_vmap:
         return None
-    return sdpa_mask(*args, local_size=local_size, use_vmap=use_vmap, **about)
+    return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **about)
 
 
 def attend(

@@ -128,7 +128,11 @@ class Order(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError when the checkpoint was made over other rows, or steps of another size."""
         here = self.state_dict()
-        then = {"order": "BatchOrder", "lengths": digest(()), "world": 1} | state  # as version 0.1 wrote it
+        then: dict[str, Any] = {
+            "order": "BatchOrder",
+            "lengths": digest(()),
+            "world": 1,
+        } | state  # as version 0.1 wrote it
         for name, words in (
             ("order", "batching"),
             ("rows", "rows"),
