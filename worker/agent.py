@@ -177,9 +177,7 @@ class Agent:
                     self._unheard = True  # an error of the commit does not say whether it was done
                     return None
                 if claim is not None:
-                    log.info(
-                        "%s: attempt %d (%s) on slot %s", claim.token.job_id, claim.token.attempt, claim.kind, slot.id
-                    )
+                    log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, slot.id)
                     attempt = Attempt(self.site, claim, began)
                     with self._idle:
                         self._busy[slot.id] = attempt
@@ -254,7 +252,7 @@ class Agent:
         for attempt, holds in held.items():
             if not holds:
                 if attempt in self._busy.values():
-                    log.warning("%s: the lease of attempt %d is lost", attempt.token.job_id, attempt.token.attempt)
+                    log.warning("%s: the lease of attempt %d is lost", attempt.claim.label, attempt.token.attempt)
                     attempt.lose()
             elif not late:
                 attempt.beat(began)

@@ -192,7 +192,7 @@ class Attempt:
         except EftError as error:
             raise _Ended(Failed("user", error.code, error.message, error.field)) from error
         except ValidationError as error:
-            log.error("spec of %s: %s", self.token.job_id, error)
+            log.error("spec of %s: %s", self.claim.label, error)
             raise _Ended(
                 Failed("internal", "stale_spec", "this version cannot read the job's spec; submit it again")
             ) from error
@@ -216,7 +216,7 @@ class Attempt:
                 log.warning("database: %s", error)
                 continue
             if stop is None:
-                log.warning("attempt %d of %s is lost", self.token.attempt, self.token.job_id)
+                log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
                 self.lose()
             elif stop == nodes.DRAIN:
                 self._ask(f"node {self.site.node} is drained")
@@ -228,11 +228,11 @@ class Attempt:
                 self._time_is_up = True
                 self._ask("its time is over")
             if self._deadline is not None and time.monotonic() > self._deadline:
-                log.warning("%s did not leave within its grace; killed", self.token.job_id)
+                log.warning("%s did not leave within its grace; killed", self.claim.label)
                 self._deadline = None
                 self._dump_and_kill(child)
             elif self._hung is None and (words := self._pulse.hung()) is not None:
-                log.error("%s: %s; killed", self.token.job_id, words)
+                log.error("%s: %s; killed", self.claim.label, words)
                 self._hung = words
                 self._dump_and_kill(child)
 
@@ -315,7 +315,7 @@ class Attempt:
             self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
         )
         words = result.kind if isinstance(result, Succeeded) else str(result)
-        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.token.job_id, words, after or "lost")
+        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
 
     # -- writing to a database that may be away for a while
 

@@ -49,6 +49,13 @@ class Claim:
     """Fields of the spec that were changed for want of memory (core/jobs/adjust.py)."""
     spent_seconds: float
     """What earlier attempts at training took, by the database's clock."""
+    request_id: str | None
+    """Of the submit that began it all, so that a worker's log can be followed from the API's."""
+
+    @property
+    def label(self) -> str:
+        """The job in a line of a log."""
+        return f"{self.token.job_id} [{self.request_id or '-'}]"
 
 
 def claim(
@@ -92,6 +99,7 @@ def claim(
         job.resume_from,
         job.adjusted or {},
         _spent(session, job.id),
+        job.request_id,
     )
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,

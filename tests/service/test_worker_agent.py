@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from worker import node
 from worker.agent import Agent
 from worker.attempt import Attempt as WorkersAttempt
 
-ADA = Actor("user-ada", "proj-lab")
+ADA = Actor("user-ada", "proj-lab", "req-7")
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +190,14 @@ def test_a_disk_without_what_the_api_wrote(box: Box) -> None:
 # -- what it runs
 
 
-def test_it_prepares_and_trains_and_frees_the_slots(box: Box) -> None:
+def test_it_prepares_and_trains_and_frees_the_slots(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "eft.worker")
     box.migrate()
     job_id = box.submit()
     agent = box.agent()
     agent.serve()  # comes back when there is nothing more to do
+    told = [line for line in caplog.messages if job_id in line]
+    assert len(told) == 4 and all(f"{job_id} [{ADA.request_id}]" in line for line in told), told
     job = box.job(job_id)
     assert job.status == "succeeded", job.reason
     assert box.statuses(job_id) == ["queued", "preparing", "queued", "starting", "running", "succeeded"]
