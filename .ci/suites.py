@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders, pytest options)
-    "service": (4, ["service"], ["-n", "2", "--dist", "loadfile"]),
+    "service": (6, ["service"], ["-n", "2", "--dist", "loadfile"]),
     "train": (5, ["train", "render", "oracle", "resume"], ["-n", "2", "--dist", "loadfile"]),
     "chaos": (3, ["chaos"], []),
     "kernels": (2, ["kernels"], ["-n", "2"]),

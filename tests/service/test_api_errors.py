@@ -20,7 +20,7 @@ from api.auth import keys
 from api.auth import service as auth
 from core import HOME
 from core.db.engine import Database
-from core.db.migrate import upgrade
+from core.db.migrate import head, upgrade
 from core.jobs.finish import Failed, Succeeded
 from core.settings import Settings
 
@@ -122,7 +122,7 @@ def test_without_its_database_the_api_says_so(start_api: Any, tmp_path: Path) ->
         assert ready.status_code == 503
         assert ready.json()["checks"]["schema"] == {
             "ok": False,
-            "detail": "is at nothing, this version needs 0001: run `eft migrate`",
+            "detail": f"is at nothing, this version needs {head()}: run `eft migrate`",
         }
 
 

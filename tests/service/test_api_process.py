@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from core import HOME
+from core.db.migrate import head
 from core.settings import Settings
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
@@ -35,7 +36,7 @@ def test_the_api_never_imports_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from api.app import create_app; from core.settings import settings; "
         "create_app(settings()).openapi(); import api.__main__, api.auth.keys; "
-        "print([m for m in ('torch', 'transformers', 'peft', 'numpy', 'core.train', 'worker') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'peft', 'core.train', 'worker') if m in sys.modules])"
     )
     environment = {"PATH": os.environ["PATH"], "EFT_DATA": str(tmp_path)}
     done = subprocess.run(
@@ -64,7 +65,7 @@ def test_ready_when_database_and_broker_are(start_api: Any, tmp_path: Path) -> N
             assert ready.status_code == 200, ready.text
             assert ready.json()["status"] == "ready"
             assert all(check["ok"] for check in ready.json()["checks"].values())
-            assert ready.json()["checks"]["schema"]["detail"] == "0001"
+            assert ready.json()["checks"]["schema"]["detail"] == head()
         finally:
             server.terminate()
             server.wait()
