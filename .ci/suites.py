@@ -17,10 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders, pytest options)
     "service": (6, ["service"], ["-n", "2", "--dist", "loadfile"]),
-    "train": (5, ["train", "render", "oracle", "resume"], ["-n", "2", "--dist", "loadfile"]),
-    "chaos": (3, ["chaos"], []),
+    "train": (7.5, ["train", "render", "oracle", "resume"], ["-n", "2", "--dist", "loadfile"]),
+    "chaos": (4.5, ["chaos"], []),
     "kernels": (2, ["kernels"], ["-n", "2"]),
-    "browser": (2, ["browser"], []),
     "rest": (5, ["unit", "db", "e2e", "contract", "arch"], ["-n", "2", "--dist", "loadfile"]),
 }
 

@@ -42,7 +42,7 @@ def _load(small: Path, folder: Path, cache: Path) -> dict[str, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
 def test_packing_peaks_near_the_packed_size_and_one_shard(tmp_path: Path) -> None:
     """With the cache's entry written. Stated tolerance: packed weights + what stays dense + one shard (its file is
-    mapped) + 40 MiB for one tensor on its way (a piece of a million elements in float32, a few times) and the
+    mapped) + 48 MiB for one tensor on its way (a piece of a million elements in float32, a few times) and the
     allocator. The dense model would take nearly four times the packed one."""
     shard = 16 * MIB
     config = LlamaConfig(
@@ -55,8 +55,8 @@ def test_packing_peaks_near_the_packed_size_and_one_shard(tmp_path: Path) -> Non
     LlamaForCausalLM(small).to(torch.bfloat16).save_pretrained(tmp_path / "small")
 
     packing = _load(tmp_path / "small", tmp_path / "large", tmp_path / "cache")
-    allowed = packing["packed"] + packing["kept"] + shard + 40 * MIB
+    allowed = packing["packed"] + packing["kept"] + shard + 48 * MIB
     assert allowed < 0.7 * packing["dense"]  # else this could not fail
     assert packing["source"] == "quantised" and packing["peak"] < allowed
     hit = _load(tmp_path / "small", tmp_path / "large", tmp_path / "cache")  # one file, mapped as a whole
-    assert hit["source"] == "cache" and hit["peak"] < 2 * hit["packed"] + hit["kept"] + 40 * MIB
+    assert hit["source"] == "cache" and hit["peak"] < 2 * hit["packed"] + hit["kept"] + 48 * MIB
