@@ -104,7 +104,7 @@ def _sent(path: Path, source: dict[str, Any], field: str, upload: Uploader) -> d
     return {"type": "file", "id": upload(path, read_as).id} | read_as
 
 
-def uploader(client: Client, on_upload: Callable[[Path, File], None]) -> Uploader:
+def uploader(client: Client, on_upload: Callable[[Path, File], None] = lambda path, file: None) -> Uploader:
     """Upload, unless the project has the very same file: then `eft submit` twice is one upload, and one job's spec."""
 
     def upload(path: Path, read_as: dict[str, Any]) -> File:

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 from eft import Client, EftClientError, Job
-from eft.jobfile import apply_settings, read_job, upload_data
+from eft.jobfile import apply_settings, read_job, upload_data, uploader
 from eft.live import Follower
 from eft.output import Output, duration
 
@@ -95,7 +95,7 @@ def run(client: Client, place: Place, output: Output, settings: list[str]) -> di
     _clear_away(client)
     spec, folder = read_job(str(HERE / "job.yaml"))
     spec = apply_settings(spec | {"model": {"type": "gguf", "path": str(find_model())}}, settings)
-    spec = upload_data(spec, folder, {}, client.upload)
+    spec = upload_data(spec, folder, {}, uploader(client))
     job = client.submit(spec)
     output.note(f"job      {job.id}: LoRA on SmolLM2-135M-Instruct, {client.config.url}/jobs/{job.id}")
     model_dir = None
