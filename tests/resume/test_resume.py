@@ -115,7 +115,10 @@ def test_leaving_at_every_place_in_turn(
         pytest.fail("the run never came to its end")
     assert number >= 8
     micro = {event["micro_step"] for attempt in attempts for event in events(attempt, "checkpoint")}
-    assert len(micro) >= 4, "too few attempts left inside a window"  # how long one is differs by batching
+    if method == "tokens":  # its windows differ in length
+        assert len(micro) >= 4, "too few attempts left inside a window"
+    else:
+        assert {0, 1, 2, 3} <= micro, "no attempt left inside a window"
     assert weights(attempts[-1]) == undisturbed[method][0]
     assert figures(*attempts) == undisturbed[method][1]
     before = events(attempts[-1], "result")[0]["result"]["eval_before"]

@@ -12,21 +12,9 @@ from typing import Any
 import pytest
 
 from box.software import build_of, drivers
+from tests.support.hardware import unpack
 
 HOME = Path(__file__).resolve().parents[2]
-FIXTURES = HOME / "tests" / "unit" / "fixtures" / "hardware"
-
-
-def unpack(name: str, root: Path) -> None:
-    path: Path | None = None
-    for line in (FIXTURES / f"{name}.txt").read_text().splitlines(keepends=True):
-        if line.startswith("==="):
-            path = root / line[4:].strip()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        elif path is not None:
-            with path.open("a") as file:
-                file.write(line)
 
 
 def doctor(

@@ -12,22 +12,9 @@ from pathlib import Path
 import pytest
 
 from core.hardware.discover import Box, Gpu, HardwareError, discover, visible_env
+from tests.support.hardware import FIXTURES, unpack
 
-FIXTURES = Path(__file__).parent / "fixtures" / "hardware"
 FOUR = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-
-
-def unpack(name: str, root: Path) -> Path:
-    path: Path | None = None
-    for line in (FIXTURES / f"{name}.txt").read_text().splitlines(keepends=True):
-        if line.startswith("==="):
-            path = root / line[4:].strip()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        elif path is not None:
-            with path.open("a") as file:
-                file.write(line)
-    return root
 
 
 def look(root: Path, environ: dict[str, str] | None = None, gpus: list[int] | None = None) -> Box:
