@@ -123,12 +123,13 @@ def _gpus(report: Report, settings: Settings, environ: Mapping[str, str]) -> Non
 
 def _row(gpu: Gpu, environ: Mapping[str, str], report: Report) -> dict[str, Any]:
     row = lookup(gpu.arch)
-    _, told = faults.route(environ, gpu.arch)
+    changes = faults.route(environ, gpu.arch).changes
     memory = f", {gpu.memory_bytes / (1 << 30):.0f} GiB" if gpu.memory_bytes else ""
     precision = "bf16" if row is not None and row.bf16 else "fp32, it has no bf16"
     report.add("ok", f"gpu {gpu.index}", f"{gpu.name} ({gpu.arch}{memory}): trains in {precision}")
-    for words in told:
-        report.add("note", f"gpu {gpu.index}", f"its trainers run with {words}" if "is yours" not in words else words)
+    for change in changes:
+        words = f"its trainers run with {change.words}" if change.ours else change.words
+        report.add("note", f"gpu {gpu.index}", words)
     return {
         "index": gpu.index,
         "name": gpu.name,
@@ -150,7 +151,7 @@ def _row(gpu: Gpu, environ: Mapping[str, str], report: Report) -> dict[str, Any]
             }
             for fault in faults.known(gpu.arch)
         ],
-        "environment": told,
+        "environment": [asdict(change) for change in changes],
     }
 
 

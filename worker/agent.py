@@ -49,7 +49,7 @@ class Agent:
         self.worker = new_id("worker")
         self.notes = list(box.notes)
         for arch in sorted({gpu.arch for gpu in box.gpus}):
-            self.notes += [f"{arch}: {words}" for words in faults.route(os.environ, arch)[1]]
+            self.notes += [f"{arch}: {change.words}" for change in faults.route(os.environ, arch).changes]
         gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
         train_slots = [Slot(uuid, "gpu") for uuid in gpus] or cpu_slots(settings.cpu_slots)
         if gpus and settings.cpu_slots > 1:

@@ -15,8 +15,7 @@ ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PAT
 ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
 """Tuning of the drivers and of torch's compilers."""
 ALLOWED_MORE = frozenset(
-    {"CUDA_HOME", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", *faults.ALLOCATOR_VARIABLES}
-    | {name for fault in faults.FAULTS for name in fault.set}
+    {"CUDA_HOME", *faults.ALLOCATOR_VARIABLES} | {name for fault in faults.FAULTS for name in fault.set}
 )
 ALLOWED_TO_PREPARE = frozenset(
     {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
@@ -62,5 +61,5 @@ def child_environment(
     }
     if kind != "prepare":
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    environment, _ = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
-    return visible_env(environment, gpu)
+    routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
+    return visible_env(routed.environment, gpu)

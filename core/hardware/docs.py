@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from core.hardware.arch import ROWS, ArchRow
+from core.hardware.arch import ROWS, ArchRow, Attention
 from core.hardware.faults import FAULTS, READ, KnownFault
+
+ATTENTION: dict[Attention, str] = {
+    "flash": "flash",
+    "opt_in": "flash, switched on",
+    "efficient": "memory-efficient",
+    "math": "math",
+}
 
 
 def render() -> str:
@@ -18,9 +25,11 @@ def render() -> str:
         "",
         "bf16 is used where it stands here; elsewhere a job runs in fp32 and its events say so. An architecture that",
         "is not in the table is served too, in fp32, with a note in the worker's log.",
+        "Attention is the best of PyTorch's kernels to expect (2.13, AOTriton 0.12): *flash, switched on* needs a",
+        "variable, which the trainer gets; *math* makes the whole matrix of scores, so long rows cost memory there.",
         "",
-        "| architecture | products | bf16 | matrix cores | fp8 | lanes | local memory | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| architecture | products | bf16 | matrix cores | fp8 | lanes | local memory | attention | |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_arch(row) for row in ROWS),
         "",
         "## Known faults, and the way around each",
@@ -47,6 +56,7 @@ def _arch(row: ArchRow) -> str:
         row.fp8,
         str(row.wave_size),
         memory,
+        ATTENTION[row.attention],
     ]
     return f"| {' | '.join(cells)} | {'integrated' if row.integrated else ''} |"
 

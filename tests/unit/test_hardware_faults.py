@@ -14,15 +14,19 @@ from worker.environment import child_environment
 KEYS = {
     "cpu": set(),
     "sm_90": set(),
+    "gfx906": {"expandable-segments"},
     "gfx90a": {"expandable-segments"},
-    "gfx942": {"expandable-segments"},
-    "gfx950": {"expandable-segments", "stores-past-2-gib"},
-    "gfx1100": {"expandable-segments", "bitsandbytes-fused-4-bit"},
-    "gfx1151": {"expandable-segments", "hipblaslt-wide-output", "sgemm-gfx1151"},
-    "gfx1200": {"expandable-segments", "hipblaslt-narrow-operand"},
-    "gfx1201": {"expandable-segments", "hipblaslt-narrow-operand", "gemm-rows-2-19"},
+    "gfx942": {"expandable-segments", "stores-past-4-gib"},
+    "gfx950": {"expandable-segments", "stores-past-2-gib", "stores-past-4-gib", "tf32-drops-alpha"},
+    "gfx1033": {"expandable-segments", "gradients-gfx1033"},
+    "gfx1100": {"expandable-segments", "bitsandbytes-fused-4-bit", "attention-opt-in"},
+    "gfx1103": {"expandable-segments", "attention-opt-in"},
+    "gfx1151": {"expandable-segments", "hipblaslt-wide-output", "sgemm-gfx1151", "attention-opt-in"},
+    "gfx1200": {"expandable-segments", "hipblaslt-narrow-operand", "attention-opt-in"},
+    "gfx1201": {"expandable-segments", "hipblaslt-narrow-operand", "gemm-rows-2-19", "attention-opt-in"},
 }
 NO_LT = {"TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0", "DISABLE_ADDMM_CUDA_LT": "1"}
+AOTRITON = {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"}
 
 
 @pytest.mark.parametrize("arch", KEYS)
@@ -47,13 +51,16 @@ def test_no_key_twice_and_no_variable_with_two_values() -> None:
 
 
 def test_route_sets_what_the_operator_has_not() -> None:
-    environment, told = faults.route({"PATH": "/bin"}, "gfx1201")
-    assert environment == {"PATH": "/bin"} | NO_LT
-    assert [words.partition("=")[0] for words in told] == list(NO_LT)
+    routed = faults.route({"PATH": "/bin"}, "gfx1201")
+    assert routed.environment == {"PATH": "/bin"} | NO_LT | AOTRITON
+    assert [change.variable for change in routed.changes] == [*NO_LT, *AOTRITON]
+    assert all(change.ours for change in routed.changes)
+    assert routed.changes[0].words.startswith("TORCH_BLAS_PREFER_HIPBLASLT=0 (hipblaslt-narrow-operand: ")
 
-    environment, told = faults.route({"TORCH_BLAS_PREFER_HIPBLASLT": "1"}, "gfx1201")
-    assert environment["TORCH_BLAS_PREFER_HIPBLASLT"] == "1"
-    assert "TORCH_BLAS_PREFER_HIPBLASLT=1 is yours and stays" in told[0]
+    routed = faults.route({"TORCH_BLAS_PREFER_HIPBLASLT": "1"}, "gfx1201")
+    assert routed.environment["TORCH_BLAS_PREFER_HIPBLASLT"] == "1"
+    assert not routed.changes[0].ours and "=1 is yours and stays" in routed.changes[0].words
+    assert [change.variable for change in routed.changes if change.ours] == [*list(NO_LT)[1:], *AOTRITON]
 
 
 def test_expandable_segments_are_dropped_on_amd_alone() -> None:
@@ -61,10 +68,28 @@ def test_expandable_segments_are_dropped_on_amd_alone() -> None:
         "PYTORCH_ALLOC_CONF": "max_split_size_mb:256,expandable_segments:True",
         "PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True",
     }
-    environment, told = faults.route(given, "gfx942")
-    assert environment == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}
-    assert len(told) == 2
-    assert faults.route(given, "sm_90") == (given, [])
+    routed = faults.route(given, "gfx942")
+    assert routed.environment == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}
+    assert [change.value for change in routed.changes] == ["max_split_size_mb:256", ""]
+    assert faults.route(given, "sm_90") == faults.Routed(given, ())
+
+
+@pytest.mark.parametrize(
+    ("arch", "environment", "expected"),
+    [
+        ("gfx942", {}, faults.Limits(output_bytes=1 << 32)),
+        ("gfx950:sramecc+:xnack-", {}, faults.Limits(output_bytes=1 << 31)),
+        ("gfx950", NO_LT, faults.NO_LIMITS),
+        ("gfx1200", {"TORCH_BLAS_PREFER_HIPBLASLT": "1"}, faults.Limits(rank_multiple=64)),
+        ("gfx1200", NO_LT, faults.NO_LIMITS),
+        ("gfx1201", NO_LT, faults.Limits(fp32_rows=1 << 19)),
+        ("gfx1201", {**NO_LT, "DISABLE_ADDMM_CUDA_LT": "0"}, faults.Limits(fp32_rows=1 << 19, rank_multiple=64)),
+        ("sm_90", {}, faults.NO_LIMITS),
+        ("cpu", {}, faults.NO_LIMITS),
+    ],
+)
+def test_limits_of_products(arch: str, environment: dict[str, str], expected: faults.Limits) -> None:
+    assert faults.limits(arch, environment) == expected
 
 
 def card(arch: str) -> Gpu:
