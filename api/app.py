@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.routing import APIRoute
 
 from api import errors, health, reference
-from api.deps import Installation, only_known_parameters
+from api.auth.last_use import LastUse
+from api.auth.policy import policy_of
+from api.deps import Installation, authorise, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
 from api.files.preview import router as preview_router
@@ -44,13 +47,15 @@ def create_app(settings: Settings) -> FastAPI:
     layout = Layout(settings.root)
     layout.create()
     database = Database(settings.sqlalchemy_url)
-    here = Installation(settings, database, layout, Hub(database), Limits(settings))
+    here = Installation(settings, database, layout, Hub(database), Limits(settings), LastUse(database))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         remove_stale(layout)
+        here.last_use.start()
         yield
         here.hub.close()
+        here.last_use.close()
         database.dispose()
 
     app = FastAPI(
@@ -77,8 +82,18 @@ def create_app(settings: Settings) -> FastAPI:
         reference.router,
     )
     app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    policies = {
+        (method, route.path_format): policy_of(route)  # raises for a route that states none
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+    app.state.policies = policies
     for router in routers:
-        app.include_router(router, dependencies=[Depends(only_known_parameters)])
+        # Those that ask for no key answer while the database does not.
+        guards = [Depends(authorise)] if _asks_for_keys(router) else []
+        app.include_router(router, dependencies=[*guards, Depends(only_known_parameters)])
     plain_openapi = app.openapi
     unprocessable = {
         "description": "Something in the request is wrong; the faults name it.",
@@ -93,11 +108,17 @@ def create_app(settings: Settings) -> FastAPI:
             schemas.update(openapi_schemas())
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
-                if "422" in operation["responses"]:
-                    operation["responses"]["422"] = unprocessable
+            for path, methods in document["paths"].items():
+                for method, operation in methods.items():
+                    operation["x-eft-policy"] = policies[method.upper(), path].document()
+                    if "422" in operation["responses"]:
+                        operation["responses"]["422"] = unprocessable
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _asks_for_keys(router: APIRouter) -> bool:
+    return any(policy_of(route).scope is not None for route in router.routes if isinstance(route, APIRoute))

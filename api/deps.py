@@ -12,14 +12,16 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from api.auth import service as auth
+from api.auth import service
+from api.auth.last_use import LastUse
+from api.auth.permit import forbidden, lacks
+from api.auth.policy import Principal, policy_of
 from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from api.limits import Limits
 from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
-from core.jobs.submit import Actor
 from core.settings import Settings
 from core.storage.layout import Layout
 
@@ -36,6 +38,7 @@ class Installation:
     layout: Layout
     hub: Hub
     limits: Limits
+    last_use: LastUse
 
 
 async def installation(request: Request) -> Installation:
@@ -63,25 +66,44 @@ async def only_known_parameters(request: Request) -> None:
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 
 
-def actor(
+def authorise(
     request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> Actor:
-    """Who asks. Raises Unauthorized, in the same words for an unknown, a revoked, a mistyped key; and RateLimited."""
+) -> None:
+    """Hold the request to its route's policy, before anything else of it is looked at.
+
+    Raises Unauthorized, in the same words for an unknown, a revoked, a mistyped key; Forbidden, which says nothing of
+    what was asked for, since nothing was looked up; and RateLimited.
+    """
+    policy = policy_of(request.scope["route"])
+    if policy.scope is None:
+        request.state.asking = None
+        return
     address = request.client.host if request.client is not None else "local"
     here.limits.before(given.credentials if given is not None else None, address)
     if given is None:
         here.limits.stranger(None, address)
         raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
-    with here.database.read() as session:
-        owner = auth.authenticate(session, given.credentials)
-    if owner is None:
-        here.limits.stranger(given.credentials, address)
-        raise Unauthorized("this API key is not known here or has been revoked")
+    asking = identify(here, given.credentials, address)
     here.limits.known(given.credentials)
-    return Actor(owner.user_id, owner.project_id, request_id.get())
+    here.last_use.note(asking)
+    request.state.asking = asking
+    if (missing := lacks(asking, policy)) is not None:
+        with here.database.read() as session:
+            raise forbidden(session, asking, missing)
 
 
-Asking = Annotated[Actor, Depends(actor)]
+def identify(here: Installation, credentials: str, address: str) -> Principal:
+    """Raises Unauthorized, and remembers that this address came with a wrong key."""
+    try:
+        with here.database.read() as session:
+            found = service.authenticate(session, credentials, request_id.get())
+    except Unauthorized:  # it has expired
+        here.limits.stranger(credentials, address)
+        raise
+    if found is None:
+        here.limits.stranger(credentials, address)
+        raise Unauthorized("this API key is not known here or has been revoked")
+    return found
 
 
 async def _job_id(

@@ -119,10 +119,10 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the error statuses it may answer, beside 401, 429 and 500."""
+    """For a route's `responses`: the error statuses it may answer, beside 401, 403, 429 and 500."""
     return {
         status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
-        for status in sorted({401, 429, 500, *statuses})
+        for status in sorted({401, 403, 429, 500, *statuses})
     }
 
 

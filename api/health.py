@@ -9,12 +9,13 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
+from api.auth.policy import PUBLIC
 from api.deps import Here
 from api.errors import responses
 from core import __version__, health
 from core.spec.job import SPEC_VERSION
 
-router = APIRouter(tags=["service"])
+router = APIRouter(tags=["service"], dependencies=[PUBLIC])
 
 
 class Health(BaseModel):

@@ -9,7 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-router = APIRouter(include_in_schema=False)
+from api.auth.policy import PUBLIC
+
+router = APIRouter(include_in_schema=False, dependencies=[PUBLIC])
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 STYLE = """

@@ -88,6 +88,13 @@ class Unauthorized(EftError):
     status = 401
 
 
+class Forbidden(EftError):
+    """Known, but not allowed to; the message names what is missing and who can give it."""
+
+    code = "forbidden"
+    status = 403
+
+
 class Conflict(EftError):
     """The object is not in a state that allows this."""
 

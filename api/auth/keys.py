@@ -1,23 +1,45 @@
-"""Make, list and revoke API keys: `python -m api.auth.keys create --project lab --user ada`."""
+"""Make, list and revoke API keys on the box itself, where no key is needed:
+`python -m api.auth.keys create --project lab --user ada`, or `eft keys local create …`. Elsewhere: `eft keys`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.orm import Session
 
-from api.auth import service
-from core.db.engine import Database
+from api.auth import people, service
+from api.auth.policy import Role, Scope, widest
+from core.db.engine import Database, db_now
+from core.db.tables import Project, User
+from core.errors import Conflict
+from core.jobs import audit
 from core.settings import settings
 from core.storage.layout import fsync_folder
 
 
-def create(database: Database, *, project: str, user: str, name: str, if_none: Path | None = None) -> str | None:
+def create(
+    database: Database,
+    *,
+    project: str,
+    user: str,
+    name: str,
+    if_none: Path | None = None,
+    role: Role | None = None,
+    scope: Scope | None = None,
+    days: float | None = None,
+    box_admin: bool = False,
+) -> str | None:
     """The new key; None when `if_none` is given and there is a key already.
+
+    User and project are made where they are new. `role` None leaves a member what they are; somebody new becomes
+    admin of a project that has none, member of another. While the box has no admin, the user becomes it.
 
     `if_none` is a file that gets the key before the database does: a crash in between leaves a file with a key that
     does not work, which the next call replaces, and never an installation whose only key nobody has seen.
@@ -27,14 +49,45 @@ def create(database: Database, *, project: str, user: str, name: str, if_none: P
             with database.write() as session:
                 if if_none is not None and service.any_key(session):
                     return None
-                key = service.create(session, project=project, user=user, name=name)
+                key = _create(session, project, user, name, role, scope, days, box_admin)
                 if if_none is not None:
                     _keep(if_none, key)
                 return key
-        except IntegrityError:  # somebody made the same user or project at this moment
+        except (IntegrityError, Conflict):  # somebody made the same user or project at this moment
             if attempt:
                 raise
     raise AssertionError("unreachable")
+
+
+def _create(
+    session: Session,
+    project: str,
+    user: str,
+    name: str,
+    role: Role | None,
+    scope: Scope | None,
+    days: float | None,
+    box_admin: bool,
+) -> str:
+    whose = session.execute(select(User).where(User.name == user)).scalar_one_or_none()
+    whose = whose or people.add_user(session, None, user)
+    where = session.execute(select(Project).where(Project.name == project)).scalar_one_or_none()
+    where = where or people.add_project(session, None, project)
+    if box_admin or not people.admins(session, None):
+        people.change_user(session, None, whose, box_admin=True, disabled=False)
+    has = people.role(session, whose.id, where.id)
+    given = role or has or (Role.MEMBER if people.admins(session, where.id) else Role.ADMIN)
+    people.set_member(session, None, where.id, whose, given)
+    expires_at = None
+    if days is not None:
+        expires_at = float(session.execute(select(db_now() + days * 86400.0)).scalar_one())
+    scope = scope or widest(given, whose.box_admin)
+    key, row = service.create(
+        session, user_id=whose.id, project_id=where.id, name=name, scope=scope, expires_at=expires_at
+    )
+    told = {"name": name, "prefix": row.prefix, "user": user, "scope": scope.value, "expires_at": expires_at}
+    audit.record(session, None, "key.create", row.id, told, project_id=where.id)
+    return key
 
 
 def _keep(path: Path, key: str) -> None:
@@ -55,6 +108,13 @@ def _name(text: str) -> str:
     return text
 
 
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 < days <= 36500:
+        raise argparse.ArgumentTypeError("from the next moment to a hundred years")
+    return days
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m api.auth.keys", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,6 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--user", required=True, type=_name, help="who answers for them; made when new")
     make.add_argument("--name", default="key", type=_name, help="to tell keys apart")
     make.add_argument("--if-none", metavar="FILE", type=Path, help="only if there is no key yet; kept in FILE, too")
+    make.add_argument("--role", type=Role, choices=list(Role), help="of the user in the project; default: as they are")
+    make.add_argument("--scope", type=Scope, choices=list(Scope), help="of the key; default: all that its user may")
+    make.add_argument("--days", type=_days, help="it expires after so many; default: never")
+    make.add_argument("--box-admin", action="store_true", help="the user looks after the box, too")
     commands.add_parser("list", help="prefix, name, user and project of all keys")
     end = commands.add_parser("revoke", help="a key stops working at once")
     end.add_argument("prefix", help="the 8 characters behind eft_")
@@ -75,7 +139,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         match asked.command:
             case "create":
-                key = create(database, project=asked.project, user=asked.user, name=asked.name, if_none=asked.if_none)
+                key = create(
+                    database,
+                    project=asked.project,
+                    user=asked.user,
+                    name=asked.name,
+                    if_none=asked.if_none,
+                    role=asked.role,
+                    scope=asked.scope,
+                    days=asked.days,
+                    box_admin=asked.box_admin,
+                )
                 if key is None:
                     print("there is a key already; nothing made", file=sys.stderr)
                 else:
@@ -84,8 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
                 with database.read() as session:
                     for row, user, project in service.listing(session):
                         made = datetime.fromtimestamp(row.created_at, UTC).strftime("%Y-%m-%d %H:%M")
-                        state = "revoked" if row.revoked_at is not None else "works"
-                        print(f"{row.prefix}  {made}  {state:<7}  {user}  {project}  {row.name}")
+                        over = row.expires_at is not None and row.expires_at <= time.time()
+                        state = "revoked" if row.revoked_at is not None else "expired" if over else "works"
+                        print(f"{row.prefix}  {made}  {state:<7}  {row.scope:<5}  {user}  {project}  {row.name}")
             case "revoke":
                 with database.write() as session:
                     found = service.revoke(session, asked.prefix)

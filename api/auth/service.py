@@ -7,58 +7,103 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from api.auth.policy import Principal, Role, Scope
 from core.db.engine import db_now
-from core.db.tables import ApiKey, Project, User
+from core.db.tables import ApiKey, Membership, Project, User
+from core.errors import Unauthorized
 from core.ids import new_id
+from core.jobs import audit
 
 _FORM = re.compile(r"eft_([0-9a-z]{8})_[0-9A-Za-z]{40}")
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose key it is."""
+def authenticate(session: Session, key: str, request_id: str | None = None) -> Principal | None:
+    """Who holds this key, in what role; None for an unknown, revoked or malformed one, and for one of a disabled user.
 
-    user_id: str
-    project_id: str
-
-
-def authenticate(session: Session, key: str) -> Owner | None:
-    """Who holds this key; None for an unknown, revoked or malformed one."""
+    Raises Unauthorized for one that has expired: whoever has all of it may know that.
+    """
     form = _FORM.fullmatch(key)
     if form is None:
         return None
     row = session.execute(
-        select(ApiKey).where(ApiKey.prefix == form[1], ApiKey.revoked_at.is_(None))
-    ).scalar_one_or_none()
+        select(
+            ApiKey.id,
+            ApiKey.sha256,
+            ApiKey.owner_id,
+            ApiKey.project_id,
+            ApiKey.scope,
+            ApiKey.expires_at,
+            (ApiKey.expires_at <= db_now()).label("expired"),
+            User.name.label("user_name"),
+            User.box_admin,
+            User.disabled_at,
+            Project.name.label("project_name"),
+            Membership.role,
+        )
+        .join(User, User.id == ApiKey.owner_id)
+        .join(Project, Project.id == ApiKey.project_id)
+        .outerjoin(Membership, (Membership.user_id == ApiKey.owner_id) & (Membership.project_id == ApiKey.project_id))
+        .where(ApiKey.prefix == form[1], ApiKey.revoked_at.is_(None))
+    ).one_or_none()
     # A key has 238 random bits, so a plain hash is enough: there is nothing to guess slowly.
-    if row is None or not hmac.compare_digest(row.sha256, _hash(key)):
+    if row is None or not hmac.compare_digest(row.sha256, _hash(key)) or row.disabled_at is not None:
         return None
-    return Owner(row.owner_id, row.project_id)
+    if row.expired:
+        when = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M")
+        raise Unauthorized(
+            f"this API key expired on {when} UTC; make a new one (`eft keys create`), or ask an admin of the project",
+            code="expired_api_key",
+        )
+    return Principal(
+        user_id=row.owner_id,
+        project_id=row.project_id,
+        request_id=request_id,
+        key_id=row.id,
+        user_name=row.user_name,
+        project_name=row.project_name,
+        role=None if row.role is None else Role(row.role),
+        scope=Scope(row.scope),
+        box_admin=row.box_admin,
+        expires_at=row.expires_at,
+    )
 
 
-def create(session: Session, *, project: str, user: str, name: str) -> str:
-    """Make a key, and user and project where they are new. The answer is the only time it can be read."""
+def create(
+    session: Session,
+    *,
+    user_id: str,
+    project_id: str,
+    name: str,
+    scope: Scope,
+    expires_at: float | None = None,
+    created_by: str | None = None,
+    rotated_from: str | None = None,
+) -> tuple[str, ApiKey]:
+    """Make a key. The text is the only time it can be read."""
     prefix = "".join(secrets.choice(_LETTERS) for _ in range(8))
     secret = "".join(secrets.choice(_LETTERS + _LETTERS[10:].upper()) for _ in range(40))
     key = f"eft_{prefix}_{secret}"
-    session.add(
-        ApiKey(
-            id=new_id("key"),
-            owner_id=_named(session, User, "user", user),
-            project_id=_named(session, Project, "proj", project),
-            name=name,
-            prefix=prefix,
-            sha256=_hash(key),
-        )
+    row = ApiKey(
+        id=new_id("key"),
+        owner_id=user_id,
+        project_id=project_id,
+        name=name,
+        prefix=prefix,
+        sha256=_hash(key),
+        scope=scope.value,
+        expires_at=expires_at,
+        created_by=created_by,
+        rotated_from=rotated_from,
     )
+    session.add(row)
     session.flush()
-    return key
+    return key, row
 
 
 def any_key(session: Session) -> bool:
@@ -77,24 +122,16 @@ def listing(session: Session) -> Sequence[tuple[ApiKey, str, str]]:
 
 
 def revoke(session: Session, prefix: str) -> bool:
-    """False when no working key has this prefix."""
+    """By a command on the box itself. False when no working key has this prefix."""
     row = session.execute(
         update(ApiKey)
         .where(ApiKey.prefix == prefix, ApiKey.revoked_at.is_(None))
         .values(revoked_at=db_now())
-        .returning(ApiKey.id)
+        .returning(ApiKey.id, ApiKey.project_id)
     ).one_or_none()
+    if row is not None:
+        audit.record(session, None, "key.revoke", row.id, {"prefix": prefix}, project_id=row.project_id)
     return row is not None
-
-
-def _named(session: Session, table: type[User] | type[Project], prefix: str, name: str) -> str:
-    known = session.execute(select(table.id).where(table.name == name)).scalar_one_or_none()
-    if known is not None:
-        return known
-    row = table(id=new_id(prefix), name=name)
-    session.add(row)
-    session.flush()
-    return row.id
 
 
 def _hash(key: str) -> str:

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.types import Receive, Scope, Send
 
-from api.deps import Asking, Here, JobId
+from api.auth.policy import Reading
+from api.deps import Here, JobId
 from api.errors import BadRequest, responses
 from api.events.hub import view
 from core.jobs import queries
@@ -111,7 +112,7 @@ async def _left(receive: Receive) -> None:
 async def events(
     request: Request,
     job_id: JobId,
-    asking: Asking,
+    asking: Reading,
     here: Here,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Number of the last event you have.")] = None,
     format: Annotated[Literal["sse", "json"] | None, Query(description="`json`: a page instead of a stream.")] = None,

@@ -12,8 +12,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
+from api.auth.policy import Reading, Writing
 from api.body import read_body
-from api.deps import Asking, FileId, Here, Installation
+from api.deps import FileId, Here, Installation
 from api.errors import printable, responses
 from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode
@@ -137,7 +138,7 @@ Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its 
     },
     openapi_extra={"requestBody": _BODY},
 )
-async def preview_file(request: Request, file_id: FileId, asking: Asking, here: Here, wait: Wait = 0.0) -> Response:
+async def preview_file(request: Request, file_id: FileId, asking: Writing, here: Here, wait: Wait = 0.0) -> Response:
     """Render the file as a job with this model and these options would: histogram of tokens, truncated, dropped and
     doubled rows, padding, steps, and ten samples with what is learned of them. It needs no GPU, and of the model only
     the tokenizer; a worker does it, so ask `GET /files/{id}/previews/{preview_id}` for the result.
@@ -160,7 +161,7 @@ async def preview_file(request: Request, file_id: FileId, asking: Asking, here: 
     responses=responses(404, 422),
 )
 async def show_preview(
-    file_id: FileId, preview_id: PreviewId, asking: Asking, here: Here, wait: Wait = 0.0
+    file_id: FileId, preview_id: PreviewId, asking: Reading, here: Here, wait: Wait = 0.0
 ) -> Response:
     """How far it is, and in the end what was found."""
     return JSONResponse(await _when_over(here, asking, file_id, preview_id, wait))
@@ -173,7 +174,7 @@ async def show_preview(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def list_previews(file_id: FileId, asking: Asking, here: Here) -> Response:
+def list_previews(file_id: FileId, asking: Reading, here: Here) -> Response:
     """The newest fifty, newest first."""
     with here.database.read() as session:
         queries.find_file(session, asking.project_id, file_id)

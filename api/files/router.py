@@ -10,7 +10,8 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
-from api.deps import After, Asking, FileId, Here, Limit
+from api.auth.policy import Reading, Writing
+from api.deps import After, FileId, Here, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
 from api.files import schemas, service
 from api.files.form import Form
@@ -105,7 +106,7 @@ class Sink:
 )
 async def upload_file(
     request: Request,
-    asking: Asking,
+    asking: Writing,
     here: Here,
     filename: Annotated[str | None, Query(description="For raw bodies: how to call it.")] = None,
     format: Annotated[str | None, Query(description="For raw bodies: what every row shall be.")] = None,
@@ -187,7 +188,7 @@ async def _batches(request: Request) -> AsyncIterator[bytes]:
     responses=responses(400, 422),
 )
 def list_files(
-    asking: Asking,
+    asking: Reading,
     here: Here,
     sha256: Annotated[
         str | None, Query(pattern=r"^[0-9a-f]{64}$", description="Only with these very bytes: their hash, in hex.")
@@ -210,7 +211,7 @@ def list_files(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def show_file(file_id: FileId, asking: Asking, here: Here) -> Response:
+def show_file(file_id: FileId, asking: Reading, here: Here) -> Response:
     """Name, size, hash, and what its rows are."""
     with here.database.read() as session:
         return JSONResponse(schemas.file_view(queries.find_file(session, asking.project_id, file_id)))
@@ -231,7 +232,7 @@ def show_file(file_id: FileId, asking: Asking, here: Here) -> Response:
         **responses(404, 410, 416),
     },
 )
-def get_file(request: Request, file_id: FileId, asking: Asking, here: Here) -> Response:
+def get_file(request: Request, file_id: FileId, asking: Reading, here: Here) -> Response:
     """The file as it was uploaded, with `Range` to go on after an interruption; the ETag is its SHA-256."""
     with here.database.read() as session:
         row = queries.find_file(session, asking.project_id, file_id)
@@ -252,7 +253,7 @@ def get_file(request: Request, file_id: FileId, asking: Asking, here: Here) -> R
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def delete_file(file_id: FileId, asking: Asking, here: Here) -> Response:
+def delete_file(file_id: FileId, asking: Writing, here: Here) -> Response:
     """Refused while a job that is not over trains or evaluates on it."""
     service.remove(here.database, here.layout, asking, file_id)
     return JSONResponse({"id": file_id, "deleted": True})

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
+from api.auth.policy import Reading, Writing
 from api.body import read_body
-from api.deps import After, Asking, Here, JobId, Limit
+from api.deps import After, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
@@ -65,7 +66,7 @@ _BODY = {
 )
 async def create_job(
     request: Request,
-    asking: Asking,
+    asking: Writing,
     here: Here,
     dry_run: Annotated[bool, Query(description="Check and resolve the job, store nothing.")] = False,
     idempotency_key: Annotated[
@@ -106,7 +107,7 @@ def _statuses(words: list[str]) -> list[Status]:
     responses=responses(400, 422),
 )
 def list_jobs(
-    asking: Asking,
+    asking: Reading,
     here: Here,
     status: Annotated[list[str] | None, Query(description="Only these; may be given several times.")] = None,
     name: Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00]*$", description="Only of this name.")] = None,
@@ -140,7 +141,7 @@ def list_jobs(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def show_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
     """Status with its reason, progress, and in the end result or failure."""
     with here.database.read() as session:
         return JSONResponse(schemas.job_view(find(session, asking, job_id)))
@@ -153,7 +154,7 @@ def show_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def cancel_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+def cancel_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
     with here.database.write() as session:
         return JSONResponse(schemas.job_view(cancel(session, asking, job_id)))
@@ -166,7 +167,7 @@ def cancel_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def pause_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+def pause_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     """Free its slot and keep what it has done: the trainer writes a checkpoint and leaves. Asking twice is fine."""
     with here.database.write() as session:
         return JSONResponse(schemas.job_view(pause(session, asking, job_id)))
@@ -179,7 +180,7 @@ def pause_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def resume_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+def resume_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     """Queue a paused job again. It goes on from its checkpoint and ends with the weights of an undisturbed run."""
     with here.database.write() as session:
         return JSONResponse(schemas.job_view(resume(session, asking, job_id)))
@@ -192,7 +193,7 @@ def resume_job(job_id: JobId, asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 409, 422, 507),
 )
-def retry_job(job_id: JobId, asking: Asking, here: Here) -> Response:
+def retry_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
 
     Asked again while that job has not failed too, it answers that job.
@@ -219,7 +220,7 @@ def retry_job(job_id: JobId, asking: Asking, here: Here) -> Response:
 def job_metrics(
     request: Request,
     job_id: JobId,
-    asking: Asking,
+    asking: Reading,
     here: Here,
     names: Annotated[
         str | None, Query(max_length=2000, pattern=r"^[^\x00]*$", description="Only these, with commas between.")
@@ -267,7 +268,7 @@ def job_metrics(
 )
 def job_logs(
     job_id: JobId,
-    asking: Asking,
+    asking: Reading,
     here: Here,
     attempt: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Default: the newest.")] = None,
     tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only so many lines, the last ones.")] = None,
@@ -303,7 +304,7 @@ def job_logs(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def list_artifacts(job_id: JobId, asking: Asking, here: Here) -> Response:
+def list_artifacts(job_id: JobId, asking: Reading, here: Here) -> Response:
     """Adapter or model, model card, plots and records, each with size, SHA-256 and where to get it."""
     with here.database.read() as session:
         find(session, asking, job_id)
@@ -329,7 +330,7 @@ def get_artifact(
     request: Request,
     job_id: JobId,
     path: Annotated[str, Path(max_length=512, description="As listed.", examples=["adapter/adapter_config.json"])],
-    asking: Asking,
+    asking: Reading,
     here: Here,
 ) -> Response:
     """One file, with `Range` to go on after an interruption; the ETag is the file's SHA-256."""

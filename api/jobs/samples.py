@@ -9,7 +9,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 
-from api.deps import Asking, Here, JobId
+from api.auth.policy import Reading
+from api.deps import Here, JobId
 from api.errors import responses
 from core.db.tables import Event, Job
 from core.errors import NotFound
@@ -67,7 +68,7 @@ class SampleList(BaseModel):
 )
 def job_samples(
     job_id: JobId,
-    asking: Asking,
+    asking: Reading,
     here: Here,
     step: Annotated[
         int | None,

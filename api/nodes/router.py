@@ -1,6 +1,7 @@
 """`/nodes`: the boxes, what they hold, and taking one out of service without losing work.
 
-Any key may drain: there are no roles yet, and a drain loses nothing. Who did it is in the audit and in every event.
+Every project's people see the boxes; draining one is for admins of the box. Who did it is in the audit and in every
+event.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse, Response
 
-from api.deps import Asking, Here, Installation
+from api.auth.policy import Operating, ReadingOrOperating
+from api.deps import Here, Installation
 from api.errors import responses
 from api.nodes import schemas
 from core.jobs import nodes
@@ -31,7 +33,7 @@ Reason = Annotated[
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_nodes(asking: Asking, here: Here) -> Response:
+def list_nodes(asking: ReadingOrOperating, here: Here) -> Response:
     """The boxes of this installation, their slots, and which of them are drained."""
     with here.database.read() as session:
         boxes = nodes.boxes(session)
@@ -46,7 +48,7 @@ def list_nodes(asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def show_node(name: Name, asking: Asking, here: Here) -> Response:
+def show_node(name: Name, asking: ReadingOrOperating, here: Here) -> Response:
     """Its slots with what they hold, its last sign of life, and whether it is drained."""
     return _show(name, asking, here)
 
@@ -58,7 +60,7 @@ def show_node(name: Name, asking: Asking, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def drain_node(name: Name, asking: Asking, here: Here, reason: Reason = "") -> Response:
+def drain_node(name: Name, asking: Operating, here: Here, reason: Reason = "") -> Response:
     """Claim nothing more on this node, and hand back what runs there: each trainer writes a checkpoint at its running
     micro-step, and its job goes on elsewhere, or here after `undrain`. It holds until then, also over restarts of the
     worker. The state is `drained` once nothing runs any more. Asking twice is fine.
@@ -75,7 +77,7 @@ def drain_node(name: Name, asking: Asking, here: Here, reason: Reason = "") -> R
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def undrain_node(name: Name, asking: Asking, here: Here) -> Response:
+def undrain_node(name: Name, asking: Operating, here: Here) -> Response:
     """It claims jobs again. Asking twice is fine."""
     with here.database.write() as session:
         nodes.undrain(session, asking, name)

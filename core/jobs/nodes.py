@@ -10,10 +10,9 @@ from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Allocation, Audit, Job, Node, User
+from core.db.tables import Allocation, Job, Node, User
 from core.errors import NotFound
-from core.ids import new_id
-from core.jobs import outbox
+from core.jobs import audit, outbox
 from core.jobs.states import Status
 from core.jobs.transitions import Actor
 
@@ -90,7 +89,7 @@ def drain(session: Session, actor: Actor, name: str, reason: str) -> None:
     if node.drained_at is None:
         values = {"drained_at": db_now(), "drained_by": actor.user_id, "drain_reason": reason}
         session.execute(update(Node).where(Node.name == name).values(**values))
-        _audit(session, actor, "node.drain", name, {"reason": reason})
+        audit.record(session, actor, "node.drain", name, {"reason": reason}, project_id=None)
     session.execute(
         update(Job)
         .where(
@@ -110,7 +109,7 @@ def undrain(session: Session, actor: Actor, name: str) -> None:
         return
     cleared = {"drained_at": None, "drained_by": None, "drain_reason": None}
     session.execute(update(Node).where(Node.name == name).values(**cleared))
-    _audit(session, actor, "node.undrain", name, {})
+    audit.record(session, actor, "node.undrain", name, project_id=None)
     waiting = session.execute(
         select(Job.id).where(Job.status == Status.QUEUED.value).order_by(Job.created_at, Job.id).limit(1)
     ).scalar_one_or_none()
@@ -153,17 +152,3 @@ def _find(session: Session, name: str, *, lock: bool = False) -> Node:
 
 def _unknown(name: str) -> NotFound:
     return NotFound(f"there is no node `{name[:60]}`; `GET /nodes` lists them", field="name")
-
-
-def _audit(session: Session, actor: Actor, action: str, target: str, data: dict[str, Any]) -> None:
-    session.execute(
-        insert(Audit).values(
-            id=new_id("audit"),
-            owner_id=actor.user_id,
-            project_id=actor.project_id,
-            request_id=actor.request_id,
-            action=action,
-            target=target,
-            data=data,
-        )
-    )

@@ -16,11 +16,12 @@ from core.jobs.states import FINAL, LEASED, Status, check
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who asks, for which project, in which request."""
+    """Who asks, for which project, in which request, with which key."""
 
     user_id: str
     project_id: str
     request_id: str | None = None
+    key_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_asking_twice_is_fine_and_the_audit_says_who(database: Database, make_jo
         told = session.execute(select(Audit).order_by(Audit.id)).scalars().all()
         last = session.execute(select(OutboxMessage.job_id).order_by(OutboxMessage.id.desc()).limit(1)).scalar_one()
         box = nodes.boxes(session, "box")[0]
-    assert [(a.action, a.target, a.owner_id, a.request_id) for a in told] == [
+    assert [(a.action, a.target, a.actor_id, a.request_id) for a in told] == [
         ("node.drain", "box", "user-ada", "req-1"),
         ("node.undrain", "box", "user-ada", "req-1"),
     ]

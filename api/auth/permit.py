@@ -1,0 +1,60 @@
+"""Holding somebody to a policy, and saying what they lack and who can give it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sqlalchemy.orm import Session
+
+from api.auth import people
+from api.auth.policy import Policy, Principal, Role, Scope
+from core.errors import Forbidden
+
+Lacking = Literal["box"] | Role | Scope
+"""What somebody would need and has not."""
+
+
+def lacks(asking: Principal, policy: Policy) -> Lacking | None:
+    """What is missing first: the rights of the user, then those of the key."""
+    if policy.box != "no" and asking.operates:
+        return None
+    if policy.box == "only":
+        return Scope.BOX if asking.box_admin else "box"
+    if policy.role is not None and (asking.role is None or not asking.role.reaches(policy.role)):
+        return policy.role
+    if policy.scope is not None and not asking.scope.reaches(policy.scope):
+        return policy.scope
+    return None
+
+
+def forbidden(session: Session, asking: Principal, missing: Lacking) -> Forbidden:
+    """The answer to somebody who lacks it."""
+    match missing:
+        case "box":
+            whom = _names(people.admins(session, None), "an admin of the box")
+            return Forbidden(
+                f"this is for admins of the box, and `{asking.user_name}` is none: ask {whom}", code="box_admin_only"
+            )
+        case Role():
+            whom = _names(people.admins(session, asking.project_id), f"an admin of the project `{asking.project_name}`")
+            if asking.role is None:
+                return Forbidden(
+                    f"`{asking.user_name}` is not a member of the project `{asking.project_name}`: ask {whom}",
+                    code="not_a_member",
+                )
+            return Forbidden(
+                f"this needs the role `{missing.value}` in the project `{asking.project_name}`, and "
+                f"`{asking.user_name}` is `{asking.role.value}` there: ask {whom}",
+                code="missing_role",
+            )
+        case Scope():
+            whom = _names(people.admins(session, asking.project_id), "an admin of the project")
+            return Forbidden(
+                f"this needs a key of scope `{missing.value}`, and this one has `{asking.scope.value}`: use another "
+                f"key of yours, or ask {whom} for one",
+                code="missing_scope",
+            )
+
+
+def _names(names: list[str], nobody: str) -> str:
+    return " or ".join(f"`{name}`" for name in names) or nobody

@@ -1,0 +1,149 @@
+"""Who may do what: roles of users, scopes of keys, and the one place where a route says which of them it needs.
+
+A route states its policy by the type of its parameter `asking` (`Reading`, `Writing`, `Managing`, `Operating`,
+`Knowing`) or, without a key, by the dependency `PUBLIC`. The application does not start with a route that states none.
+"""
+
+# No `from __future__ import annotations`: FastAPI reads the annotations of `Requires.__call__`.
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+
+from core.jobs.transitions import Actor
+
+
+class Role(StrEnum):
+    """Of a user in a project."""
+
+    VIEWER = "viewer"
+    """Sees everything in the project, changes nothing."""
+    MEMBER = "member"
+    """Also uploads, submits, and stops any job of the project."""
+    ADMIN = "admin"
+    """Also says who belongs to the project, looks after everybody's keys, reads the audit."""
+
+    def reaches(self, needed: "Role") -> bool:
+        return list(Role).index(self) >= list(Role).index(needed)
+
+
+class Scope(StrEnum):
+    """Of a key: what it may be used for at most, whatever its user may. Each includes the one before."""
+
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+    BOX = "box"
+    """For admins of the box: nodes, users, projects."""
+
+    def reaches(self, needed: "Scope") -> bool:
+        return list(Scope).index(self) >= list(Scope).index(needed)
+
+
+def widest(role: Role | None, box_admin: bool) -> Scope:
+    """What a user with this role can make use of: the scope of a new key, unless another is asked for."""
+    if box_admin:
+        return Scope.BOX
+    match role:
+        case Role.ADMIN:
+            return Scope.ADMIN
+        case Role.MEMBER:
+            return Scope.WRITE
+        case Role.VIEWER | None:
+            return Scope.READ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal(Actor):
+    """Who asks, as the database has it at this request."""
+
+    user_name: str
+    project_name: str
+    role: Role | None
+    """In the key's project; None: no longer a member of it."""
+    scope: Scope
+    box_admin: bool
+    expires_at: float | None
+    """Of the key."""
+
+    @property
+    def operates(self) -> bool:
+        """May use the rights of an admin of the box with this key."""
+        return self.box_admin and self.scope is Scope.BOX
+
+    @property
+    def manages(self) -> bool:
+        """May use the rights of an admin of its project with this key."""
+        return self.role is Role.ADMIN and self.scope.reaches(Scope.ADMIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a route asks for. With no scope it asks for no key."""
+
+    scope: Scope | None = None
+    role: Role | None = None
+    """In the project of the key; None: any user."""
+    box: Literal["no", "also", "only"] = "no"
+    """also: an admin of the box passes too, whatever their role; only: nobody else does."""
+
+    def document(self) -> dict[str, Any]:
+        """In OpenAPI, under `x-eft-policy`."""
+        if self.scope is None:
+            return {"key": False}
+        return {"key": True, "role": self.role and self.role.value, "scope": self.scope.value, "box_admin": self.box}
+
+    def words(self) -> str:
+        if self.scope is None:
+            return "no key"
+        if self.box == "only":
+            return "an admin of the box; key of scope `box`"
+        who = "anybody with a key" if self.role is None else f"role `{self.role.value}`"
+        return f"{who}; scope `{self.scope.value}`" + ("; or an admin of the box" if self.box == "also" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Requires:
+    """Depend on it to state a route's policy. `authorise` (api/deps.py) has held the request to it before anything else
+    of the route ran; here its finding is handed over."""
+
+    policy: Policy
+
+    async def __call__(self, request: Request) -> Principal | None:
+        if self.policy.scope is None:
+            return None
+        asking: Principal = request.state.asking
+        return asking
+
+
+PUBLIC = Depends(Requires(Policy()))
+Knowing = Annotated[Principal, Depends(Requires(Policy(Scope.READ)))]
+"""Any user, about themselves."""
+Reading = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER)))]
+Writing = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER)))]
+Managing = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN)))]
+Operating = Annotated[Principal, Depends(Requires(Policy(Scope.BOX, None, "only")))]
+ReadingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER, "also")))]
+ManagingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN, "also")))]
+
+
+class NoPolicy(Exception):
+    """A route that does not say who may call it: a defect, told when the application is put together."""
+
+
+def policy_of(route: APIRoute) -> Policy:
+    """The one policy that a route states. Raises NoPolicy for none, and for two."""
+    stated = {call.policy for call in _calls(route.dependant) if isinstance(call, Requires)}
+    if len(stated) != 1:
+        raise NoPolicy(f"{route.path} states {len(stated)} policies: give it one parameter such as `asking: Reading`")
+    return stated.pop()
+
+
+def _calls(dependant: Dependant) -> Iterable[Any]:
+    yield dependant.call
+    for inner in dependant.dependencies:
+        yield from _calls(inner)
