@@ -28,6 +28,9 @@ class Batch:
     """Packed: int64 [1, tokens], from 0 in each row. None: not packed."""
     boundaries: Tensor | None = None
     """Packed: int32 [rows + 1], where each row begins, and the end."""
+    before_labels: Tensor | None = None
+    """int64 [label tokens]: see `label_positions`. Found before a batch goes to a GPU, which one would have to wait for
+    to learn how many there are."""
 
     @property
     def tokens(self) -> int:
@@ -66,14 +69,27 @@ class Batch:
             return counts
         return [int((part != IGNORE_INDEX).sum()) for part in torch.split(self.labels[0], list(self.lengths))]
 
+    def label_positions(self) -> Tensor:
+        """Where the tokens before a label are in the flattened batch, row after row: the label is at the next place."""
+        if self.before_labels is not None:
+            return self.before_labels
+        row, column = (self.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+        return row * self.labels.shape[1] + column
+
     def to(self, device: torch.device) -> Batch:
+        """On the device. A GPU's copies are queued; neither side waits for the other."""
         if self.input_ids.device == device:
             return self
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
         return Batch(
-            self.input_ids.to(device),
-            self.labels.to(device),
+            moved(self.input_ids),
+            moved(self.labels),
             self.lengths,
             self.label_tokens,
-            None if self.position_ids is None else self.position_ids.to(device),
-            None if self.boundaries is None else self.boundaries.to(device),
+            None if self.position_ids is None else moved(self.position_ids),
+            None if self.boundaries is None else moved(self.boundaries),
+            moved(self.label_positions()),
         )

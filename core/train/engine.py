@@ -12,7 +12,6 @@ It knows nothing of files of rows, events or workers: SFT, preference stages and
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +33,9 @@ class Diverged(EftError):
 
     code = "diverged"
     status = 422
+
+
+REMEDY = "lower optimizer.learning_rate, raise schedule.warmup_ratio or set training.precision to fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    grad_norm: float
-    """Global L2 norm before clipping."""
+    grad_norm: Tensor
+    """Global L2 norm before clipping: a scalar on the device, which nobody has waited for."""
     learning_rate: float
 
 
@@ -101,6 +103,8 @@ class Engine:
         """Backward passes since the last optimizer step."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._broken = torch.zeros((), dtype=torch.int64, device=device)
+        """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
 
     @property
     def trained_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -120,18 +124,16 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         self.micro_steps += 1
 
-    def step(self) -> StepResult:
-        """Clip, update, advance the schedule, drop the gradients. Raises Diverged and leaves the weights alone when
-        the gradient is not finite."""
+    def step(self, watch: Tensor | None = None) -> StepResult:
+        """Clip, update, advance the schedule, drop the gradients; the device is not waited for.
+
+        When the gradient, or `watch` (a scalar, such as the loss), is not finite, the weights stay as they are, in
+        this step and in all that follow, and `check` raises Diverged from then on. An optimizer that cannot skip a step
+        on the device by itself (torch's fused ones can) is checked here.
+        """
         parameters = list(self._trained.values())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm):
-            raise Diverged(
-                f"the gradient became {grad_norm} at step {self.steps + 1}; lower optimizer.learning_rate, "
-                "raise schedule.warmup_ratio or set training.precision to fp32",
-                field="optimizer.learning_rate",
-            )
+        self._note(norm if watch is None else norm + watch.detach())
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         factor = self.schedule(self.steps)
@@ -140,7 +142,24 @@ class Engine:
         self.optimizer.step()
         self.zero_grad()
         self.steps += 1
-        return StepResult(grad_norm, self._base_learning_rates[0] * factor)
+        return StepResult(norm, self._base_learning_rates[0] * factor)
+
+    def _note(self, sentinel: Tensor) -> None:
+        """Let the optimizer skip its update from the first `sentinel` on that is no finite number."""
+        self._broken = torch.where((self._broken == 0) & ~sentinel.isfinite(), self.steps + 1, self._broken)
+        if all(group.get("fused") for group in self.optimizer.param_groups):
+            # What torch's GradScaler tells fused optimizers; their kernels read it on the device.
+            self.optimizer.found_inf = (self._broken > 0).float()  # type: ignore[attr-defined]
+        else:
+            self.check()
+
+    def check(self) -> None:
+        """Raises Diverged, with its number, when a step was not finite. Waits for the device."""
+        if broken := int(self._broken):
+            raise Diverged(
+                f"loss or gradient were no finite numbers any more at step {broken}; {REMEDY}",
+                field="optimizer.learning_rate",
+            )
 
     def zero_grad(self) -> None:
         """Drop the gradients: the accumulation window starts anew."""
@@ -229,7 +248,8 @@ class Engine:
     # --- state ---------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON."""
+        """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
+        place of writing what is no good (`step`)."""
         self.save_weights(folder)
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         save_file(_flat(gradients), folder / "gradients.safetensors")
@@ -253,7 +273,8 @@ class Engine:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def save_weights(self, folder: Path) -> None:
-        """Only what `load_weights` takes, into an existing empty folder."""
+        """Only what `load_weights` takes, into an existing empty folder. Raises Diverged as `save`."""
+        self.check()
         save_file(_flat(self._weights()), folder / "weights.safetensors")
 
     def weight_bytes(self) -> int:
@@ -286,6 +307,7 @@ class Engine:
             part.load_state_dict(state["parts"][name])
         self.steps = int(state["steps"])
         self.micro_steps = int(state["micro_steps"])
+        self._broken.zero_()
         restore_rng(load_file(folder / "rng.safetensors"), state["rng"])  # last: nothing may draw after it
 
     def _weights(self) -> dict[str, Tensor]:

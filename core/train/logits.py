@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.train.attention.packed import rows_apart
-from core.train.batch import IGNORE_INDEX, Batch
+from core.train.batch import Batch
 from core.train.loss.head import Head, hidden_states
 
 
@@ -41,9 +41,8 @@ def all_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 def _labelled(batch: Batch) -> tuple[Tensor, Tensor]:
     """Positions before a label, in the flattened batch, and the labels; row after row."""
-    targets = batch.labels[:, 1:]
-    row, column = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
-    return row * batch.labels.shape[1] + column, targets[row, column]
+    positions = batch.label_positions()
+    return positions, batch.labels.flatten().index_select(0, positions + 1)
 
 
 @contextmanager

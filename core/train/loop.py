@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
 from core.train import disk
 from core.train.checkpoint import store
 from core.train.data.windows import Feed
-from core.train.engine import Diverged, Engine, LossFunction
+from core.train.engine import REMEDY, Diverged, Engine, LossFunction
 from core.train.evaluate import Evaluator
 from core.train.events import EventWriter
 from core.train.judge import judge, needed
 from core.train.lifeline import Stop
+from core.train.readings import Mark, Readings, mark, seconds_between
 
 PROGRESS_SECONDS = 0.3
 RECENT_STEPS = 20
@@ -74,6 +75,24 @@ class Ledger:
         return next((values for values in self.evaluations if values["step"] == step), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A step that was done, as far as the host knows it before the device answers."""
+
+    step: int
+    items: int
+    loss: float
+    """Of the part of the window that an attempt before has done; a sum."""
+    tokens: int
+    slots: int
+    seconds: float
+    """Of that part, too."""
+    started: Mark
+    ended: Mark
+    learning_rate: float
+    memory_bytes: int
+
+
 @dataclass
 class Loop:
     engine: Engine
@@ -91,6 +110,10 @@ class Loop:
     _told: float = field(default=0.0, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
+    _readings: Readings[_Closed] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._readings = Readings(self.engine.device)
 
     def run(self) -> None:
         """Train to the last step. StopRequested after a checkpoint, when asked to leave."""
@@ -104,6 +127,7 @@ class Loop:
                 if engine.steps < self.total_steps and engine.steps % self.checkpoint.save_steps == 0:
                     self.save()
                 self._maybe_evaluate()
+            self._settle()
             self._tell_end()
         except StopRequested:
             self.save()
@@ -114,7 +138,9 @@ class Loop:
         return self.engine.steps < self.total_steps and judge(self.ledger.evaluations, self.evaluation).stop
 
     def save(self) -> None:
-        """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size."""
+        """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
+        Diverged in place of keeping what is no good."""
+        self._settle()
         engine, root = self.engine, self.run_dir / CHECKPOINTS
         path = self._write(store.name_of(engine.steps, engine.micro_steps), engine.save, engine.checkpoint_bytes())
         store.prune(root, self.checkpoint.keep_last)
@@ -144,73 +170,85 @@ class Loop:
         """
         engine, ledger = self.engine, self.ledger
         window = self.feed.window(engine.steps)
-        items = window.label_tokens
-        loss_sum: Tensor | None = None
+        items, started = window.label_tokens, mark(engine.device)
+        # Sums of float32 are exact in float64, however a window is cut.
+        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch_of in window.batches[engine.micro_steps :]:
             if self.stop.requested:
-                self._keep(loss_sum)
-                raise StopRequested
+                self._leave(loss_sum, started)
             self.events.alive()
-            started = time.perf_counter()
             batch = batch_of()
             loss = engine.forward(batch, self.loss_function)
             engine.backward(loss.total / items)
-            detached = loss.total.detach().double()  # sums of float32 are exact in it, however a window is cut
-            loss_sum = detached if loss_sum is None else loss_sum + detached
+            loss_sum = loss_sum + loss.total.detach().double()
             ledger.window_tokens += batch.tokens
             ledger.window_slots += batch.slots
-            ledger.window_seconds += time.perf_counter() - started
         if self.stop.requested:
-            self._keep(loss_sum)
-            raise StopRequested
-        started = time.perf_counter()
-        self._keep(loss_sum)
-        mean = ledger.window_loss / items
-        if not math.isfinite(mean):
-            raise Diverged(
-                f"the loss became {mean} at step {engine.steps + 1}; lower optimizer.learning_rate, "
-                "raise schedule.warmup_ratio or set training.precision to fp32",
-                field="optimizer.learning_rate",
-            )
-        result = engine.step()
-        ledger.window_seconds += time.perf_counter() - started
-        self._close_window(mean, result.learning_rate, result.grad_norm)
+            self._leave(loss_sum, started)
+        result = engine.step(watch=loss_sum)
+        closed = _Closed(
+            step=engine.steps,
+            items=items,
+            loss=ledger.window_loss,
+            tokens=ledger.window_tokens,
+            slots=ledger.window_slots,
+            seconds=ledger.window_seconds,
+            started=started,
+            ended=mark(engine.device),
+            learning_rate=result.learning_rate,
+            memory_bytes=memory_bytes(engine.device),
+        )
+        ledger.drop_window()
+        self._readings.put(closed, {"loss": loss_sum, "grad_norm": result.grad_norm})
+        for about, figures in self._readings.ready():
+            self._tell(about, figures)
 
-    def _keep(self, loss_sum: Tensor | None) -> None:
-        # The one place where a GPU is waited for: once a step, not once a micro-step.
-        self.ledger.window_loss += 0.0 if loss_sum is None else float(loss_sum)
+    def _leave(self, loss_sum: Tensor, started: Mark) -> NoReturn:
+        """StopRequested, with the figures of the unfinished window in the ledger."""
+        self._settle()
+        self.ledger.window_loss += _finite(float(loss_sum), "loss", self.engine.steps + 1)
+        self.ledger.window_seconds += seconds_between(started, mark(self.engine.device))
+        raise StopRequested
 
-    def _close_window(self, loss: float, learning_rate: float, grad_norm: float) -> None:
-        engine, ledger = self.engine, self.ledger
+    def _settle(self) -> None:
+        """Tell of every step that was done: before anything is written or decided that rests on them."""
+        for about, figures in self._readings.all():
+            self._tell(about, figures)
+
+    def _tell(self, closed: _Closed, figures: dict[str, float]) -> None:
+        """Diverged, if the step was none; whatever was queued behind it has changed no weight (`Engine.step`)."""
+        ledger = self.ledger
+        loss = _finite((closed.loss + figures["loss"]) / closed.items, "loss", closed.step)
+        grad_norm = _finite(figures["grad_norm"], "gradient", closed.step)
+        seconds = closed.seconds + seconds_between(closed.started, closed.ended)
         values = {
             "loss": loss,
-            "learning_rate": learning_rate,
+            "learning_rate": closed.learning_rate,
             "grad_norm": grad_norm,
-            "tokens_per_second": ledger.window_tokens / max(ledger.window_seconds, 1e-9),
-            "padding_share": 1.0 - ledger.window_tokens / ledger.window_slots,
-            "memory_bytes": float(memory_bytes(engine.device)),
-            "epoch": self.feed.epochs_after(engine.steps),
+            "tokens_per_second": closed.tokens / max(seconds, 1e-9),
+            "padding_share": 1.0 - closed.tokens / closed.slots,
+            "memory_bytes": float(closed.memory_bytes),
+            "epoch": self.feed.epochs_after(closed.step),
         }
-        self._recent = [*self._recent[-RECENT_STEPS + 1 :], ledger.window_seconds]
+        self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
         ledger.loss_sum += loss
-        ledger.tokens += ledger.window_tokens
-        ledger.seconds += ledger.window_seconds
-        ledger.drop_window()
-        ledger.metrics.append({"step": engine.steps, **values})
-        self.events.write("metrics", step=engine.steps, values=values)
-        self._tell_progress()
+        ledger.tokens += closed.tokens
+        ledger.seconds += seconds
+        ledger.metrics.append({"step": closed.step, **values})
+        self.events.write("metrics", step=closed.step, values=values)
+        self._tell_progress(closed.step)
 
-    def _tell_progress(self) -> None:
-        now, left = time.monotonic(), self.total_steps - self.engine.steps
+    def _tell_progress(self, step: int) -> None:
+        now, left = time.monotonic(), self.total_steps - step
         if left and now - self._told < PROGRESS_SECONDS:
             return
         self._told = now
         seconds_left = left * sum(self._recent) / len(self._recent) + self._evaluations_left() * self._eval_seconds
         self.events.write(
             "progress",
-            step=self.engine.steps,
+            step=step,
             total_steps=self.total_steps,
-            epoch=self.feed.epochs_after(self.engine.steps),
+            epoch=self.feed.epochs_after(step),
             seconds_left=round(seconds_left, 1),
         )
 
@@ -236,6 +274,7 @@ class Loop:
         step = self.engine.steps
         if not self._due(step) or self.ledger.evaluated(step) is not None:
             return
+        self._settle()
         self.events.write("phase", phase="evaluating")
         started = time.monotonic()
         assert self.evaluator is not None
@@ -278,6 +317,12 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _finite(value: float, what: str, step: int) -> float:
+    if not math.isfinite(value):
+        raise Diverged(f"the {what} became {value} at step {step}; {REMEDY}", field="optimizer.learning_rate")
+    return value
 
 
 def _chars(entry: dict[str, Any]) -> int:

@@ -134,12 +134,39 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before(tiny_dir: Path) 
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_broken_gradient_leaves_the_weights_alone(tiny_dir: Path) -> None:
-    engine = make(tiny_dir)
-    before = {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
+@pytest.mark.parametrize("broken", ["gradient", "loss"])
+def test_from_the_first_broken_step_on_nothing_changes(tiny_dir: Path, tmp_path: Path, broken: str) -> None:
+    """Nobody looks at the figures in between: the optimizer itself skips this update and all that follow."""
+    engine, calm = make(tiny_dir), make(tiny_dir)
+    for each in (engine, calm):
+        train(each, [[batch(2)], [batch(2, 1)]])
+    factor = float("nan") if broken == "gradient" else 1.0
     loss = engine.forward(batch(2), sft_loss)
-    engine.backward(loss.total * float("nan"))
-    with pytest.raises(Diverged, match="learning_rate"):
+    engine.backward(loss.total * factor)
+    engine.step(watch=loss.total / (0.0 if broken == "loss" else 1.0))
+    train(engine, [[batch(2, 3)]])
+    assert engine.steps == 4
+    for name, parameter in calm.trained_parameters.items():
+        assert torch.equal(parameter, engine.trained_parameters[name]), name
+        states = (each.optimizer.state[each.trained_parameters[name]] for each in (engine, calm))
+        assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states), strict=True)), name
+    for write in (engine.check, lambda: engine.save(tmp_path), lambda: engine.save_weights(tmp_path)):
+        with pytest.raises(Diverged, match=r"at step 3; lower optimizer\.learning_rate"):
+            write()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "good").mkdir()
+    calm.save(tmp_path / "good")
+    engine.load(tmp_path / "good")
+    engine.check()
+    assert train(engine, [[batch(2, 4)]]) == train(calm, [[batch(2, 4)]])
+
+
+def test_an_optimizer_that_cannot_skip_is_asked_at_once(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    engine.optimizer = torch.optim.SGD(engine.trained_parameters.values(), lr=1.0)
+    before = {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
+    engine.backward(engine.forward(batch(2), sft_loss).total * float("inf"))
+    with pytest.raises(Diverged, match="at step 1"):
         engine.step()
     assert all(torch.equal(p, before[name]) for name, p in engine.trained_parameters.items())
 

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from core.train.attention.positions import known
 from core.train.batch import Batch
 
 NAME = "eft_packed"
@@ -41,7 +42,8 @@ def rows_apart(batch: Batch) -> Iterator[None]:
     """Around the forward pass of a batch: masks are made for it. The backward pass needs nothing of it."""
     token = _packed.set(batch if batch.packed else None)
     try:
-        yield
+        with known(batch):
+            yield
     finally:
         _packed.reset(token)
 

@@ -53,7 +53,9 @@ class TokenDataset:
             input_ids[row, : len(ids)] = ids
             labels[row, : len(ids)] = np.where(learned, ids, IGNORE_INDEX)
         count = sum(int(learned.sum()) for _, learned in items)
-        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths, count)
+        return Batch(
+            torch.from_numpy(input_ids), torch.from_numpy(labels), lengths, count, before_labels=_before_labels(labels)
+        )
 
     def pack(self, rows: Iterable[int]) -> Batch:
         """The rows end to end."""
@@ -61,13 +63,15 @@ class TokenDataset:
         lengths = tuple(len(ids) for ids, _ in items)
         ids = np.concatenate([ids for ids, _ in items]).astype(np.int64)
         learned = np.concatenate([learned for _, learned in items])
+        labels = np.where(learned, ids, IGNORE_INDEX)
         return Batch(
             torch.from_numpy(ids).unsqueeze(0),
-            torch.from_numpy(np.where(learned, ids, IGNORE_INDEX)).unsqueeze(0),
+            torch.from_numpy(labels).unsqueeze(0),
             lengths,
             int(learned.sum()),
             torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            _before_labels(labels),
         )
 
     def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -75,6 +79,11 @@ class TokenDataset:
         learned = self.learned[start:end].copy()
         learned[0] = False  # nothing comes before the first token to predict it from
         return self.ids[start:end], learned
+
+
+def _before_labels(labels: npt.NDArray[np.int64]) -> Tensor:
+    """As Batch.label_positions; no row's first token has a label."""
+    return torch.from_numpy(np.flatnonzero(labels.ravel() != IGNORE_INDEX) - 1)
 
 
 def _count(
