@@ -11,7 +11,7 @@ from api.files.upload import Stored
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Conflict
-from core.jobs import queries
+from core.jobs import audit, queries
 from core.jobs.submit import Actor
 from core.storage.layout import Layout
 
@@ -33,6 +33,8 @@ def record(database: Database, actor: Actor, stored: Stored, filename: str) -> d
             )
         )
         session.flush()
+        told = {"filename": filename, "bytes": stored.bytes, "sha256": stored.sha256}
+        audit.record(session, actor, "file.upload", stored.id, told)
         row = session.execute(
             select(File).where(File.id == stored.id).execution_options(populate_existing=True)
         ).scalar_one()
@@ -42,7 +44,7 @@ def record(database: Database, actor: Actor, stored: Stored, filename: str) -> d
 def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> None:
     """Raises NotFound, or Conflict while a job that is not over needs the file."""
     with database.write() as session:
-        queries.find_file(session, actor.project_id, file_id, lock="delete")
+        found = queries.find_file(session, actor.project_id, file_id, lock="delete")
         users = queries.jobs_using_file(session, actor.project_id, file_id)
         if users:
             raise Conflict(
@@ -51,4 +53,5 @@ def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> No
                 field="file_id",
             )
         session.execute(delete(File).where(File.id == file_id))
+        audit.record(session, actor, "file.delete", file_id, {"filename": found.filename, "sha256": found.sha256})
     layout.file(file_id).unlink(missing_ok=True)

@@ -7,10 +7,10 @@ from typing import Literal
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from core.db.tables import Event, Job
+from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs import outbox, room
+from core.jobs import audit, outbox, room
 from core.jobs.states import FINAL, Status
 from core.jobs.transitions import Actor, move
 from core.spec.job import JobSpec
@@ -69,6 +69,8 @@ def submit(
             },
         )
     )
+    told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
+    audit.record(session, actor, "job.submit" if kind == "train" else "preview.ask", job_id, told)
     outbox.ring(session, job_id)
     return session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
 
@@ -92,11 +94,19 @@ def cancel(session: Session, actor: Actor, job_id: str) -> Job:
         case Status.CANCELLED | Status.STOPPING:
             return job
         case Status.QUEUED | Status.PAUSED:
-            _ask(session, actor, job, Status.CANCELLED, "cancelled by its owner")
+            _ask(session, actor, "cancel", job, Status.CANCELLED, f"cancelled by {_who(session, actor, job)}")
         case status if status in FINAL:
             raise Conflict(f"the job has already {status.value}; there is nothing to cancel", code="already_final")
         case _:
-            _ask(session, actor, job, Status.STOPPING, "cancelled by its owner", stop="cancel")
+            _ask(
+                session,
+                actor,
+                "cancel",
+                job,
+                Status.STOPPING,
+                f"cancelled by {_who(session, actor, job)}",
+                stop="cancel",
+            )
     session.refresh(job)
     return job
 
@@ -111,9 +121,9 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
         case Status.PAUSED | Status.PAUSING:
             return job
         case Status.QUEUED:
-            _ask(session, actor, job, Status.PAUSED, "paused by its owner")
+            _ask(session, actor, "pause", job, Status.PAUSED, f"paused by {_who(session, actor, job)}")
         case Status.PREPARING | Status.STARTING | Status.RUNNING:
-            _ask(session, actor, job, Status.PAUSING, "paused by its owner", stop="pause")
+            _ask(session, actor, "pause", job, Status.PAUSING, f"paused by {_who(session, actor, job)}", stop="pause")
         case status:
             raise Conflict(f"the job is {status.value}; there is nothing to pause", code="not_pausable")
     session.refresh(job)
@@ -125,7 +135,14 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
     job = find(session, actor, job_id, lock=True)
     match Status(job.status):
         case Status.PAUSED:
-            _ask(session, actor, job, Status.QUEUED, "resumed by its owner; waits for a slot")
+            _ask(
+                session,
+                actor,
+                "resume",
+                job,
+                Status.QUEUED,
+                f"resumed by {_who(session, actor, job)}; waits for a slot",
+            )
             outbox.ring(session, job_id)
         case Status.PAUSING:
             raise Conflict("the job is still writing its checkpoint; resume it once it is paused", code="still_pausing")
@@ -153,7 +170,17 @@ def retry(session: Session, actor: Actor, job_id: str) -> Job:
     return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old)
 
 
-def _ask(session: Session, actor: Actor, job: Job, after: Status, reason: str, *, stop: str | None = None) -> None:
+def _ask(
+    session: Session, actor: Actor, verb: str, job: Job, after: Status, reason: str, *, stop: str | None = None
+) -> None:
     data = {"actor": actor.user_id, "request_id": actor.request_id}
     values = {} if stop is None else {"stop_requested": stop}
-    move(session, job, after, reason=reason, data=data, values=values)
+    told = {"from": job.status, "to": after.value}
+    if move(session, job, after, reason=reason, data=data, values=values):
+        audit.record(session, actor, f"job.{verb}", job.id, told)
+
+
+def _who(session: Session, actor: Actor, job: Job) -> str:
+    if actor.user_id == job.owner_id:
+        return "its owner"
+    return session.execute(select(User.name).where(User.id == actor.user_id)).scalar_one()

@@ -92,7 +92,7 @@ def test_asking_twice_is_fine_and_the_audit_says_who(database: Database, make_jo
         with database.write() as session:
             nodes.undrain(session, ADA, "box")
     with database.read() as session:
-        told = session.execute(select(Audit).order_by(Audit.id)).scalars().all()
+        told = session.execute(select(Audit).where(Audit.target == "box").order_by(Audit.id)).scalars().all()
         last = session.execute(select(OutboxMessage.job_id).order_by(OutboxMessage.id.desc()).limit(1)).scalar_one()
         box = nodes.boxes(session, "box")[0]
     assert [(a.action, a.target, a.actor_id, a.request_id) for a in told] == [
