@@ -23,6 +23,8 @@ from core.data.formats.settle import SHAPES
 from core.errors import Fault
 from core.spec.data import Format, RowFormat
 
+MAX_PARQUET_FAULTS = 10_000
+"""A billion rows without a value fit into very few bytes; nobody has to read on for the faults of all of them."""
 EMPTY = f"the file has no rows; a row is an object with {SHAPES}"
 
 
@@ -130,6 +132,8 @@ class FileCheck:
             everything = self._declared == "prompt"
             for _, number, value in values(path, self._columns, self._faults, everything=everything):
                 self.checker.row(number, value)
+                if self._faults.count > MAX_PARQUET_FAULTS:
+                    break
         elif self._reader is not None:
             if self._rest:
                 self._records(self._rest)

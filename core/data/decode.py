@@ -1,4 +1,4 @@
-"""JSON as the standard has it (RFC 8259), and as strict as a row needs: no doubled keys, no NaN."""
+"""JSON as the standard has it (RFC 8259), and as strict as a row needs: no doubled keys, no NaN, no endless depth."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ import json
 from collections import Counter
 from typing import Any
 
+MAX_DEPTH = 100
+"""Of lists and objects inside each other. All that reads a row later goes down as deep."""
+
 
 def decode(value: str) -> Any:
     """Raises ValueError (a JSONDecodeError for a fault of the syntax) or RecursionError."""
-    return json.loads(value, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    found = json.loads(value, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    if value.count("[") + value.count("{") > MAX_DEPTH and _deeper(found):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    return found
+
+
+def _deeper(value: Any) -> bool:
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        parts = [part for part in level if isinstance(part, dict | list)]
+        level = [item for part in parts for item in (part.values() if isinstance(part, dict) else part)]
+        depth += bool(parts)
+    return depth > MAX_DEPTH
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
