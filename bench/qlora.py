@@ -1,5 +1,8 @@
 """A QLoRA step against its peers: `python -m bench.qlora [--model smollm2|llama-1b|llama-8b|mud-puppy|DIR]`.
 
+`--layers N` cuts a random shape down to what fits the machine, and the report says so. A batch of 1k tokens is the
+default (4 rows of 256), one of 8k is `--rows 8 --tokens 1024`.
+
 All contenders (bench/qlora_peers.py says what each is) sit in one process and take turns on the same batches of random
 ids; the order is swapped every run, and ratios are taken pair by pair. The memory of each is measured in a process of
 its own: the peak of two steps over what the loaded model takes. The same command runs on CPU and GPU.
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.qlora_models import ROOT, folder_of, vocabulary_of
+from bench.qlora_models import ROOT, SHAPES, folder_of, vocabulary_of
 from bench.qlora_peers import NAMES, Missing, Shape, Step, build
 from bench.report import compare, finish, show
 
@@ -73,7 +76,8 @@ def _status(field: str) -> int:
 def _memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.qlora", "--model", arguments.model, "--memory-of", name,
                "--rows", str(arguments.rows), "--tokens", str(arguments.tokens), "--r", str(arguments.r),
-               "--device", arguments.device, "--threads", str(arguments.threads)]  # fmt: skip
+               "--device", arguments.device, "--threads", str(arguments.threads),
+               *(["--layers", str(arguments.layers)] if arguments.layers else [])]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -100,13 +104,14 @@ def _interval(mine: list[float], theirs: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, llama-1b, llama-8b, mud-puppy, or a folder")
+    parser.add_argument("--layers", type=int, help="of a random shape; default: all")
     parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--rows", type=int, help="default 4; mud-puppy's micro-benchmark has 1")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="*", default=["ours", "trl", "tuned", "lora", "unsloth"], choices=NAMES)
+    parser.add_argument("--only", nargs="*", default=["ours", "trl", "tuned", "bare", "lora", "unsloth"], choices=NAMES)
     parser.add_argument("--memory-of", choices=NAMES)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--report", type=Path, help="default bench/results/qlora-<model>-<device>-<day>.txt")
@@ -115,21 +120,21 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     quiet()
     shape = Shape(arguments.rows, arguments.tokens, arguments.r, torch.device(arguments.device))
-    folder = folder_of(arguments.model)
+    folder = folder_of(arguments.model, arguments.layers)
     if arguments.memory_of:
         print(json.dumps(memory_of(arguments.memory_of, folder, shape)))
         return
     day = datetime.now(UTC).date()
     kind = torch.cuda.get_device_name() if shape.device.type == "cuda" else "cpu"
-    label = Path(arguments.model).name
+    label = folder.name if arguments.model in SHAPES else Path(arguments.model).name
     report = arguments.report or ROOT / "bench" / "results" / (
         f"qlora-{label}-{kind.lower().replace(' ', '-')}-{day}.txt"
     )
     with Tee(report):
-        _compare(arguments, folder, shape, kind)
+        _compare(arguments, folder, shape, kind, label)
 
 
-def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: str) -> None:
+def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: str, label: str) -> None:
     print(f"python -m bench.qlora {' '.join(sys.argv[1:])}".rstrip())
     print(_versions(kind, shape, arguments))
     print(f"load average {os.getloadavg()[0]:.2f} before")
@@ -167,18 +172,19 @@ def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: st
             continue
         for what, series in (("step", wall), ("step, CPU time", cpu))[: 2 if shape.device.type == "cpu" else 1]:
             low, high = _interval(series["ours"], series[name])
-            title = f"{arguments.model}: {what}, against {name}"
+            title = f"{label}: {what}, against {name}"
             results[title] = compare(series["ours"], series[name]) | {"interval": [low, high], "hardware": _where(kind)}
             show(title, results[title], "s")
             print(f"{'':<52} interval {low:.3f} to {high:.3f}")
-        results[f"{arguments.model}: step, against {name}"] |= {
+        results[f"{label}: step, against {name}"] |= {
             "first_loss_difference": abs(losses["ours"] - losses[name]),
             "tokens_per_second": tokens / statistics.median(wall["ours"]),
             "peer_tokens_per_second": tokens / statistics.median(wall[name]),
         }
         if memory:
-            title = f"{arguments.model}: peak memory over load, against {name}"
             ours, peer = memory["ours"]["over_load"], memory[name]["over_load"]
+            results[f"{label}: step, against {name}"] |= {"mib_over_load": ours, "peer_mib_over_load": peer}
+            title = f"{label}: peak memory over load, against {name}"
             results[title] = compare([ours], [peer]) | {"hardware": _where(kind)}
             show(title, results[title], "MiB")
     finish(results)
@@ -195,10 +201,11 @@ def quiet() -> None:
 def _versions(kind: str, shape: Shape, arguments: argparse.Namespace) -> str:
     from importlib.metadata import version
 
+    cut = f", cut to {arguments.layers} layers" if arguments.layers else ""
     packages = ", ".join(f"{name} {version(name)}" for name in ("bitsandbytes", "peft", "trl", "transformers"))
     return (
         f"{_where(kind)}; torch {torch.__version__}, {packages}; {torch.get_num_threads()} threads\n"
-        f"{arguments.model}: {shape.rows} × {shape.tokens} random tokens, all labelled, r {shape.r} on all linear "
+        f"{arguments.model}{cut}: {shape.rows} × {shape.tokens} random tokens, all labelled, r {shape.r} on all linear "
         "layers, activation checkpointing (non-reentrant), bfloat16 products, AdamW, gradients clipped to 1"
     )
 

