@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
-from core.train.kernels.interface import Format
+from core.train.kernels.interface import Format, few_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +51,10 @@ def linear(
     if torch.compiler.is_compiling():
         result: Tensor = ops.quant_linear(x, packed, scales, format, block, out_features, bias)
         return result
+    if not torch.is_grad_enabled():
+        few = few_rows(x, packed, list(scales), format, block, out_features, bias)
+        if few is not None:
+            return few
     y: Tensor = _Linear.apply(x, packed, scales, format, block, out_features, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -72,7 +76,7 @@ def lora_linears(x: Tensor, members: Sequence[Member]) -> list[Tensor]:
     of x are rounded otherwise (once in place of once a member)."""
     leaves = [t for m in members for t in (m.a, m.b, m.bias, m.dropped)]
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *leaves)):
-        return _products(x, members, _narrow(x, members))
+        return _products(x, members, _narrow(x, members), training=False)
     xa = _Keep.apply(members, x, *leaves)  # type: ignore[no-untyped-call]
     outputs: tuple[Tensor, ...] = _Products.apply(members, xa, x, *leaves)  # type: ignore[no-untyped-call]
     return list(outputs)
@@ -123,12 +127,16 @@ def _stacked(members: Sequence[Member], dtype: torch.dtype) -> Tensor:
     return torch.cat([m.a.detach().to(dtype) for m in members])
 
 
-def _products(x: Tensor, members: Sequence[Member], xa: Tensor) -> list[Tensor]:
+def _products(x: Tensor, members: Sequence[Member], xa: Tensor, training: bool = True) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = []
     for m, part in zip(members, torch.split(xa, [m.a.shape[0] for m in members], dim=1), strict=True):
-        weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), x)
-        y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(x.dtype))
+        y = None
+        if not training:
+            y = few_rows(rows, m.packed, list(m.scales), m.format, m.block, m.b.shape[0], m.bias)
+        if y is None:
+            weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), x)
+            y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(x.dtype))
         y.addmm_(part, m.b.to(x.dtype).t(), alpha=m.scaling)
         outputs.append(y.view(*x.shape[:-1], m.b.shape[0]))
     return outputs
