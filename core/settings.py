@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     """Largest uploaded file."""
     min_free_bytes: int = 1 << 30
     """While the data root has less room than this, uploads and jobs are refused and waiting jobs are not started."""
+    cache_bytes: int = Field(default=100 << 30, ge=0)
+    """Packed weights and tokenised rows that are kept below the data root for later jobs. Beyond it those go that no
+    job has used for longest (never such as were used within the last hour). 0: no bound."""
     rate_per_minute: float = Field(default=600.0, ge=0)
     """Requests a minute of one API key, in one API process; above that 429 with Retry-After. 0: no limit."""
     rate_burst: int = Field(default=200, ge=1)

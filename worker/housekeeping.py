@@ -13,6 +13,7 @@ from core.db.engine import Database
 from core.jobs import claims, leader, lost, nodes, outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
+from core.storage.cache import shrink
 from core.storage.layout import Layout
 from worker import leftovers
 from worker.node import loss_policy
@@ -124,7 +125,19 @@ class Housekeeper:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
         if removed := remove_orphans(self._database, self._layout):
             log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
+        self._shrink_cache()
         return True
+
+    def _shrink_cache(self) -> None:
+        if not self._settings.cache_bytes:
+            return
+        try:
+            gone = shrink(self._layout.cache, self._settings.cache_bytes)
+        except OSError as error:
+            log.warning("the cache cannot be brought below EFT_CACHE_BYTES: %s", error)
+            return
+        if gone:
+            log.info("removed from the cache, since EFT_CACHE_BYTES is reached: %s", ", ".join(gone))
 
     def _wake(self) -> bool:
         """A lost message is made good here. One ring a node, and none while earlier ones still wait to be heard."""

@@ -1,9 +1,11 @@
 """Tokenised rows on disk, under a hash of all that they are made from: complete or not there, mapped into memory.
 
-The key covers the content of the data files, how they are read, and the renderer's fingerprint; max_length and
-truncation are no part of it, since they only choose spans of the tokens. An entry whose files do not have the hashes
-that were written with them, or that another version wrote, is thrown away and made anew. Of two jobs that make the same
-entry at once the second keeps the first one's.
+    tokens/<what the rows are>/<how they are rendered>/    about.json and one file an array
+
+The first hash covers the content of the data files and how they are read, the second is of the renderer's fingerprint;
+max_length and truncation are no part of either, since they only choose spans of the tokens. An entry whose files do not
+have the hashes that were written with them, or that another version wrote, is thrown away and made anew. Of two jobs
+that make the same entry at once the second keeps the first one's. Rows that are in use hold their entry (core/caches.py).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from core import caches
 from core.spec.data import RowFormat
 from core.spec.run import DataOrder
 from core.train.data.dataset import TokenDataset
-from core.train.files import remembered_sha256, sha256, sync, write_json
+from core.train.files import remembered_sha256, sha256, sync, used, write_json
 
-VERSION = 1
+VERSION = 2
 """Of the files' layout and of the reading of rows; raised when either changes."""
 ARRAYS = {"ids": np.int32, "learned": np.bool_, "starts": np.int64, "ends": np.int64, "lines": np.int64}
 ABOUT = "about.json"
@@ -36,6 +39,8 @@ class Tokens:
     dataset: TokenDataset
     format: RowFormat
     cut_prompts: int
+    rows: int
+    """Of the files; those that gave no token are in no dataset."""
 
 
 class TokenCache:
@@ -56,18 +61,24 @@ class TokenCache:
 
     def format_of(self, source: str) -> RowFormat | None:
         """The format of these rows, if they have been read before."""
-        try:
-            known = json.loads((self._root / f"{source}.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return known.get("format") if isinstance(known, dict) else None
+        for about in sorted((self._root / source).glob(f"[!.]*/{ABOUT}")):
+            try:
+                known: RowFormat = json.loads(about.read_bytes())["format"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # `load` throws it away
+            return known
+        return None
 
     def load(self, source: str, fingerprint: str) -> Tokens | None:
         """A complete entry; None when there is none (any more)."""
-        folder = self._root / _hash([source, fingerprint])
+        folder = self._folder(source, fingerprint)
         if not folder.is_dir():
             return None
+        lease: caches.Lease | None = None
         try:
+            lease = caches.hold(folder / ABOUT)
+            if lease is None:
+                raise ValueError("it has no list of its files")
             about = json.loads((folder / ABOUT).read_bytes())
             if about["version"] != VERSION:
                 raise ValueError(f"it is of version {about['version']}, this is {VERSION}")
@@ -75,16 +86,22 @@ class TokenCache:
             if bad:
                 raise ValueError(f"{bad[0]} has another SHA-256")
             mapped: dict[str, Any] = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
-            return Tokens(TokenDataset(**mapped), about["format"], about["cut_prompts"])
+            dataset = TokenDataset(**mapped)
+            dataset.held = lease
+            return Tokens(dataset, about["format"], about["cut_prompts"], about["rows"])
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if not folder.is_dir():
+                return None  # thrown away by somebody else meanwhile
             self.faults.append(f"cached tokens are made anew ({error})")
+            if lease is not None:
+                lease.close()
             _discard(folder)
             return None
 
     def keep(self, source: str, fingerprint: str, tokens: Tokens) -> Tokens:
         """The same tokens, on disk now; those in memory where that did not work."""
-        folder = self._root / _hash([source, fingerprint])
-        aside = self._root / f".new-{folder.name}-{uuid.uuid4().hex}"
+        folder = self._folder(source, fingerprint)
+        aside = folder.with_name(f".new-{folder.name}-{uuid.uuid4().hex}")
         try:
             aside.mkdir(parents=True)
             for name in ARRAYS:
@@ -93,6 +110,7 @@ class TokenCache:
                 "version": VERSION,
                 "format": tokens.format,
                 "cut_prompts": tokens.cut_prompts,
+                "rows": tokens.rows,
                 "files": {name: sha256(aside / name) for name in ARRAYS},
             }
             write_json(aside / ABOUT, about)
@@ -100,14 +118,16 @@ class TokenCache:
                 sync(path)
             if not folder.exists():
                 aside.rename(folder)
-                sync(self._root)
-            write_json(self._root / f"{source}.json", {"format": tokens.format})
+                sync(folder.parent)
         except OSError as error:
             self.faults.append(f"the tokens could not be kept ({error}); the next job makes them again")
             return tokens
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         return self.load(source, fingerprint) or tokens
+
+    def _folder(self, source: str, fingerprint: str) -> Path:
+        return self._root / source / _hash(fingerprint)
 
 
 def _mapped(path: Path, kind: Any) -> Any:

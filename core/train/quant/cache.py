@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from core.train.files import sha256, sync
+from core.train.files import sha256, sync, used
 
 if TYPE_CHECKING:
     from core.train.quant.model import QuantOptions
@@ -60,6 +60,7 @@ def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
     folder = cache_dir / key
     if not folder.is_dir():
         return None, None
+    used(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["version"] != VERSION or manifest["key"] != key:
