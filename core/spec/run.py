@@ -120,6 +120,8 @@ class RunOrder(SpecModel):
     nothing is kept."""
     fence_seconds: float | None = None
     """End when stdin is silent this long; null when run by hand, without a worker."""
+    selftest: dict[str, Any] | None = None
+    """What the device's self-test found (core/hardware/selftest.py); null: it was not tried."""
     held_at: float | None = None
     """When the worker last knew that it holds the lease, in seconds of this node's CLOCK_BOOTTIME: the silence that
     `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""

@@ -45,6 +45,7 @@ def build_model(
     are kept below `cache_dir`. `longest`: tokens of the longest row. `between` may raise to stop."""
     model, packed = _load(spec, model_dir, placement.weights, cache_dir, events, between)
     between()
+    placement.attention.fit(model)
     _check_fit(model, tokenizer, longest, events)
     seed_all(spec.training.seed)
     model = _adapt(model, spec, placement)

@@ -12,6 +12,7 @@ It knows nothing of files of rows, events or workers: SFT, preference stages and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_logits
+from core.train.scaler import LossScaler
 
 
 class Diverged(EftError):
@@ -69,12 +71,15 @@ class StepResult:
     grad_norm: Tensor
     """Global L2 norm before clipping: a scalar on the device, which nobody has waited for."""
     learning_rate: float
+    skipped: bool = False
+    """fp16 overflowed: no weight has changed, the norm is no finite number, and the schedule waits."""
 
 
 class Engine:
     """See the module. `autocast` is the compute dtype of matrix products, or None to compute in the weights' own.
 
     `max_grad_norm` clips the global norm; None does not clip. Parts registered in `parts` are saved and loaded too.
+    `scaler` scales the loss of a run in fp16: gradients that wait for their step are scaled by it.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Engine:
         max_grad_norm: float | None = 1.0,
         pad_token_id: int = 0,
         parts: Mapping[str, Stateful] | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -97,6 +103,7 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.pad_token_id = pad_token_id
         self.parts: dict[str, Stateful] = dict(parts or {})
+        self.scaler = scaler
         self.steps = 0
         """Optimizer steps done."""
         self.micro_steps = 0
@@ -121,7 +128,8 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar to those already there. Normalise before: gradients of calls are summed."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaled = loss if self.scaler is None else loss * self.scaler.scale
+        scaled.backward()  # type: ignore[no-untyped-call]
         self.micro_steps += 1
 
     def step(self, watch: Tensor | None = None) -> StepResult:
@@ -130,19 +138,39 @@ class Engine:
         When the gradient, or `watch` (a scalar, such as the loss), is not finite, the weights stay as they are, in
         this step and in all that follow, and `check` raises Diverged from then on. An optimizer that cannot skip a step
         on the device by itself (torch's fused ones can) is checked here.
+
+        With a loss scaler the norm is waited for, since an overflow changes what comes next: the step is skipped and
+        counts, its rows are not seen again, and the schedule stays where it is (as accelerate does it for
+        `transformers.Trainer`).
         """
         parameters = list(self._trained.values())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.scaler is not None:
+            self.scaler.unscale_(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        factor = self.schedule(self.steps - (0 if self.scaler is None else self.scaler.skipped))
+        if self.scaler is not None and self._overflowed(norm, watch, self.scaler):
+            self.zero_grad()
+            self.steps += 1
+            return StepResult(norm, self._base_learning_rates[0] * factor, skipped=True)
         self._note(norm if watch is None else norm + watch.detach())
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        factor = self.schedule(self.steps)
         for group, base in zip(self.optimizer.param_groups, self._base_learning_rates, strict=True):
             group["lr"] = base * factor
         self.optimizer.step()
         self.zero_grad()
         self.steps += 1
         return StepResult(norm, self._base_learning_rates[0] * factor)
+
+    def _overflowed(self, norm: Tensor, watch: Tensor | None, scaler: LossScaler) -> bool:
+        """Whether this step is to be skipped, and tell the scaler how it went. An overflow that no smaller scale would
+        help is none: the loss itself is no number, or the scale is as low as it goes."""
+        finite = math.isfinite(float(norm))
+        if not finite and (scaler.exhausted or not (watch is None or math.isfinite(float(watch.detach())))):
+            return False
+        scaler.update(overflowed=not finite)
+        return not finite
 
     def _note(self, sentinel: Tensor) -> None:
         """Let the optimizer skip its update from the first `sentinel` on that is no finite number."""
@@ -263,6 +291,7 @@ class Engine:
             "optimizer": numbers,
             "rng": rng_numbers,
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
@@ -299,9 +328,10 @@ class Engine:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.load_weights(folder)
         gradients = load_file(folder / "gradients.safetensors")
+        rescale = self._load_scaler(state.get("scaler"))
         for name, parameter in self._trained.items():
             saved = gradients.get(name)
-            parameter.grad = None if saved is None else saved.to(parameter.device)
+            parameter.grad = None if saved is None else (saved * rescale).to(parameter.device)
         self._load_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
@@ -309,6 +339,13 @@ class Engine:
         self.micro_steps = int(state["micro_steps"])
         self._broken.zero_()
         restore_rng(load_file(folder / "rng.safetensors"), state["rng"])  # last: nothing may draw after it
+
+    def _load_scaler(self, saved: dict[str, Any] | None) -> float:
+        """What saved gradients must be multiplied by: 1, unless the run goes on in another precision than before."""
+        if self.scaler is not None and saved is not None:
+            self.scaler.load_state_dict(saved)
+            return 1.0
+        return (1.0 if self.scaler is None else self.scaler.scale) / (1.0 if saved is None else float(saved["scale"]))
 
     def _weights(self) -> dict[str, Tensor]:
         """Trained parameters, and buffers that belong to the model's state and may have changed with them."""

@@ -91,6 +91,9 @@ class _Closed:
     ended: Mark
     learning_rate: float
     memory_bytes: int
+    skipped: bool
+    scaling: dict[str, float]
+    """Of a run in fp16: the loss scale from then on, and the steps skipped so far."""
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Loop:
     stop: Stop
     run_dir: Path
     _told: float = field(default=0.0, init=False)
+    _told_skip: bool = field(default=False, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
     _readings: Readings[_Closed] = field(init=False)
@@ -197,6 +201,10 @@ class Loop:
             ended=mark(engine.device),
             learning_rate=result.learning_rate,
             memory_bytes=memory_bytes(engine.device),
+            skipped=result.skipped,
+            scaling={}
+            if engine.scaler is None
+            else {"loss_scale": engine.scaler.scale, "skipped_steps": float(engine.scaler.skipped)},
         )
         ledger.drop_window()
         self._readings.put(closed, {"loss": loss_sum, "grad_norm": result.grad_norm})
@@ -219,12 +227,13 @@ class Loop:
         """Diverged, if the step was none; whatever was queued behind it has changed no weight (`Engine.step`)."""
         ledger = self.ledger
         loss = _finite((closed.loss + figures["loss"]) / closed.items, "loss", closed.step)
-        grad_norm = _finite(figures["grad_norm"], "gradient", closed.step)
+        norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
         seconds = closed.seconds + seconds_between(closed.started, closed.ended)
         values = {
             "loss": loss,
             "learning_rate": closed.learning_rate,
-            "grad_norm": grad_norm,
+            **norm,
+            **closed.scaling,
             "tokens_per_second": closed.tokens / max(seconds, 1e-9),
             "padding_share": 1.0 - closed.tokens / closed.slots,
             "memory_bytes": float(closed.memory_bytes),
@@ -236,7 +245,21 @@ class Loop:
         ledger.seconds += seconds
         ledger.metrics.append({"step": closed.step, **values})
         self.events.write("metrics", step=closed.step, values=values)
+        if closed.skipped:
+            self._tell_skip(closed)
         self._tell_progress(closed.step)
+
+    def _tell_skip(self, closed: _Closed) -> None:
+        """The first one of an attempt; the figures tell of all."""
+        if self._told_skip:
+            return
+        self._told_skip = True
+        message = (
+            f"gradients overflowed fp16 at step {closed.step}: such a step changes no weight, the schedule waits, and "
+            f"the loss scale is halved (now {closed.scaling['loss_scale']:g}); the figures loss_scale and "
+            "skipped_steps tell of further ones"
+        )
+        self.events.write("notice", code="step_skipped", message=message)
 
     def _tell_progress(self, step: int) -> None:
         now, left = time.monotonic(), self.total_steps - step

@@ -1,22 +1,30 @@
-"""Where a run computes, in which precision, with how many threads."""
+"""Where a run computes, in which precision, by which attention, with how many threads."""
 
 from __future__ import annotations
 
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import torch
 
+from core.hardware.precision import TF32, choose_precision
+from core.hardware.selftest import Choice, Dtype
 from core.spec.runtime import Resources
-from core.spec.training import Full, LoRA, Method, QLoRA
+from core.spec.training import Full, LoRA, Method, QLoRA, Training
+from core.train.attention.backends import Attention, choose_attention
 
-Precision = Literal["auto", "bf16", "fp32"]
+COMPUTE: dict[Dtype, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+UNTRIED = Choice()
 
 
 class DeviceMissing(RuntimeError):
     """The slot promised a GPU and there is none: a fault of the machine, not of the job."""
+
+
+class DeviceRefused(RuntimeError):
+    """The self-test says that nothing computes rightly there: a fault of the machine, not of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +33,21 @@ class Placement:
     device_name: str
     arch: str
     """`gfx942`, `sm_90` or `cpu`."""
+    precision: Dtype
     weights: torch.dtype
     """Of the base model while it trains."""
-    autocast: torch.dtype | None
-    """Of matrix products, when that is not the weights' own."""
+    attention: Attention
+    tf32: bool
     threads: int
     notice: str | None
     """Why the precision is not what was asked for."""
+    notices: tuple[tuple[str, str], ...] = ()
+    """(code, words) of whatever else is not as it was asked for, or as the hardware should be."""
 
     @property
-    def precision(self) -> str:
-        return "bf16" if self.autocast is torch.bfloat16 else "fp32"
+    def autocast(self) -> torch.dtype | None:
+        """Of matrix products, when that is not fp32."""
+        return COMPUTE[self.precision]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -44,31 +56,42 @@ class Placement:
             "arch": self.arch,
             "precision": self.precision,
             "weights_dtype": str(self.weights).removeprefix("torch."),
+            "attention": self.attention.as_dict(),
+            "tf32": self.tf32,
             "threads": self.threads,
         }
 
 
-def place(resources: Resources, precision: Precision, method: Method) -> Placement:
-    """Choose for the one visible device, and set threads and deterministic kernels for this process.
+def place(resources: Resources, training: Training, method: Method, choice: Choice = UNTRIED) -> Placement:
+    """Choose for the one visible device, and set threads, attention kernels, TF32 and deterministic kernels for this
+    process. `choice` is what the device's self-test leaves. SpecError when that rules out what was asked for.
 
-    bf16 runs compute matrix products in bf16 under autocast. What is trained is always float32: full fine-tuning keeps
-    float32 weights, LoRA holds the frozen base in bf16 (or packed) and the adapter in float32.
+    Matrix products are computed under autocast in 16 bits, or in fp32. What is trained is always float32: full
+    fine-tuning keeps float32 weights, LoRA holds the frozen base in 16 bits (or packed) and the adapter in float32.
     """
+    if choice.refused is not None:
+        raise DeviceRefused(f"the self-test of this device refuses it: {choice.refused}")
     threads = _set_threads()
     device = _device(resources)
     arch, name = _arch(device), _device_name(device)
-    bf16, notice = _bf16(precision, device, arch)
+    precision, notice = choose_precision(
+        training.precision, arch, fast_bf16=_fast_bf16(device, arch), usable=choice.precisions
+    )
+    attention = choose_attention(training.attention, arch, precision, choice)
+    attention.apply()
+    tf32, told = _set_tf32(training.tf32, arch)
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
-    autocast = torch.bfloat16 if bf16 else None
     match method:
         case Full():
             weights = torch.float32
         case LoRA() | QLoRA():
-            weights = torch.bfloat16 if bf16 else torch.float32
+            weights = COMPUTE[precision] or torch.float32
         case _ as never:
             assert_never(never)
-    return Placement(device, name, arch, weights, autocast, threads, notice)
+    notices = [("attention_fallback", attention.notice)] if attention.notice else []
+    notices += [("tf32_unavailable", told)] if told else []
+    return Placement(device, name, arch, precision, weights, attention, tf32, threads, notice, tuple(notices))
 
 
 def _set_threads() -> int:
@@ -104,20 +127,22 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def _bf16(precision: Precision, device: torch.device, arch: str) -> tuple[bool, str | None]:
-    """(compute in bf16?, why not). On a CPU without bf16 instructions it works, slowly: then `auto` takes fp32."""
+def _fast_bf16(device: torch.device, arch: str) -> bool:
+    """Whether there are instructions for it. A CPU without them computes in it too, slowly."""
     if device.type == "cuda":
         from core.hardware.arch import supports_bf16
 
-        able = supports_bf16(arch)
-        reason = f"{arch} has no bf16: computing in fp32"
-    else:
-        able = precision == "bf16" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        reason = "this CPU has no bf16 instructions: computing in fp32"
-    match precision:
-        case "fp32":
-            return False, None
-        case "bf16" | "auto":
-            return able, None if able else reason
-        case _ as never:
-            assert_never(never)
+        return supports_bf16(arch)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _set_tf32(wanted: bool, arch: str) -> tuple[bool, str | None]:
+    """(whether products of fp32 numbers take it now, why not). Always set: off unless asked for."""
+    able = arch in TF32
+    on = wanted and able
+    if torch.version.hip:
+        # Older builds of torch for ROCm read it once, before the first product, and take no TF32 without it.
+        os.environ["HIPBLASLT_ALLOW_TF32"] = "1" if on else "0"
+    torch.backends.cuda.matmul.allow_tf32 = on
+    torch.backends.cudnn.allow_tf32 = on
+    return on, f"{arch} has no TF32: fp32 products are computed in full" if wanted and not able else None

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import SpecError
+from core.hardware import selftest
+from core.hardware.selftest import Verdict, choose
 from core.spec.run import (
     CHECKPOINTS,
     EVENTS_FILE,
@@ -38,6 +40,8 @@ from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
 from core.train.record import Environment
 from core.train.render.options import RenderOptions
+from core.train.scaler import LossScaler
+from core.train.selftest.heed import heed
 from core.train.stages.sft import choose_sft_loss
 
 
@@ -68,9 +72,13 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     # --- load, quantise, adapt -----------------------------------------------------------------------
     events.write("phase", phase="loading")
     quiet()
-    placement = place(spec.resources, spec.training.precision, spec.method)
+    tried = None if order.selftest is None else Verdict.model_validate(order.selftest)
+    choice = choose(tried)
+    placement = place(spec.resources, spec.training, spec.method, choice)
     if placement.notice:
         events.write("notice", code="precision_fallback", message=placement.notice)
+    for code, words in [*placement.notices, *heed(choice, spec, placement.precision)]:
+        events.write("notice", code=code, message=words)
     tokenizer = load_tokenizer(Path(order.model_dir))
     data = read_data(order, tokenizer, events, leave_if_asked)
     built = build_model(
@@ -98,10 +106,11 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         max_grad_norm=training.max_grad_norm,
         pad_token_id=pad,
         parts={"ledger": ledger, "environment": environment, "cursor": feed},
+        scaler=LossScaler() if placement.precision == "fp16" else None,
     )
     packing = prepare_packing(engine) if isinstance(spec.batching, Packed) else None
-    loss_function, loss_record = choose_sft_loss(engine)
-    record = _record(order, placement, environment, data, engine, total_steps)
+    loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
+    record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
     record |= {"quantization": built.quantization, "loss": loss_record, "packing": packing}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()
@@ -218,6 +227,7 @@ def _record(
             "weights": str(placement.weights).removeprefix("torch."),
             "trained": "float32",
             "notice": placement.notice,
+            "loss_scaler": None if engine.scaler is None else engine.scaler.about(),
         },
         "data": {
             "train": data.train_record,

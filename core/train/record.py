@@ -16,7 +16,7 @@ from core.train.files import sha256
 from core.train.placement import Placement
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
-DRIFT = ("device", "device_name", "arch", "precision", "weights_dtype", "threads", "versions")
+DRIFT = ("device", "device_name", "arch", "precision", "weights_dtype", "attention", "tf32", "threads", "versions")
 """What must be the same for a resumed run to be equal to the bit."""
 
 
@@ -57,7 +57,9 @@ class Environment:
             return []
         changes: list[str] = []
         for key in DRIFT:
-            then, now = self.before.get(key), self.here.get(key)
+            if key not in self.before:  # a checkpoint of a version that did not know it yet
+                continue
+            then, now = self.before[key], self.here.get(key)
             if isinstance(then, dict) and isinstance(now, dict):
                 changes += [f"{k} was {then.get(k)}, is {now[k]}" for k in now if then.get(k) != now[k]]
             elif then != now:

@@ -76,7 +76,7 @@ def test_axes_follow_the_spec() -> None:
     assert AXES["method"] == ("full", "lora", "qlora")
     assert AXES["quantization"] == ("default", "none", "nf4", "int8")
     assert AXES["evaluation"] == ("default", "none", "held_out")
-    assert AXES["precision"] == ("auto", "bf16", "fp32")
+    assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32")
     assert AXES["strategy"] == ("single",)
 
 

@@ -110,7 +110,7 @@ def test_a_run_order_survives_its_file() -> None:
         ({"method": 7}, "method", "object"),
         ({"method": None}, "method", "object"),
         ({"model": [1]}, "model", "a list"),
-        ({"training": {"precision": "fp16"}}, "training.precision", "`bf16`"),
+        ({"training": {"precision": "double"}}, "training.precision", "`bf16`"),
         ({"training": {"max_steps": 10.5}}, "training.max_steps", "integer"),
         ({"training": {"max_steps": True}}, "training.max_steps", "integer"),
         ({"optimizer": {"type": "adamw", "betas": [0.9, 1.0]}}, "optimizer.betas[1]", "less than 1"),

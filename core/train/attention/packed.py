@@ -35,6 +35,8 @@ class Varlen:
     """Whether variable-length flash attention is used in this process; `core.train.attention.probe` tries it."""
 
     works = False
+    veto: str | None = None
+    """Why it is not even tried: the device's self-test."""
 
 
 @contextmanager

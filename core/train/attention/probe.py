@@ -82,6 +82,8 @@ def _varlen_works(device: torch.device) -> tuple[bool, str | None]:
     """Whether PyTorch's variable-length flash attention runs there and is right; why not, on a GPU."""
     if device.type != "cuda":
         return False, None
+    if packed.Varlen.veto is not None:
+        return False, packed.Varlen.veto
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, sum(ROWS), 64, generator=generator).to(device, torch.bfloat16).requires_grad_()

@@ -34,10 +34,14 @@ def chunked_sft_loss(head: Head) -> LossFunction:
     return loss
 
 
-def choose_sft_loss(engine: Engine) -> tuple[LossFunction, dict[str, Any]]:
-    """The loss of a run and what the run record says of it. Chunked, where the head is frozen and of the known form:
-    it needs less memory and no more time. A trained head costs the chunked form a sum of its own gradient over the
-    chunks, so that it is taken only where the logits are large; the choice is a batch's own, by its label tokens."""
+def choose_sft_loss(engine: Engine, veto: str | None = None) -> tuple[LossFunction, dict[str, Any]]:
+    """The loss of a run and what the run record says of it; `veto`: why it may not be the chunked one.
+
+    Chunked, where the head is frozen and of the known form: it needs less memory and no more time. A trained head costs
+    the chunked form a sum of its own gradient over the chunks, so that it is taken only where the logits are large; the
+    choice is a batch's own, by its label tokens."""
+    if veto is not None:
+        return sft_loss, {"kernel": "logits", "reason": veto}
     with engine.inference() as model:
         head = head_of(model)
     if isinstance(head, str):

@@ -1,0 +1,29 @@
+"""A run on a device whose self-test found something: kernels that are not to be used, and what there is to tell."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from core.errors import SpecError
+from core.hardware.selftest import Choice, Dtype
+from core.spec.job import JobSpec
+from core.spec.training import NoQuantization
+from core.train.kernels import interface
+
+
+def heed(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tuple[str, str]]:
+    """Rule out what failed, for this process; notices as (code, words). SpecError when the job cannot do without it."""
+    interface.unveto()
+    packs = not isinstance(spec.quantization, NoQuantization)
+    if packs and precision not in choice.packed_weights:
+        raise SpecError(
+            f"a run over packed weights does not compute rightly in {precision} on this device, as its self-test found "
+            f"({'; '.join(choice.told)}); take `quantization: none` with `method: lora`",
+            field="quantization",
+        )
+    for name, why in choice.veto.items():
+        backend, _, part = name.partition(":")
+        if backend == "triton" or backend == "native":
+            interface.veto(backend, why, cast(interface.Part, part))
+    told = [words for words in choice.told if not words.startswith("no run over packed") or packs]
+    return [("selftest", "the self-test of this device: " + "; ".join(told))] if told else []

@@ -1,0 +1,91 @@
+"""Matrix products as training makes them, a LoRA's narrow ones, and the optimizer's step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from core.train.selftest.measure import DTYPES, Check, Measured, difference, draw, rounded, rounding
+
+MANY_ROWS = 2**19 + 2**10
+"""gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/faults.py)."""
+
+
+def checks(device: torch.device) -> list[Check]:
+    found = [Check(f"matmul.{dtype}", partial(_matmul, dtype)) for dtype in DTYPES]
+    found += [Check(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16) for dtype in DTYPES]
+    if device.type != "cpu":
+        found.append(Check("rows.fp32", many_rows))
+    return [*found, Check("optimizer.adamw", adamw)]
+
+
+def _sizes(device: torch.device) -> tuple[int, int, int]:
+    """Rows, inner and outer size. On a GPU those of a real layer: faults hide at small ones (an outer size of 3,072
+    faults on gfx1151)."""
+    return (64, 256, 192) if device.type == "cpu" else (1024, 2048, 3072)
+
+
+def _matmul(dtype: str, device: torch.device) -> Measured:
+    rows, inner, outer = _sizes(device)
+    x, exact_x = rounded(draw(1, rows, inner), dtype, device)
+    w, exact_w = rounded(draw(2, outer, inner), dtype, device)
+    bias, exact_bias = rounded(draw(3, outer), dtype, device)
+    pairs = [
+        (functional.linear(x, w, bias), exact_x @ exact_w.t() + exact_bias),
+        (x.t() @ x, exact_x.t() @ exact_x),
+    ]
+    steps = 4.0 if dtype != "fp32" else 256.0
+    return Measured(
+        difference(pairs),
+        *rounding(dtype, steps, "a sum of products, parts of which a library may round by themselves"),
+    )
+
+
+def _lora(r: int, dtype: str, device: torch.device) -> Measured:
+    """y = x·Wᵀ + 2·(x·Aᵀ)·Bᵀ and its gradients, A and B in float32 under autocast as PEFT has them."""
+    rows, inner, outer = _sizes(device)
+    x, exact_x = rounded(draw(1, rows, inner), dtype, device)
+    w, exact_w = rounded(draw(2, outer, inner, scale=inner**-0.5), dtype, device)
+    a, exact_a = rounded(draw(3, r, inner, scale=inner**-0.5), dtype, device)
+    b, exact_b = rounded(draw(4, outer, r, scale=0.5), dtype, device)
+    up, exact_up = rounded(draw(5, rows, outer), dtype, device)
+    a, b = a.float(), b.float()
+    leaves = [t.requires_grad_() for t in (x, a, b)]
+    exact = [t.requires_grad_() for t in (exact_x, exact_a, exact_b)]
+    with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32"):
+        y = functional.linear(x, w) + 2.0 * functional.linear(functional.linear(x, a), b)
+    wanted = exact_x @ exact_w.t() + 2.0 * (exact_x @ exact_a.t()) @ exact_b.t()
+    gradients = torch.autograd.grad(y, leaves, up)
+    expected = torch.autograd.grad(wanted, exact, exact_up)
+    steps = 8.0 if dtype != "fp32" else 256.0
+    return Measured(
+        difference([(y, wanted), *zip(gradients, expected, strict=True)]),
+        *rounding(dtype, steps, "four products in a row and their sum"),
+    )
+
+
+def many_rows(device: torch.device) -> Measured:
+    """The last rows of a very tall product; the first ones were never wrong."""
+    x, w = draw(1, 1024, 32), draw(2, 32, 32)
+    tall = x.float().to(device).repeat(MANY_ROWS // 1024, 1)
+    found = (tall @ w.float().to(device)).view(-1, 1024, 32)
+    exact = x.float().double() @ w.float().double()
+    pairs = [(found[block], exact) for block in (0, found.shape[0] // 2, found.shape[0] - 1)]
+    return Measured(difference(pairs), *rounding("fp32", 16.0, "one sum of 32 products"))
+
+
+def adamw(device: torch.device) -> Measured:
+    """Three fused steps on the device against three of the plain float64 form."""
+    start, gradients = draw(1, 4096), [draw(2 + step, 4096) for step in range(3)]
+    results = []
+    for where, dtype, fused in ((device, torch.float32, True), (torch.device("cpu"), torch.float64, False)):
+        parameter = torch.nn.Parameter(start.float().to(dtype).to(where))
+        kind = {"fused": True} if fused else {"foreach": False}
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, **kind)
+        for gradient in gradients:
+            parameter.grad = gradient.float().to(dtype).to(where)
+            optimizer.step()
+        results.append(parameter.detach())
+    return Measured(difference([(results[0], results[1])]), *rounding("fp32", 64.0, "a root and a quotient a step"))

@@ -1,0 +1,222 @@
+"""fp16 with a loss scale: the rules of torch's own scaler, losses beside float32's, skipped steps, exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.training import AdamW, Linear, LoRA
+from core.train.batch import IGNORE_INDEX, Batch
+from core.train.checkpoint.rng import seed_all
+from core.train.engine import Diverged, Engine
+from core.train.lifeline import Stop
+from core.train.load import load_model
+from core.train.methods.lora import adapt_lora
+from core.train.optim.optimizers import build_optimizer
+from core.train.optim.schedules import build_schedule
+from core.train.recipe import run
+from core.train.scaler import LOWEST_SCALE, LossScaler
+from core.train.stages.sft import sft_loss
+from tests.support.trainer import events, pairs, weights, write_rows, write_run
+
+STEPS = 12
+SCHEDULE = build_schedule(Linear(warmup_ratio=0.1), 30)
+
+
+def make(tiny: Path, *, scale: float | None = None, interval: int = 2000) -> Engine:
+    """fp16 under a loss scale, or with None float32."""
+    seed_all(3)
+    model = load_model(tiny, torch.float32 if scale is None else torch.float16)
+    model = adapt_lora(model, LoRA(r=4, lora_alpha=8, lora_dropout=0.0), autocast=scale is not None)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    return Engine(
+        model,
+        build_optimizer(AdamW(learning_rate=1e-2), trained),
+        SCHEDULE,
+        device=torch.device("cpu"),
+        autocast=None if scale is None else torch.float16,
+        pad_token_id=1,
+        scaler=None if scale is None else LossScaler(scale, growth_interval=interval),
+    )
+
+
+def batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 250, (3, 16), generator=generator)
+    labels = ids.clone()
+    labels[:, :6] = IGNORE_INDEX
+    return Batch(ids, labels, (16, 16, 16), 30)
+
+
+def step(engine: Engine, seed: int) -> tuple[float, Any]:
+    loss = engine.forward(batch(seed), sft_loss)
+    engine.backward(loss.total / loss.items)
+    return float(loss.total.detach()) / loss.items, engine.step(watch=loss.total)
+
+
+def trained(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
+
+
+def test_the_scale_takes_the_way_of_torchs_scaler() -> None:
+    ours = LossScaler(1024.0, growth_interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for overflowed in (False, False, True, False, False, False, True, True, False, False, False, False, False, False):
+        theirs.scale(parameter.sum()).backward()
+        if overflowed:
+            parameter.grad.fill_(float("inf"))  # type: ignore[union-attr]
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.update(overflowed=overflowed)
+        assert ours.scale == theirs.get_scale()
+    assert ours.skipped == 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_fp16_takes_the_way_of_float32(tiny_dir: Path, scale: float) -> None:
+    """Stated tolerance: 1 % of each loss (fp16 has 11 bits, and twelve steps go from 5.6 to 5.0)."""
+    exact, half = make(tiny_dir), make(tiny_dir, scale=scale)
+    wanted = [step(exact, seed % 3)[0] for seed in range(STEPS)]
+    found = [step(half, seed % 3)[0] for seed in range(STEPS)]
+    assert wanted[-1] < 0.97 * wanted[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=0)
+
+
+def test_a_power_of_two_more_on_the_scale_changes_no_step(tiny_dir: Path) -> None:
+    """Scaling rounds nothing as long as nothing under- or overflows: norms agree to fp16's rounding of the smallest."""
+    norms = [[float(step(engine, seed)[1].grad_norm) for seed in range(4)] for engine in (
+        make(tiny_dir, scale=1024.0), make(tiny_dir, scale=2048.0))]  # fmt: skip
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-3, atol=0)
+
+
+def test_an_overflow_is_skipped_and_recovered_from(tiny_dir: Path) -> None:
+    engine = make(tiny_dir, scale=2.0**40)
+    before, skipped = trained(engine), 0
+    while True:
+        _, result = step(engine, skipped)
+        if not result.skipped:
+            break
+        skipped += 1
+        assert engine.steps == skipped and engine.micro_steps == 0
+        assert all(torch.equal(p, before[name]) for name, p in trained(engine).items())
+        assert not engine.optimizer.state
+        assert result.learning_rate == 1e-2 * SCHEDULE(0), "the schedule waits"
+        assert engine.scaler is not None and engine.scaler.scale == 2.0 ** (40 - skipped)
+    assert 10 < skipped < 40
+    assert engine.scaler is not None and engine.scaler.skipped == skipped
+    _, result = step(engine, 50)
+    assert result.learning_rate == 1e-2 * SCHEDULE(1)
+    assert any(not torch.equal(p, before[name]) for name, p in trained(engine).items())
+
+
+def test_what_no_scale_helps_is_told(tiny_dir: Path) -> None:
+    engine = make(tiny_dir, scale=LOWEST_SCALE)
+    for grad in (float("inf"), float("inf")):
+        loss = engine.forward(batch(0), sft_loss)
+        engine.backward(loss.total)
+        next(iter(engine.trained_parameters.values())).grad.fill_(grad)  # type: ignore[union-attr]
+        engine.step()
+    with pytest.raises(Diverged, match="step 2"):
+        engine.check()
+    engine = make(tiny_dir, scale=1024.0)
+    loss = engine.forward(batch(0), sft_loss)
+    engine.backward(loss.total * float("nan"))
+    engine.step(watch=loss.total * float("nan"))  # the loss itself: no gradient scale is to blame
+    with pytest.raises(Diverged, match="step 1"):
+        engine.check()
+
+
+def test_the_scaler_goes_into_the_checkpoint_in_mid_window(tiny_dir: Path, tmp_path: Path) -> None:
+    """Saved between two micro-steps of a window after a skip: the rest is the same to the bit."""
+    undisturbed = make(tiny_dir, scale=2.0**30, interval=4)
+    for seed in range(17):
+        step(undisturbed, seed)
+    undisturbed.backward(undisturbed.forward(batch(80), sft_loss).total / 60)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    undisturbed.save(folder)
+    resumed = make(tiny_dir, scale=1024.0, interval=4)
+    resumed.load(folder)
+    assert resumed.scaler is not None and undisturbed.scaler is not None
+    assert resumed.scaler.state_dict() == undisturbed.scaler.state_dict()
+    assert resumed.scaler.skipped > 0
+    for engine in (undisturbed, resumed):
+        engine.backward(engine.forward(batch(81), sft_loss).total / 60)
+        engine.step()
+        for seed in range(90, 100):
+            step(engine, seed)
+    assert resumed.scaler.state_dict() == undisturbed.scaler.state_dict()
+    assert all(torch.equal(p, trained(undisturbed)[name]) for name, p in trained(resumed).items())
+
+
+@pytest.mark.parametrize("to", [None, 256.0], ids=["float32", "fp16"])
+def test_gradients_of_a_window_are_rescaled_for_another_precision(
+    tiny_dir: Path, tmp_path: Path, to: float | None
+) -> None:
+    engine = make(tiny_dir, scale=1024.0) if to is None else make(tiny_dir)
+    engine.backward(engine.forward(batch(0), sft_loss).total / 30)
+    (tmp_path / "saved").mkdir()
+    engine.save(tmp_path / "saved")
+    other = make(tiny_dir, scale=to)
+    other.load(tmp_path / "saved")
+    factor = 1 / 1024.0 if to is None else to
+    for name, parameter in other.trained_parameters.items():
+        saved = engine.trained_parameters[name].grad
+        assert saved is not None and parameter.grad is not None
+        assert torch.equal(parameter.grad, saved * factor)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------
+
+
+class AtMicroStep(Stop):
+    """Asked to leave at the n-th place of the training phase where the run looks."""
+
+    def __init__(self, run_dir: Path, place: int) -> None:
+        self.run_dir, self.left = run_dir, place
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        if any(event["phase"] == "training" for event in events(self.run_dir, "phase")):
+            self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_run_in_fp16_and_its_resume_to_the_bit(tiny_dir: Path, tmp_path: Path, method: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", pairs(20))
+    axes: dict[str, Any] = {
+        "method": "full" if method == "full" else {"type": method, "r": 4},
+        "optimizer": {"learning_rate": 1e-3 if method == "full" else 1e-2},
+        "training": {
+            "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "precision": "fp16",
+            "max_length": 64,
+        },
+    }  # fmt: skip
+    calm = write_run(tmp_path / "calm", tiny_dir, rows, **axes)
+    assert run(calm) == EXIT_OK
+    record = events(calm, "run_record")[0]["record"]
+    assert record["precision"]["compute"] == "fp16"
+    assert record["precision"]["weights"] == ("float32" if method == "full" else "float16")
+    assert record["precision"]["loss_scaler"]["initial_scale"] == 1024.0
+    last = events(calm, "metrics")[-1]["values"]
+    assert last["loss_scale"] == 1024.0 and last["skipped_steps"] == 0
+    assert last["loss"] < events(calm, "metrics")[0]["values"]["loss"]
+    first = write_run(tmp_path / "first", tiny_dir, rows, **axes)
+    assert run(first, AtMicroStep(first, 5)) == EXIT_CHECKPOINTED
+    (saved,) = events(first, "checkpoint")
+    assert saved["micro_step"] > 0
+    second = write_run(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
+    assert run(second) == EXIT_OK
+    assert weights(second) == weights(calm)
+    state = json.loads((first / saved["path"] / "state.json").read_text())
+    assert state["scaler"] == {"scale": 1024.0, "steps_since_change": saved["step"], "skipped": 0}
