@@ -15,6 +15,7 @@ from core.hardware import docs as hardware_docs
 from core.plan import docs as plan_docs
 from core.settings import Settings
 from core.spec.job import JobSpec
+from core.train.kernels.triton.compiled import table as kernel_table
 
 # --- docs/spec.md ----------------------------------------------------------------------------------
 
@@ -165,6 +166,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "compatibility.md": plan_docs.render,
     "hardware.md": hardware_docs.render,
+    "kernel-table.md": kernel_table.render,
 }
 
 

@@ -36,6 +36,8 @@ def head_of(model: nn.Module) -> Head | str:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     layer = base.get_output_embeddings()
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), None)
+    if hasattr(layer, "base_layer"):
+        return "the output head has an adapter"
     if type(layer) is not nn.Linear:
         return f"the output head is a {type(layer).__name__}"
     if not isinstance(backbone, nn.Module):

@@ -1,0 +1,150 @@
+"""The committed table of compiled kernels: rows, limits, differences, and the page made from it. No Triton is needed.
+
+One line of table.csv is one kernel of one case on one target, so that a change of a kernel shows in review as changed
+lines.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from core.hardware.arch import lookup
+
+TRITON = "3.9.0"
+"""The compiler that the table is of (locks/aot.in): another one allots registers otherwise."""
+TARGETS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "sm_90")
+PATH = Path(__file__).with_name("table.csv")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the code object of a kernel says of itself."""
+
+    kernel: str
+    case: str
+    target: str
+    warps: int
+    """Waves of a workgroup (warps of a block)"""
+    vgprs: int
+    """Vector registers of a lane, accumulation registers among them; registers of a thread on NVIDIA"""
+    sgprs: int
+    """Scalar registers of a wave; 0 on NVIDIA, which counts none"""
+    spills: int
+    """Registers spilled (NVIDIA: bytes of spill stores and loads)"""
+    scratch: int
+    """Bytes of private memory of a lane (NVIDIA: of its stack frame)"""
+    lds: int
+    """Bytes of local (shared) memory of a workgroup"""
+    waves: int
+    """Waves that fit on one SIMD (warps on one of the four parts of an SM), by registers, local memory and whole
+    workgroups"""
+    loads: str
+    """Global load instructions as bits of a lane × how many of them are in the code"""
+    stores: str
+    matrix: int
+    """Matrix instructions (MFMA, WMMA, MMA)"""
+    fma: int
+    """Fused multiply-adds"""
+    code: int
+    """Bytes of instructions"""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kernel, self.case, self.target
+
+
+def read(path: Path = PATH) -> list[Row]:
+    """The rows of the table; none where there is no table."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            Row(*(int(line[field.name]) if field.type == "int" else line[field.name] for field in fields(Row)))
+            for line in csv.DictReader(file)
+        ]
+
+
+def write(rows: Iterable[Row], path: Path = PATH) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Row))
+        writer.writerows(astuple(row) for row in rows)
+
+
+def faults(row: Row) -> list[str]:
+    """What must not be in any row, in words."""
+    arch = lookup(row.target)
+    if arch is None:
+        raise ValueError(f"{row.target} is not in core/hardware/arch.py")
+    where = f"{row.kernel} ({row.case}) on {row.target}"
+    found = []
+    if row.spills:
+        found.append(f"{where} spills {row.spills} {'bytes' if arch.vendor == 'nvidia' else 'registers'}")
+    if row.scratch:
+        found.append(f"{where} needs {row.scratch} bytes of scratch memory a lane")
+    if row.lds > arch.lds_kib * 1024:
+        found.append(f"{where} needs {row.lds} bytes of local memory, more than the {arch.lds_kib} KiB there are")
+    if not row.waves:
+        found.append(f"{where} does not fit: not one workgroup of {row.warps} waves")
+    return found
+
+
+def differences(old: Iterable[Row], new: Iterable[Row]) -> list[str]:
+    """Line by line, what of the table is no longer so."""
+    before, after = {row.key: row for row in old}, {row.key: row for row in new}
+    found = []
+    for key in [*after, *(key for key in before if key not in after)]:
+        where = f"{key[0]} ({key[1]}) on {key[2]}"
+        if key not in before:
+            found.append(f"{where}: not in the table")
+        elif key not in after:
+            found.append(f"{where}: in the table, but no longer compiled")
+        else:
+            changes = [
+                f"{field.name} {getattr(before[key], field.name)} → {getattr(after[key], field.name)}"
+                for field in fields(Row)
+                if getattr(before[key], field.name) != getattr(after[key], field.name)
+            ]
+            if changes:
+                found.append(f"{where}: {', '.join(changes)}")
+    return found
+
+
+# --- docs/kernel-table.md --------------------------------------------------------------------------
+
+
+def render() -> str:
+    rows = read()
+    lines = [
+        "# Compiled kernels",
+        "",
+        "Generated from `core/train/kernels/triton/compiled/table.csv` by `make docs`; how it is made and read is in",
+        f"[kernels.md](kernels.md#compiled-without-a-card). Compiler: Triton {TRITON}. No kernel spills or uses",
+        "scratch memory: the check fails otherwise, so these columns are left out here.",
+        "",
+        "Registers are of a lane, local memory is bytes of a workgroup, waves are those that fit on one SIMD (one of",
+        "the four parts of an SM), loads and stores are bits of a lane × instructions, code is bytes.",
+    ]
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        lines += ["", f"## {kernel}"]
+        for case in dict.fromkeys(row.case for row in rows if row.kernel == kernel):
+            lines += [
+                "",
+                f"### {case}",
+                "",
+                "| target | warps | registers | scalar | local | waves | loads | stores | matrix | fma | code |",
+                "|---|---|---|---|---|---|---|---|---|---|---|",
+                *(_line(row) for row in rows if (row.kernel, row.case) == (kernel, case)),
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    cells = (
+        f"`{row.target}`", row.warps, row.vgprs, row.sgprs or "", row.lds, row.waves, row.loads, row.stores,
+        row.matrix or "", row.fma or "", f"{row.code:,}",
+    )  # fmt: skip
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
