@@ -15,13 +15,12 @@ weights, and of the embeddings they give, against the 32-bit model. Its files co
 from __future__ import annotations
 
 import argparse
-import inspect
 import statistics
 import sys
 import time
 import zipfile
 from datetime import UTC, datetime
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,9 @@ def _bytes(text: str) -> Tensor:
 
 
 def _source(names: tuple[str, ...]) -> Tensor:
-    return _bytes("\n".join(Path(str(inspect.getfile(import_module(name)))).read_text("utf-8") for name in names))
+    """Read, not run: some of them want a display."""
+    places = [find_spec(name) for name in names]
+    return _bytes("\n".join(Path(str(place.origin)).read_text("utf-8") for place in places if place is not None))
 
 
 def _batch(data: Tensor, generator: torch.Generator, rows: int = ROWS) -> Tensor:

@@ -191,6 +191,48 @@ def test_saved_adapter_and_deep_copy(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(again.eval()(IDS).logits, logits)
 
 
+def test_several_adapters_merge_into_what_they_give_together(folder: Path) -> None:
+    """One over all layers, one over two of them with another rank; each alone, and both."""
+    model = _model(folder).eval()
+    torch.manual_seed(9)
+    more = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", more)
+    fuse_adapters(model)
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(parameter, std=0.05)
+    packed = {name: m.packed.clone() for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    for adapters in (["default"], ["other"], ["default", "other"]):
+        model.base_model.set_adapter(adapters)
+        wanted = model(IDS).logits
+        model.merge_adapter(adapter_names=adapters)
+        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+        model.unmerge_adapter()
+        assert torch.equal(model(IDS).logits, wanted)
+    again = {name: m.packed for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert again.keys() == packed.keys() and all(torch.equal(again[name], packed[name]) for name in packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_model_with_adapters_moves_to_another_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Everything but what is packed follows; it computes in the new dtype, and what a copy does stays in the copy."""
+    model = _model(folder).eval()
+    before = model(IDS).logits
+    twin = copy.deepcopy(model).to(dtype)
+    logits = twin(IDS).logits
+    assert logits.dtype == dtype
+    bits = {torch.float64: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}
+    assert (logits - before).double().norm() / before.double().norm() < bits[dtype]
+    for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+        if isinstance(ours, QuantLinear):
+            assert torch.equal(ours.packed, theirs.packed) and ours.absmax.dtype == theirs.absmax.dtype
+    assert torch.equal(model(IDS).logits, before)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        twin.base_model.model.model.layers[0].self_attn.q_proj.base_layer.packed.zero_()
+    assert layer.base_layer.packed.any() and torch.equal(model(IDS).logits, before)
+
+
 def test_compiles_whole(folder: Path) -> None:
     model = _model(folder).train()
     layer = model.base_model.model.model.layers[0].mlp

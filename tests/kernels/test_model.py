@@ -197,3 +197,46 @@ def test_what_is_not_quantised_is_refused_by_name(folder: Path, tmp_path: Path) 
     )  # fmt: skip
     with pytest.raises(ModelError, match="cannot become int8"):
         load_quantized(other, torch.bfloat16, QuantOptions(format="int8"))
+
+
+def test_skip_lists_are_held_to_what_is_there(folder: Path, tmp_path: Path) -> None:
+    _, report = load_quantized(folder, torch.bfloat16, QuantOptions(skip=("o_proj", "model.layers.1.mlp.up_proj")))
+    assert report.layers == 11 and set(report.kept) - {"lm_head"} == {
+        "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.up_proj",
+    }  # fmt: skip
+    for name in ("mlp", "oproj", "model.layers.7.mlp.up_proj"):
+        with pytest.raises(ModelError, match=f"no linear layer `{name}` to leave dense; .*up_proj") as caught:
+            load_quantized(folder, torch.bfloat16, QuantOptions(skip=(name,)))
+        assert caught.value.field == "quantization.skip_modules"
+    ours, report = load_quantized(folder, torch.bfloat16)
+    save_quantized(ours, tmp_path / "packed", QuantOptions(), list(report.kept))
+    with pytest.raises(
+        ModelError, match=r"o_proj is packed in the files.*leave it out of skip_modules, or name the 16"
+    ):
+        load_quantized(tmp_path / "packed", torch.bfloat16, QuantOptions(skip=("o_proj",)))
+
+
+def test_a_packed_head_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """bitsandbytes packs the head, too, when it is told to skip nothing."""
+    config = LlamaConfig.from_pretrained(folder)
+    if config.tie_word_embeddings:
+        return  # a tied head is an embedding, which nobody packs
+    ask = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["nothing"])
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=ask).save_pretrained(
+        tmp_path / "all"
+    )
+    with pytest.raises(ModelError, match=r"lm_head is packed in the files.*\(output head\); name the 16-bit model"):
+        load_quantized(tmp_path / "all", torch.bfloat16)
+
+
+def test_other_content_is_another_entry_of_the_cache(folder: Path, tmp_path: Path) -> None:
+    _, first = load_quantized(folder, torch.bfloat16, None, tmp_path / "cache")
+    other = _copy(folder, tmp_path / "other")
+    shard = sorted(other.glob("*.safetensors"))[0]
+    tensors = {name: tensor.clone() for name, tensor in load_file(shard).items()}
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    for at, dtype in ((other, torch.bfloat16), (folder, torch.float32)):
+        _, report = load_quantized(at, dtype, None, tmp_path / "cache")
+        assert report.source == "quantised"
+    assert first.source == "quantised" and len(list((tmp_path / "cache").iterdir())) == 3

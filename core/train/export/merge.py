@@ -49,6 +49,9 @@ def write_merged(
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if any(isinstance(layer, LoraLayer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())):
+        # Two matrices from here on: an adapter changed one of them alone, and tying would undo it without a word.
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.dtype = dtype
     config.architectures = [type(base).__name__]
     config.save_pretrained(folder)

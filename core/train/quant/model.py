@@ -34,6 +34,8 @@ from core.train.quant.nf4 import quantize_nf4
 
 log = logging.getLogger("eft.train.quant")
 
+SKIPPED = "named in skip_modules"
+
 
 @dataclass(frozen=True, slots=True)
 class QuantReport:
@@ -184,13 +186,25 @@ def _targets(model: Any, options: QuantOptions) -> tuple[set[str], dict[str, str
             kept[name] = "output head"
         elif type(module) is not nn.Linear:
             kept[name] = f"a {type(module).__name__}"
-        elif any(name == skip or name.endswith("." + skip) for skip in options.skip):
-            kept[name] = "named in skip"
+        elif any(_is(name, skip) for skip in options.skip):
+            kept[name] = SKIPPED
         else:
             targets.add(name)
+    for skip in options.skip:
+        if not any(_is(name, skip) for name in (*targets, *kept)):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in (*targets, *kept)}))
+            raise ModelError(
+                f"the model has no linear layer `{skip}` to leave dense; its linear layers are {known}",
+                field="quantization.skip_modules",
+            )
     if not targets:
         raise ModelError("the model has no linear layer to quantise", field="quantization")
     return targets, kept
+
+
+def _is(name: str, asked: str) -> bool:
+    """Full names, or their last part."""
+    return name == asked or name.endswith("." + asked)
 
 
 # --- the files -------------------------------------------------------------------------------------
@@ -247,6 +261,13 @@ def _fill(
         elif module in targets and suffix == "weight" and options is not None:
             packed[module] = _quantise(name, tensor.to(dtype), options)
             wanted.discard(name)
+        elif module in kept and (suffix in packed_suffixes or (suffix == "weight" and tensor.dtype == torch.uint8)):
+            raise ModelError(
+                f"{module} is packed in the files, and would have to be dense here ({kept[module]}); "
+                + ("leave it out of skip_modules, or " if kept[module] == SKIPPED else "")
+                + "name the 16-bit model it was made from",
+                field="quantization",
+            )
         elif name in wanted:
             _set(model, name, tensor, dtype)
             wanted.discard(name)
