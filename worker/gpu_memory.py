@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.hardware import kfd
 from core.hardware.discover import Gpu
 
 SLACK_BYTES = 512 << 20
@@ -23,10 +24,13 @@ LOOK_SECONDS = 0.25
 
 
 def used(gpu: Gpu, sysfs: Path) -> int | None:
-    """Bytes in use by anybody; None where that cannot be read, and nothing can be said."""
+    """Bytes in use by anybody; None where that cannot be read, and nothing can be said: as of a part of a card, since
+    the drivers count whole ones."""
+    if gpu.partition is not None:
+        return None
     match gpu.vendor:
         case "amd":
-            return _from_sysfs(gpu, sysfs)
+            return kfd.used_bytes(gpu, sysfs)
         case "nvidia":
             return _from_smi(gpu)
 
@@ -41,13 +45,6 @@ def cleared(gpu: Gpu, sysfs: Path, before: int | None, seconds: float) -> int | 
         if time.monotonic() >= deadline:
             return now
         time.sleep(LOOK_SECONDS)
-
-
-def _from_sysfs(gpu: Gpu, sysfs: Path) -> int | None:
-    try:
-        return int((sysfs / "class/drm" / gpu.render / "device/mem_info_vram_used").read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _from_smi(gpu: Gpu) -> int | None:

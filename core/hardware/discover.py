@@ -1,31 +1,31 @@
-"""The GPUs of this box, without torch and without any driver library: sysfs for AMD, nvidia-smi for NVIDIA.
+"""The GPUs of this box, without torch and without any driver library, from four sources.
 
-AMD: /sys/class/kfd/kfd/topology/nodes/N/{gpu_id,properties} (drivers/gpu/drm/amd/amdkfd/kfd_topology.c). HIP numbers
-GPUs in the order of these nodes, leaving out those the process may not use; memory is what amdgpu says of the render
-node (https://docs.kernel.org/gpu/amdgpu/driver-misc.html). amd-smi's order is another one, so it is not asked.
+AMD: the kernel's list (kfd.py), which HIP itself reads; amd-smi and rocm-smi (rocm.py) for names, as a second opinion
+on the order, and in its place where /sys is out of reach. NVIDIA: nvidia-smi (nvidia.py). A source that says nothing,
+or nonsense, is a notice. Then what is inherited: masks (visible.py), `--gpus`, and which GPUs are left out by default.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.hardware.arch import gfx_name, lookup
-from core.hardware.visible import CUDA, HIP, OCL, ROCR, Gpu, HardwareError, unmasked, visible_env
+from core.hardware import access, kfd, nvidia, rocm
+from core.hardware.arch import lookup
+from core.hardware.kfd import Found
+from core.hardware.visible import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
 
-__all__ = ["Box", "Gpu", "HardwareError", "discover", "visible_env"]
+__all__ = ["Box", "Excluded", "Gpu", "HardwareError", "discover", "visible_env"]
 
-NODES = "class/kfd/kfd/topology/nodes"
 TINY_COMPUTE_UNITS = 4
 """The graphics of a desktop processor: enough for a screen, and known to fault on compute kernels."""
 LARGE_APU_COMPUTE_UNITS = 32
-"""From here on an integrated GPU is meant for work (Strix Halo)."""
-NVIDIA_QUERY = "index,uuid,name,memory.total,compute_cap,pci.bus_id"
-NVIDIA_TIMEOUT = 30.0
+"""From here on an integrated GPU that is not in WORTH_SERVING is meant for work."""
+WORTH_SERVING = frozenset({"gfx1151"})
+"""Integrated GPUs that are served, whatever their size, where there is no other: Strix Halo."""
+OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class Box:
 
     gpus: list[Gpu]
     notes: list[str]
-    """What was left out, and why: for the worker's log and for the doctor."""
+    """What was left out, and why, and what a source said wrongly: for the worker's log and for the doctor."""
+    excluded: list[Excluded] = field(default_factory=list)
+    """What was left out; `notes` has their words."""
 
 
 def discover(
@@ -49,26 +51,32 @@ def discover(
     included; without it, integrated GPUs that are not made for such work are left out. `dev` lies beside `sysfs`.
     Raises HardwareError when the mask or `gpus` names one that is not there.
     """
-    amd, notes = _amd(sysfs, dev or sysfs.parent / "dev")
-    nvidia, more = _nvidia(environ)
-    notes += more
+    root = sysfs.parent
+    unhidden = {name: value for name, value in environ.items() if name not in ALL}
+    amd = _amd(sysfs, dev or root / "dev", unhidden)
+    nvidia_found = nvidia.look(unhidden, root)
+    excluded = [*amd.excluded, *nvidia_found.excluded]
+    notes = [*amd.notes, *nvidia_found.notes]
     masks = dict(environ)
-    if amd and nvidia:
+    if amd.gpus and nvidia_found.gpus:
         masks.pop(CUDA, None)  # on such a box it is meant for the NVIDIA cards
-    left, more = unmasked(amd, masks)
+    left, more = unmasked(amd.gpus, masks)
     notes += more
-    left += unmasked(nvidia, environ)[0]
-    if not amd and not nvidia:
-        _refuse_idle_masks(environ, notes)
-    notes += [f"GPU {gpu.index} ({gpu.name}): hidden by the environment" for gpu in amd + nvidia if gpu not in left]
+    left += unmasked(nvidia_found.gpus, environ)[0]
+    everything = amd.gpus + nvidia_found.gpus
+    if not everything:
+        _refuse_idle_masks(environ, notes + [one.words for one in excluded])
+    excluded += [Excluded(gpu, "hidden by the environment") for gpu in everything if gpu not in left]
+    if amd.gpus and (override := environ.get(OVERRIDE)):
+        notes.append(f"{OVERRIDE}={override}: programs take every AMD GPU for another architecture than it is")
 
     if gpus is not None:
-        chosen = _chosen(gpus, left, notes)
+        chosen = _chosen(gpus, left, notes + [one.words for one in excluded])
     else:
         chosen = []
-        for gpu in left:
-            if reason := _too_small(gpu):
-                notes.append(f"GPU {gpu.index} ({gpu.name}): left out, {reason}; --gpus {left.index(gpu)} takes it")
+        for ordinal, gpu in enumerate(left):
+            if reason := _unfit(gpu, left):
+                excluded.append(Excluded(gpu, f"left out, {reason}; --gpus {ordinal} takes it"))
             else:
                 chosen.append(gpu)
     for gpu in chosen:
@@ -76,7 +84,29 @@ def discover(
             notes.append(
                 f"GPU {gpu.index} ({gpu.name}): {gpu.arch} is not in the table of architectures; no bf16 there"
             )
-    return Box(chosen, notes)
+    return Box(chosen, notes + [one.words for one in excluded], excluded)
+
+
+def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found:
+    found = kfd.look(sysfs, dev, environ)
+    if found is not None and not (found.gpus or found.excluded or found.notes):
+        return found  # the kernel knows AMD's driver and no AMD card
+    told, notes = rocm.ask(environ, sysfs.parent)
+    if found is not None and (found.gpus or found.excluded or not told):
+        rocm.join(found, told, notes)
+        found.notes += notes
+        return found
+    listed = rocm.listing(told)
+    listed.notes = (found.notes if found is not None else []) + notes
+    if listed.gpus:
+        listed.notes.append("the kernel's list of AMD GPUs cannot be read here: they are as amd-smi or rocm-smi say")
+        for gpu in list(listed.gpus):
+            for device in (dev / "kfd", *([dev / "dri" / gpu.render] if gpu.render else [])):
+                if (why := access.refusal(device, sysfs.parent, environ)) is not None:
+                    listed.gpus.remove(gpu)
+                    listed.excluded.append(Excluded(gpu, f"{device} {why}"))
+                    break
+    return listed
 
 
 def _chosen(ordinals: list[int], left: list[Gpu], notes: list[str]) -> list[Gpu]:
@@ -101,113 +131,16 @@ def _refuse_idle_masks(environ: Mapping[str, str], notes: list[str]) -> None:
             )
 
 
-def _too_small(gpu: Gpu) -> str | None:
+def _unfit(gpu: Gpu, among: list[Gpu]) -> str | None:
+    """Why a GPU that nobody asked for is not served. None: it is."""
     if gpu.vendor == "nvidia":
         return None
     if 0 < gpu.compute_units <= TINY_COMPUTE_UNITS:
         return f"it has {gpu.compute_units} compute units and is made for a screen"
-    if gpu.integrated and gpu.compute_units < LARGE_APU_COMPUTE_UNITS:
+    if not gpu.integrated:
+        return None
+    if any(not other.integrated for other in among):
+        return "it is integrated, and there are others"
+    if gpu.arch not in WORTH_SERVING and gpu.compute_units < LARGE_APU_COMPUTE_UNITS:
         return f"it is integrated, with {gpu.compute_units} compute units"
     return None
-
-
-def _amd(sysfs: Path, dev: Path) -> tuple[list[Gpu], list[str]]:
-    found: list[Gpu] = []
-    notes: list[str] = []
-    nodes = sysfs / NODES
-    if not nodes.is_dir():
-        return [], []
-    for node in sorted((path for path in nodes.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)):
-        try:
-            if int(_text(node / "gpu_id") or "0") == 0:
-                continue  # a CPU
-            properties = _properties(node / "properties")
-        except PermissionError:
-            # The kernel hides a node from a container that was not given its device; HIP does not count it either.
-            notes.append(f"KFD node {node.name}: not readable; this container or user was not given that GPU")
-            continue
-        render = f"renderD{properties.get('drm_render_minor', 0)}"
-        for device in (dev / "kfd", dev / "dri" / render):
-            if not os.access(device, os.R_OK | os.W_OK, effective_ids=True):
-                how = "is missing (docker: --device /dev/kfd --device /dev/dri)"
-                if device.exists():
-                    how = "may not be opened: the user must be in the groups render and video"
-                notes.append(f"KFD node {node.name}: {device} {how}")
-                break
-        else:
-            found.append(_amd_gpu(len(found), properties, sysfs / "class/drm" / render / "device"))
-    return found, notes
-
-
-def _amd_gpu(index: int, properties: dict[str, int], device: Path) -> Gpu:
-    arch = gfx_name(properties.get("gfx_target_version", 0))
-    row = lookup(arch)
-    location = properties.get("location_id", 0)
-    bus, slot, function = location >> 8, (location >> 3) & 0x1F, location & 0x7
-    bdf = f"{properties.get('domain', 0):04x}:{bus:02x}:{slot:02x}.{function}"
-    serial = properties.get("unique_id", 0)
-    integrated = row.integrated if row else properties.get("cpu_cores_count", 0) > 0
-    # An integrated GPU has no memory of its own beyond what the firmware sets aside; it may use main memory (GTT) too.
-    heaps = ("mem_info_vram_total", "mem_info_gtt_total") if integrated else ("mem_info_vram_total",)
-    product = _text(device / "product_name")
-    return Gpu(
-        index=index,
-        vendor="amd",
-        uuid=f"GPU-{serial:016x}" if serial else f"BDF-{bdf}",
-        bdf=bdf,
-        name=product or (f"AMD {arch}: {row.examples}" if row else f"AMD {arch}"),
-        arch=arch,
-        memory_bytes=sum(int(_text(device / heap) or "0") for heap in heaps),
-        integrated=integrated,
-        compute_units=properties.get("simd_count", 0) // max(1, properties.get("simd_per_cu", 1)),
-        render=device.parent.name,
-    )
-
-
-def _nvidia(environ: Mapping[str, str]) -> tuple[list[Gpu], list[str]]:
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if program is None:
-        return [], []
-    command = [program, f"--query-gpu={NVIDIA_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_TIMEOUT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], [f"nvidia-smi did not answer: {error}"]
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip() or f"exit status {done.returncode}"
-        return [], [f"nvidia-smi failed: {said}"]
-    found: list[Gpu] = []
-    notes: list[str] = []
-    for line in filter(None, (line.strip() for line in done.stdout.splitlines())):
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 6 or not fields[0].isdecimal():
-            notes.append(f"nvidia-smi: {line}")
-            continue
-        index, uuid, name, mebibytes, capability, bus = fields
-        arch = f"sm_{capability.replace('.', '')}"
-        row = lookup(arch)
-        found.append(
-            Gpu(
-                index=int(index),
-                vendor="nvidia",
-                uuid=uuid,
-                bdf=bus[-12:].lower(),  # nvidia-smi writes eight digits of domain
-                name=name,
-                arch=arch,
-                memory_bytes=int(mebibytes) << 20 if mebibytes.isdecimal() else 0,
-                integrated=row.integrated if row else False,
-            )
-        )
-    return found, notes
-
-
-def _properties(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (_text(path) or "").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdecimal()}
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        return None

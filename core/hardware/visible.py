@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from core.errors import EftError
@@ -37,7 +37,8 @@ class Gpu:
     """HIP's or nvidia-smi's ordinal."""
     vendor: Literal["amd", "nvidia"]
     uuid: str
-    """`GPU-…`, unique in the world; `BDF-…`, unique on this box only, for a card that has no serial number."""
+    """`GPU-…`, or `MIG-…` for a slice of NVIDIA's, unique in the world; `GPU-…-3` for a partition of AMD's whose
+    driver gives it the card's own; `BDF-…`, unique on this box only, for a card that has no serial number."""
     bdf: str
     """PCI address, `0000:03:00.0`."""
     name: str
@@ -48,8 +49,16 @@ class Gpu:
     integrated: bool = False
     compute_units: int = 0
     """0 when the driver does not say."""
+    partition: int | None = field(default=None, compare=False)
+    """Which part of a divided card: AMD's partition, NVIDIA's MIG device. None: a whole card."""
+    parent: str = field(default="", compare=False)
+    """UUID of the card that a MIG device is a part of."""
     render: str = field(default="", compare=False)
     """Name of its render node below /sys/class/drm and /dev/dri, `renderD128`; empty for NVIDIA's."""
+    kfd_id: int = field(default=0, compare=False)
+    """AMD: the driver's own number, in /sys/class/kfd/kfd/proc/*/vram_<kfd_id>. 0: not known."""
+    node: int = field(default=-1, compare=False)
+    """AMD: its KFD node. -1: not known."""
 
     @property
     def visible_variable(self) -> str:
@@ -59,6 +68,20 @@ class Gpu:
     def visible_value(self) -> str:
         """NVIDIA's cards go by UUID, since CUDA's ordinals are not nvidia-smi's where cards differ."""
         return str(self.index) if self.vendor == "amd" else self.uuid
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A GPU that is here and is not served."""
+
+    gpu: Gpu
+    reason: str
+    """With the way to have it served, where there is one."""
+
+    @property
+    def words(self) -> str:
+        which = f"GPU {self.gpu.index}" if self.gpu.index >= 0 else f"the GPU at {self.gpu.bdf}"
+        return f"{which} ({self.gpu.name}): {self.reason}"
 
 
 def visible_env(environ: Mapping[str, str], gpu: Gpu | None) -> dict[str, str]:
@@ -79,7 +102,7 @@ def unmasked(cards: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[list[Gpu
     if not cards:
         return [], []
     if cards[0].vendor == "nvidia":
-        return _apply(CUDA, environ.get(CUDA), list(cards)), []
+        return _apply_cuda(environ.get(CUDA), list(cards)), []
     notes = []
     left = _apply(ROCR, environ.get(ROCR), list(cards))
     given = [name for name in (HIP, CUDA, OCL) if name in environ]
@@ -90,9 +113,13 @@ def unmasked(cards: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[list[Gpu
     return left, notes
 
 
-def _apply(variable: str, value: str | None, cards: list[Gpu], *, renumbered: bool = False) -> list[Gpu]:
+def _apply(
+    variable: str, value: str | None, cards: list[Gpu], *, renumbered: bool = False, given: str = ""
+) -> list[Gpu]:
+    """`given`: how the operator wrote `value`."""
     if value is None:
         return cards
+    given = given or value
     result: list[Gpu] = []
     for word in (word.strip() for word in value.split(",") if word.strip()):
         if re.fullmatch(r"-\d+", word):
@@ -101,16 +128,36 @@ def _apply(variable: str, value: str | None, cards: list[Gpu], *, renumbered: bo
         if card is None:
             after = f", counted after {ROCR}, which renumbers from 0: set only one of the two" if renumbered else ""
             there = ", ".join(f"{number} ({card.uuid})" for number, card in enumerate(cards)) or "none"
-            raise HardwareError(f"{variable}={value} names GPU {word}, which is not there{after}; there are: {there}")
+            raise HardwareError(f"{variable}={given} names GPU {word}, which is not there{after}; there are: {there}")
         if card in result:
-            raise HardwareError(f"{variable}={value} names GPU {word} twice")
+            raise HardwareError(f"{variable}={given} names GPU {word} twice")
         result.append(card)
     return result
+
+
+def _apply_cuda(value: str | None, cards: list[Gpu]) -> list[Gpu]:
+    """As `_apply`. On a box in MIG mode a number is nvidia-smi's of a card, and a word that names a card stands for all
+    of its slices."""
+    if value is None or not any(card.parent for card in cards):
+        return _apply(CUDA, value, cards)
+    slices: dict[str, list[str]] = {}
+    for card in cards:
+        slices.setdefault(card.parent or card.uuid, []).append(card.uuid)
+    fronts = [replace(card, uuid=card.parent or card.uuid) for card in cards]
+    words = []
+    for word in (word.strip() for word in value.split(",") if word.strip()):
+        named = {front.uuid for front in fronts if str(front.index) == word}
+        if word.lower().startswith("gpu-"):
+            named = {uuid for uuid in slices if uuid.lower().startswith(word.lower())}
+        words += slices[named.pop()] if len(named) == 1 else [f"GPU-{word}" if word.isdecimal() else word]
+    return _apply(CUDA, ",".join(words), cards, given=value)
 
 
 def _find(word: str, cards: list[Gpu]) -> Gpu | None:
     """By ordinal, or by UUID as the drivers spell it (an unambiguous beginning will do for CUDA)."""
     if word.isdecimal():
         return cards[int(word)] if int(word) < len(cards) else None
-    found = [card for card in cards if word.lower().startswith("gpu-") and card.uuid.lower().startswith(word.lower())]
+    if not word.lower().startswith(("gpu-", "mig-")):
+        return None
+    found = [card for card in cards if card.uuid.lower().startswith(word.lower())]
     return found[0] if len(found) == 1 else None

@@ -22,34 +22,21 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
+from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker import gpu_memory
 from worker.agent import Agent
 
 ADA = Actor("user-ada", "proj-lab")
-FIXTURES = Path(__file__).parent.parent / "unit" / "fixtures" / "hardware"
 GIB = 1 << 30
-
-
-def unpack(root: Path) -> Path:
-    """The tree of a box with one MI300X; the file of its used memory."""
-    path: Path | None = None
-    for line in (FIXTURES / "mi300x.txt").read_text().splitlines(keepends=True):
-        if line.startswith("==="):
-            path = root / line[4:].strip()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        elif path is not None:
-            with path.open("a") as file:
-                file.write(line)
-    used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
-    used.write_text(f"{GIB}\n")
-    return used
 
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    return unpack(tmp_path / "box")
+    """Of a box with one MI300X: the file of its used memory."""
+    used = unpack("mi300x", tmp_path / "box") / "sys/class/drm/renderD128/device/mem_info_vram_used"
+    used.write_text(f"{GIB}\n")
+    return used
 
 
 @pytest.fixture

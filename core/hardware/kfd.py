@@ -1,0 +1,188 @@
+"""AMD's GPUs as the kernel lists them: /sys/class/kfd, the first of the sources, and the one that HIP itself reads.
+
+/sys/class/kfd/kfd/topology/nodes/N/{gpu_id,properties,mem_banks} (drivers/gpu/drm/amd/amdkfd/kfd_topology.c). HIP
+numbers GPUs in the order of these nodes, leaving out those the process may not use. Memory is what amdgpu says of the
+render node (https://docs.kernel.org/gpu/amdgpu/driver-misc.html); of a partition, whose render node has no such files,
+what the node's memory banks say.
+
+A card in partitions (MI300 and later: DPX, QPX, CPX) is one node a partition. The kernel tells them apart in
+`location_id`: the function bits hold the partition's number, and in some versions bits 31 to 28 do. Their serial number
+is the card's in some versions, so it is not enough for a name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from core.hardware import access
+from core.hardware.arch import gfx_name, lookup
+from core.hardware.visible import Excluded, Gpu
+
+NODES = "class/kfd/kfd/topology/nodes"
+PROCESSES = "class/kfd/kfd/proc"
+FRAME_BUFFER = (1, 2)
+"""heap_type of a memory bank on the card, visible to the CPU or not (HSA_MEM_HEAP_TYPE_FB_…)."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a source says."""
+
+    gpus: list[Gpu]
+    excluded: list[Excluded]
+    notes: list[str]
+
+
+def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:
+    """GPUs in HIP's order; None where the kernel has no KFD (no AMD card, no driver, or a /sys that hides it)."""
+    nodes = sysfs / NODES
+    found = Found([], [], [])
+    try:
+        names = sorted((path for path in nodes.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        found.notes.append(f"{nodes} cannot be read: {error.strerror}")
+        return found
+    cards: list[tuple[Path, dict[str, int]]] = []
+    for node in names:
+        try:
+            if int((node / "gpu_id").read_text().strip() or "0") == 0:
+                continue  # a CPU
+            cards.append((node, _pairs((node / "properties").read_text())))
+        except PermissionError:
+            # The kernel hides a node from a container that was not given its device; HIP does not count it either.
+            found.notes.append(f"KFD node {node.name}: not readable; this container or user was not given that GPU")
+        except (OSError, ValueError) as error:
+            found.notes.append(f"KFD node {node.name}: {error}")
+    sockets = Counter(_slot(properties) for _, properties in cards)
+    serials = Counter(properties.get("unique_id", 0) for _, properties in cards)
+    for node, properties in cards:
+        gpu = _gpu(len(found.gpus), node, properties, sysfs, sockets[_slot(properties)])
+        if gpu.partition is not None:
+            first = next(other for _, other in cards if _slot(other) == _slot(properties))
+            same = serials[properties.get("unique_id", 0)] > 1
+            gpu = replace(
+                gpu,
+                uuid=f"{gpu.uuid}-{gpu.partition}" if same else gpu.uuid,
+                name=_partition_name(gpu, sysfs / "class/drm" / _render(first) / "device", sockets[_slot(properties)]),
+            )
+        for device in (dev / "kfd", dev / "dri" / gpu.render):
+            if (why := access.refusal(device, sysfs.parent, environ)) is not None:
+                found.excluded.append(Excluded(replace(gpu, index=-1), f"{device} {why}"))
+                break
+        else:
+            found.gpus.append(gpu)
+    return found
+
+
+def _render(properties: Mapping[str, int]) -> str:
+    return f"renderD{properties.get('drm_render_minor', 0)}"
+
+
+def _partition_name(gpu: Gpu, first: Path, siblings: int) -> str:
+    """`first`: the device of the card's first partition, which alone has the card's files."""
+    modes = [text(first / f"current_{what}_partition") for what in ("compute", "memory")]
+    how = f" ({', '.join(mode for mode in modes if mode)})" if any(modes) else ""
+    return f"{text(first / 'product_name') or gpu.name}, partition {gpu.partition} of {siblings}{how}"
+
+
+def _slot(properties: Mapping[str, int]) -> tuple[int, int]:
+    """(PCI domain, bus and slot): what partitions of one card share."""
+    return properties.get("domain", 0), properties.get("location_id", 0) & 0xFFF8
+
+
+def _gpu(index: int, node: Path, properties: dict[str, int], sysfs: Path, siblings: int) -> Gpu:
+    render = _render(properties)
+    device = sysfs / "class/drm" / render / "device"
+    arch = gfx_name(properties.get("gfx_target_version", 0))
+    row = lookup(arch)
+    location = properties.get("location_id", 0)
+    partition = (location >> 28 & 0xF or location & 0x7) if siblings > 1 else None
+    bus, slot, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 0x7
+    bdf = f"{properties.get('domain', 0):04x}:{bus:02x}:{slot:02x}.{partition or function}"
+    serial = properties.get("unique_id", 0)
+    integrated = row.integrated if row else properties.get("cpu_cores_count", 0) > 0
+    return Gpu(
+        index=index,
+        vendor="amd",
+        uuid=f"GPU-{serial:016x}" if serial else f"BDF-{bdf}",
+        bdf=bdf,
+        name=text(device / "product_name") or (f"AMD {arch}: {row.examples}" if row else f"AMD {arch}"),
+        arch=arch,
+        memory_bytes=_memory(node, device, integrated=integrated, partition=partition),
+        integrated=integrated,
+        compute_units=properties.get("simd_count", 0) // max(1, properties.get("simd_per_cu", 1)),
+        partition=partition,
+        render=render,
+        kfd_id=_number(node / "gpu_id"),
+        node=int(node.name),
+    )
+
+
+def _memory(node: Path, device: Path, *, integrated: bool, partition: int | None) -> int:
+    """Bytes that programs may use; 0 when nobody says."""
+    total = 0
+    if partition is None:  # the card's file says the whole card's, on the first partition's render node too
+        # An integrated GPU has no memory of its own beyond what the firmware sets aside; it may use main memory (GTT).
+        heaps = ("mem_info_vram_total", "mem_info_gtt_total") if integrated else ("mem_info_vram_total",)
+        total = sum(_number(device / heap) for heap in heaps)
+    if total == 0:
+        banks = sorted((node / "mem_banks").glob("*/properties"))
+        sizes = [_pairs(text(bank) or "") for bank in banks]
+        total = sum(bank.get("size_in_bytes", 0) for bank in sizes if bank.get("heap_type") in FRAME_BUFFER)
+    return total
+
+
+# --- use, now ------------------------------------------------------------------------------------------------
+
+
+def used_bytes(gpu: Gpu, sysfs: Path) -> int | None:
+    """Bytes of the card's own memory in use by anybody; None where the kernel does not say, as of a partition."""
+    if gpu.partition is not None:
+        return None
+    try:
+        return int((sysfs / "class/drm" / gpu.render / "device/mem_info_vram_used").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def processes(gpu: Gpu, sysfs: Path) -> dict[int, int] | None:
+    """Bytes of the card by process number, of those with a compute context; None where that cannot be read."""
+    folder = sysfs / PROCESSES
+    if not gpu.kfd_id or not folder.is_dir():
+        return None
+    found = {}
+    for process in folder.iterdir():
+        try:
+            used = int((process / f"vram_{gpu.kfd_id}").read_text())
+        except (OSError, ValueError):  # gone meanwhile, or not on this card
+            continue
+        if used > 0 and process.name.isdecimal():
+            found[int(process.name)] = used
+    return found
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def _pairs(content: str) -> dict[str, int]:
+    pairs = (line.split() for line in content.splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdecimal()}
+
+
+def _number(path: Path) -> int:
+    """0 where there is no such file, or no number in it."""
+    words = text(path) or ""
+    return int(words) if words.isdecimal() else 0
+
+
+def text(path: Path) -> str | None:
+    """The file's text; None when it cannot be had."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
