@@ -9,6 +9,7 @@ import torch
 
 from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
+from core.train.data.helpers import HelperKilled
 from core.train.disk import disk_full
 from core.train.placement import DeviceMissing
 
@@ -29,6 +30,11 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         return _event("user", error.code, error.message, error.field) | ({"faults": faults} if faults else {})
     if is_out_of_memory(error):
         return _out_of_memory(phase)
+    if isinstance(error, HelperKilled):
+        words = (
+            f"{error}, as the kernel does when the box runs out of memory; smaller batches would not help: let fewer"
+        )
+        return _event("memory", "host_out_of_memory", f"{words} jobs run beside this one, or give it more memory")
     if isinstance(error, DeviceMissing):
         return _event("machine", "device_missing", str(error))
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS):

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import SpecError
 from core.spec.job import JobSpec
-from core.spec.run import DataOrder, RunOrder
+from core.spec.run import RunOrder
 from core.spec.runtime import HeldOut
 from core.spec.training import Packed, Rows
 from core.spec.training import Tokens as TokenBatches
-from core.train.data.cache import TokenCache, Tokens
+from core.train.data.cache import Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
-from core.train.data.reader import read_rows
 from core.train.data.streaming import StreamFeed
-from core.train.data.tokenise import processes_for, render_rows, render_rows_in_parallel
+from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
 from core.train.events import EventWriter
 from core.train.record import data_record
 from core.train.render.options import LossOn
-from core.train.render.renderer import Renderer, renderer_of
+from core.train.render.renderer import renderer_of
 
 TELL_SECONDS = 3.0
 
@@ -53,7 +50,19 @@ class Data:
 def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> Data:
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
-    reader = _Reader(order, tokenizer, events, between)
+    told = time.monotonic()
+
+    def progress(done: int, total: int | None) -> None:
+        nonlocal told
+        between()
+        if time.monotonic() - told >= TELL_SECONDS:
+            told = time.monotonic()
+            events.write("progress", rows=done, total_rows=total)
+
+    def notice(fault: str) -> None:
+        events.write("notice", code="token_cache", message=fault)
+
+    reader = TokenReader(order, tokenizer, progress, notice)
     stream: StreamFeed | None = None
     if spec.data.streaming:
         stream = StreamFeed(
@@ -61,7 +70,8 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
         )
         renderer = stream.renderer
     else:
-        tokens, renderer = reader.tokens(order.train)
+        found = reader.read(order.train)
+        tokens, renderer = found.tokens, found.renderer
     loss_on = renderer.options.loss_on
     limit, policy = spec.training.max_length, spec.training.truncation
     if stream is not None:
@@ -73,7 +83,7 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
     held_record: dict[str, Any] | None = None
     longest = report.longest
     if order.eval is not None and isinstance(spec.evaluation, HeldOut):
-        eval_tokens, _ = reader.tokens(order.eval, renderer)
+        eval_tokens = reader.read(order.eval, renderer).tokens
         if loss_on != "all" and eval_tokens.format == "text":
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
@@ -90,51 +100,6 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
         longest = limit
     described = renderer.describe()
     return Data(train, train_record, held, held_record, loss_on, described, min(longest, limit), stream)
-
-
-class _Reader:
-    """Reads, renders and keeps the rows of an order; or finds them tokenised already."""
-
-    def __init__(self, order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> None:
-        self._spec, self._model_dir, self._tokenizer = order.spec, Path(order.model_dir), tokenizer
-        self._events, self._between = events, between
-        self._cache = None if order.cache_dir is None else TokenCache(Path(order.cache_dir))
-        self._told = time.monotonic()
-
-    def tokens(self, data: DataOrder, renderer: Renderer | None = None) -> tuple[Tokens, Renderer]:
-        """`renderer`: that of the training rows, for the held-out ones."""
-        if self._cache is None:
-            return self._made(data, renderer)
-        source = self._cache.source_key(data)
-        known = self._cache.format_of(source)
-        if known is not None:
-            ours = renderer or renderer_of(self._spec, known, self._tokenizer)
-            if (found := self._cache.load(source, ours.fingerprint())) is not None:
-                return found, ours
-        tokens, ours = self._made(data, renderer)
-        kept = self._cache.keep(source, ours.fingerprint(), tokens)
-        for fault in self._cache.faults:
-            self._events.write("notice", code="token_cache", message=fault)
-        self._cache.faults.clear()
-        return kept, ours
-
-    def _made(self, data: DataOrder, renderer: Renderer | None) -> tuple[Tokens, Renderer]:
-        rows, row_format = read_rows(data)
-        ours = renderer or renderer_of(self._spec, row_format, self._tokenizer)
-        if (processes := processes_for(len(rows))) > 1:
-            whole, cut = render_rows_in_parallel(
-                rows, ours.options, self._model_dir, processes, lambda done: self._tick(done, len(rows))
-            )
-        else:
-            done = itertools.count()
-            whole, cut = render_rows(rows, ours, lambda: self._tick(next(done), len(rows)))
-        return Tokens(whole, row_format, cut), ours
-
-    def _tick(self, done: int, total: int) -> None:
-        self._between()
-        if time.monotonic() - self._told >= TELL_SECONDS:
-            self._told = time.monotonic()
-            self._events.write("progress", rows=done, total_rows=total)
 
 
 def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:

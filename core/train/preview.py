@@ -35,16 +35,19 @@ def _look(run_dir: Path, order: RunOrder) -> int:
 
     last = time.monotonic()
 
-    def told(done: int) -> None:
+    def told(done: int, total: int | None) -> None:
         nonlocal last
         if time.monotonic() - last >= TELL_SECONDS:
             last = time.monotonic()
-            events.write("progress", rows=done)
+            events.write("progress", rows=done, total_rows=total)
+
+    def notice(fault: str) -> None:
+        events.write("notice", code="token_cache", message=fault)
 
     try:
         events.write("phase", phase="loading")
         quiet()
-        result = preview(order, load_tokenizer(Path(order.model_dir)), told)
+        result = preview(order, load_tokenizer(Path(order.model_dir)), told, notice)
     except Exception as error:
         return tell_failure(error, events, describe(error, events.phase))
     events.write("result", result=result, artifacts=[])

@@ -45,13 +45,13 @@ def cached(tmp_path: Path, tiny_dir: Path) -> Any:
 
 
 def entries(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())
+    return sorted(path.parent for path in (tmp_path / "cache" / "tokens").glob("*/*/about.json"))
 
 
 def test_the_second_job_reads_no_row(tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached("first")
     assert len(entries(tmp_path)) == 2, "training and held-out rows"
-    monkeypatch.setattr("core.train.feed.read_rows", lambda *_: pytest.fail("the rows were read again"))
+    monkeypatch.setattr("core.train.data.tokens.rows_of", lambda *_: pytest.fail("the rows were read again"))
     second = cached("second")
     assert weights(first) == weights(second)
     a, b = (events(folder, "run_record")[0]["record"]["data"] for folder in (first, second))
@@ -107,7 +107,7 @@ def _store(cache: str, path: str, barrier: Any) -> None:
     source = store.source_key(DataOrder.of(Path(path)))
     barrier.wait(60)
     for number in range(20):
-        kept = store.keep(source, f"fingerprint {number}", Tokens(dataset, "text", 0))
+        kept = store.keep(source, f"fingerprint {number}", Tokens(dataset, "text", 0, 100))
         assert kept.dataset.ids.tolist() == ids.tolist()
     assert not store.faults, store.faults
 
@@ -133,12 +133,12 @@ def test_processes_that_make_the_same_entries_at_once(tmp_path: Path) -> None:
 def test_several_processes_give_the_same_tokens(tiny_dir: Path) -> None:
     rows = [Numbered(n + 1, PromptCompletion(row["prompt"], row["completion"])) for n, row in enumerate(pairs(1200))]
     options = RenderOptions("completions", ModelTemplate())
-    alone, cut = render_rows(rows, Renderer(load_tokenizer(tiny_dir), options))
+    alone = render_rows(rows, Renderer(load_tokenizer(tiny_dir), options))
     told: list[int] = []
-    together, cut_there = render_rows_in_parallel(rows, options, tiny_dir, 2, told.append)
+    together = render_rows_in_parallel(iter(rows), options, tiny_dir, 2, told.append)
     for name in ARRAYS:
-        assert np.array_equal(getattr(alone, name), getattr(together, name)), name
-    assert cut == cut_there
+        assert np.array_equal(getattr(alone.dataset(), name), getattr(together.dataset(), name)), name
+    assert (alone.cut_prompts, alone.rows) == (together.cut_prompts, together.rows)
     assert told == sorted(told) and told[-1] > 0
 
 

@@ -85,7 +85,13 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
     train, held_out = data_orders(spec.data, located)
     prepared = prepare_tokenizer(spec.model, args.models_dir.absolute(), None, args.offline, _tell_bytes)
     order = RunOrder(
-        job_id="preview", attempt=1, spec=spec, model_dir=str(prepared.model_dir), train=train, eval=held_out
+        job_id="preview",
+        attempt=1,
+        spec=spec,
+        model_dir=str(prepared.model_dir),
+        train=train,
+        eval=held_out,
+        cache_dir=str(args.models_dir.absolute().parent / "cache"),
     )
     from core.train.data.preview import preview  # slow: torch and transformers
     from core.train.load import load_tokenizer, quiet
@@ -100,8 +106,8 @@ def _tell_bytes(phase: str, done: int, total: int | None) -> None:
     _tell(f"{phase} the tokenizer: {done / 1e6:.0f} MB")
 
 
-def _tell_rows(done: int) -> None:
-    _tell(f"{done} rows")
+def _tell_rows(done: int, total: int | None) -> None:
+    _tell(f"{done} rows" + (f" of {total}" if total else ""))
 
 
 def _tell(words: str) -> None:

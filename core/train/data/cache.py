@@ -5,7 +5,7 @@
 The first hash covers the content of the data files and how they are read, the second is of the renderer's fingerprint;
 max_length and truncation are no part of either, since they only choose spans of the tokens. An entry whose files do not
 have the hashes that were written with them, or that another version wrote, is thrown away and made anew. Of two jobs
-that make the same entry at once the second keeps the first one's. Rows that are in use hold their entry (core/caches.py).
+that make the same entry at once the second keeps the first one's. Rows in use hold their entry (core/caches.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core import caches
 from core.spec.data import RowFormat
 from core.spec.run import DataOrder
 from core.train.data.dataset import TokenDataset
-from core.train.files import remembered_sha256, sha256, sync, used, write_json
+from core.train.files import remembered_sha256, sha256, sync, write_json
 
 VERSION = 2
 """Of the files' layout and of the reading of rows; raised when either changes."""

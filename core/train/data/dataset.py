@@ -28,6 +28,8 @@ class TokenDataset:
         self.ids, self.learned, self.starts, self.ends, self.lines = ids, learned, starts, ends, lines
         self.lengths: list[int] = (ends - starts).tolist()
         self.label_counts: list[int] = _count(learned, starts, ends).tolist()
+        self.held: object = None
+        """What has to live as long as these rows do: the lease of the files that the arrays are."""
 
     def __len__(self) -> int:
         return len(self.lengths)

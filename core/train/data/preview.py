@@ -1,33 +1,28 @@
 """What training would make of its rows, found out without the model's weights.
 
 The order is a trainer's (core/spec/run.py), and reading, rendering, truncation and batches are the trainer's own code,
-so that what is said here is what would be done. Rows that training would refuse are listed, not just the first of them.
+so that what is said here is what would be done; the tokens are taken from the same cache and kept there. Rows that
+training would refuse are listed, not just the first of them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from core.data.rows import Labelled, Numbered, Preference, PromptOnly
-from core.data.stream import RowStream
-from core.errors import DataError, EftError
-from core.spec.data import RowFormat
+from core.errors import EftError
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
 from core.spec.training import Packed
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
-from core.train.data.reader import read_rows
-from core.train.data.tokenise import TokenWriter
+from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import truncate
-from core.train.render.renderer import Rendered, Renderer, renderer_of
 
 SAMPLES = 10
 SHOWN_HEAD, SHOWN_TAIL = 400, 200
@@ -36,41 +31,40 @@ SHOWN_FAULTS = 20
 SHOWN_DUPLICATES = 10
 FIRST_BIN = 16
 """Tokens; each further bin of the histogram is twice as wide as the one before."""
-CHUNK_ROWS = 200
-
-OnProgress = Callable[[int], None]
-"""Rows rendered; may raise to stop."""
 
 
-def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done: None) -> dict[str, Any]:
+def preview(
+    order: RunOrder,
+    tokenizer: Any,
+    told: OnRows = lambda done, total: None,
+    notice: Callable[[str], None] = lambda fault: None,
+) -> dict[str, Any]:
     """See docs/preview.md, for the document. DataError for a file that cannot be read as rows, SpecError for
-    options that do not go with its format. Of the rows only their tokens are held in memory."""
+    options that do not go with its format. Of the rows only their tokens are held in memory; they are kept for the
+    training job. `notice` is told what did not work with that."""
     spec = order.spec
-    row_format, rows = _rows(order)
-    renderer = renderer_of(spec, row_format, tokenizer)
-    looked = _Looked(renderer, told)
-    for chunk in _chunks(rows):
-        looked.at(chunk)
-    whole, faults = looked.dataset(), looked.faults
-    if whole is None:
-        counts = {"file": looked.rows, "refused": len(faults)}
-        return {"format": row_format, "ok": False, "rows": counts} | _told(faults)
+    found = TokenReader(order, tokenizer, told, notice).read(order.train, listing=True)
+    tokens, renderer, faults = found.tokens, found.renderer, found.faults
+    whole = tokens.dataset
+    if not len(whole):
+        counts = {"file": tokens.rows, "refused": len(faults)}
+        return {"format": tokens.format, "ok": False, "rows": counts} | _told(faults)
     used, report, limit_fault = None, None, None
     try:
         used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
     except EftError as error:
         limit_fault = {"line": None, "field": error.field, "message": error.message}
     document: dict[str, Any] = {
-        "format": row_format,
+        "format": tokens.format,
         "ok": not faults and limit_fault is None,
         "rows": {
-            "file": looked.rows,
+            "file": tokens.rows,
             "refused": len(faults),
             "used": len(used) if used is not None else 0,
             "truncated": int((np.asarray(whole.lengths) > spec.training.max_length).sum()),
             "dropped": report.dropped if report is not None else len(whole),
             "pieces": report.pieces if report is not None else 0,
-            "cut_prompts": looked.cut_prompts,
+            "cut_prompts": tokens.cut_prompts,
         },
         "rendering": {
             "loss_on": renderer.options.loss_on,
@@ -95,92 +89,6 @@ def preview(order: RunOrder, tokenizer: Any, told: OnProgress = lambda done: Non
 
 def _told(faults: list[dict[str, Any]]) -> dict[str, Any]:
     return {"faults": faults[:SHOWN_FAULTS], "fault_count": len(faults)}
-
-
-def _rows(order: RunOrder) -> tuple[RowFormat, Iterable[Numbered]]:
-    """The rows and their format. One source is streamed; of a mixture the formats are known when all is read."""
-    if len(order.train.sources) > 1:
-        rows, row_format = read_rows(order.train)
-        return row_format, rows
-    stream = RowStream(order.train)
-    passing = (numbered for _, numbered in stream.rows())
-    try:
-        first = next(passing)
-    except DataError:
-        read_rows(order.train)  # which reads on and raises with every fault of the file
-        raise
-    return next(iter(stream.formats())), _every_fault(order, itertools.chain([first], passing))
-
-
-def _every_fault(order: RunOrder, rows: Iterable[Numbered]) -> Iterator[Numbered]:
-    try:
-        yield from rows
-    except DataError:
-        read_rows(order.train)
-        raise
-
-
-def _chunks(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
-    passing = iter(rows)
-    while chunk := list(itertools.islice(passing, CHUNK_ROWS)):
-        yield chunk
-
-
-class _Looked:
-    """Rows as they are rendered: their tokens, and what is wrong with those that cannot be."""
-
-    def __init__(self, renderer: Renderer, told: OnProgress) -> None:
-        self.faults: list[dict[str, Any]] = []
-        self.rows = 0
-        self._renderer, self._told, self._writer = renderer, told, TokenWriter()
-        self._any = False
-
-    def at(self, chunk: list[Numbered]) -> None:
-        self._told(self.rows)
-        self.rows += len(chunk)
-        try:
-            for numbered, parts in zip(chunk, self._together(chunk), strict=True):
-                self._add(numbered, parts)
-        except EftError:
-            for numbered in chunk:
-                try:
-                    parts = list(_parts(numbered, self._renderer))
-                except EftError as error:
-                    self.faults.append({"line": numbered.line, "field": error.field, "message": error.message})
-                else:
-                    self._add(numbered, parts)
-
-    def dataset(self) -> TokenDataset | None:
-        return self._writer.dataset() if self._any else None
-
-    @property
-    def cut_prompts(self) -> int:
-        return self._writer.cut_prompts
-
-    def _together(self, chunk: list[Numbered]) -> list[list[Rendered]]:
-        """One call for many rows is quicker; it says nothing of the others when one is refused."""
-        if any(isinstance(numbered.row, Preference | Labelled | PromptOnly) for numbered in chunk):
-            return [list(_parts(numbered, self._renderer)) for numbered in chunk]
-        rendered = self._renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
-        return [[one] for one in rendered]
-
-    def _add(self, numbered: Numbered, parts: list[Rendered]) -> None:
-        for part in parts:
-            self._writer.add(numbered.line, part)
-            self._any = self._any or bool(part.ids)
-
-
-def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
-    """A row as token rows: a preference is two of them, each with its prompt."""
-    match numbered.row:
-        case Preference() as row:
-            yield from renderer.render_pair(row, numbered.line)
-        case Labelled() as row:
-            yield renderer.render_labelled(row, numbered.line)
-        case PromptOnly() as row:
-            yield renderer.render_prompt(row, numbered.line)
-        case row:
-            yield renderer.render(row, numbered.line)
 
 
 # --- figures -----------------------------------------------------------------------------------------------

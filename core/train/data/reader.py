@@ -1,12 +1,13 @@
-"""Rows of a run in memory, checked by the same code that checked the upload."""
+"""Rows of a run, checked by the same code that checked the upload."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from core.data.checker import RowChecker
-from core.data.containers.read import values
+from core.data.containers.read import values, what_is
 from core.data.faults import Faults
 from core.data.rows import Numbered
 from core.data.stream import RowStream, faulty
@@ -15,28 +16,49 @@ from core.spec.data import RowFormat
 from core.spec.run import DataOrder
 
 
-def read_rows(order: DataOrder, between: Callable[[], None] = lambda: None) -> tuple[list[Numbered], RowFormat]:
-    """All rows of one pass over an order, and their format (of mixed sources: one of theirs). `between` runs before
-    each row. DataError with every fault of a file (the first fifty) when one is wrong, or when raw text is mixed with
-    other rows.
+def rows_of(order: DataOrder) -> tuple[RowFormat, Iterator[Numbered]]:
+    """The format of the rows (of mixed sources: one of theirs) and one pass over them, a row in memory at a time.
+
+    Here or on the way DataError, with every fault of a file (the first fifty) when one is wrong, or when raw text is
+    mixed with other rows.
     """
     stream = RowStream(order)
-    rows: list[Numbered] = []
+    passing = (numbered for _, numbered in stream.rows())
     try:
-        for _, numbered in stream.rows():
-            between()
-            rows.append(numbered)
+        first = next(passing)
     except DataError as error:
-        if error.faults:
-            raise _all_faults(order, error) from error
-        raise
-    formats = stream.formats()
-    if len(formats) > 1 and "text" in formats:
-        raise DataError(
-            "raw text is learned as a whole and the other rows by their answers; train on them one after the other",
-            field="data.train",
-        )
-    return rows, next(iter(formats))
+        raise _whole(order, error) from error
+    return min(stream.formats()), _checked(order, stream, itertools.chain([first], passing))
+
+
+def read_rows(order: DataOrder, between: Callable[[], None] = lambda: None) -> tuple[list[Numbered], RowFormat]:
+    """The same with all rows in memory. `between` runs before each row."""
+    row_format, passing = rows_of(order)
+    rows = []
+    for numbered in passing:
+        between()
+        rows.append(numbered)
+    return rows, row_format
+
+
+def count_of(order: DataOrder) -> int | None:
+    """How many rows there are about, where that can be told without reading them one by one."""
+    if order.split is not None or any(source.weight is not None for source in order.sources):
+        return None
+    count = 0
+    for source in order.sources:
+        for path in map(Path, source.paths):
+            match what_is(path, {str(ours): theirs for ours, theirs in source.columns.items()}):
+                case "jsonl":
+                    with path.open("rb") as stream:
+                        count += sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+                case "parquet":
+                    import pyarrow.parquet as pq
+
+                    count += pq.read_metadata(path).num_rows
+                case _:
+                    return None
+    return count
 
 
 def data_files(order: DataOrder) -> list[Path]:
@@ -44,8 +66,23 @@ def data_files(order: DataOrder) -> list[Path]:
     return [Path(path) for source in order.sources for path in source.paths]
 
 
-def _all_faults(order: DataOrder, first: DataError) -> DataError:
+def _checked(order: DataOrder, stream: RowStream, rows: Iterable[Numbered]) -> Iterator[Numbered]:
+    try:
+        yield from rows
+    except DataError as error:
+        raise _whole(order, error) from error
+    formats = stream.formats()
+    if len(formats) > 1 and "text" in formats:
+        raise DataError(
+            "raw text is learned as a whole and the other rows by their answers; train on them one after the other",
+            field="data.train",
+        )
+
+
+def _whole(order: DataOrder, first: DataError) -> DataError:
     """Read the faulty file to its end, so that its user need not come back for every single fault."""
+    if not first.faults:
+        return first
     for source in order.sources:
         for path in source.paths:
             columns = {str(ours): theirs for ours, theirs in source.columns.items()}

@@ -116,9 +116,9 @@ class StreamFeed:
 
     def _made(self, rows: list[Numbered], place: _Place, end: Cursor | None) -> _Block:
         training = self._spec.training
-        whole, cut_prompts = render_rows(rows, self.renderer, self._between)
-        dataset, report = truncate(whole, training.max_length, training.truncation)
-        report.cut_prompts = cut_prompts
+        writer = render_rows(rows, self.renderer, lambda _: self._between())
+        dataset, report = truncate(writer.dataset(), training.max_length, training.truncation)
+        report.cut_prompts = writer.cut_prompts
         order = build_order(self._spec, dataset.lengths)
         text = f"block {training.seed} {place.number}"
         order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import multiprocessing
 import os
-import signal
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from core.data.rows import Numbered
+from core.data.rows import Labelled, Numbered, Preference, PromptOnly
+from core.errors import EftError
+from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
+from core.train.data.helpers import Helpers
 from core.train.data.truncate import DataReport, Truncation, truncate
-from core.train.lifeline import PR_SET_PDEATHSIG
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Rendered, Renderer
 
@@ -29,6 +30,22 @@ PARALLEL_ROWS = 30_000
 """Rows from which on processes of their own pay: each takes some seconds of processor time to start."""
 PARALLEL_CHUNK = 512
 
+RowFault = dict[str, Any]
+"""{"line", "field", "message"} of a row that cannot be rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows' tokens, on their way between processes."""
+
+    ids: bytes
+    learned: bytes
+    ends: list[int]
+    lines: list[int]
+    rows: int
+    cut_prompts: int
+    faults: list[RowFault]
+
 
 class TokenWriter:
     """Collects rendered rows in memory."""
@@ -36,7 +53,11 @@ class TokenWriter:
     def __init__(self) -> None:
         self._ids, self._learned = array("i"), bytearray()
         self._ends, self._lines = array("q"), array("q")
+        self.rows = 0
+        """All that were rendered, those without a token too."""
         self.cut_prompts = 0
+        self.faults: list[RowFault] = []
+        """Of rows that were to be listed and not to end it all."""
 
     def add(self, line: int, rendered: Rendered) -> None:
         if not rendered.ids:
@@ -47,36 +68,34 @@ class TokenWriter:
         self._lines.append(line)
         self.cut_prompts += rendered.cut_prompt
 
-    def extend(self, part: _Part) -> None:
+    def extend(self, part: Part) -> None:
         """Rows that another process has rendered."""
         before = len(self._ids)
         self._ids.frombytes(part.ids)
         self._learned += part.learned
         self._ends.extend(before + end for end in part.ends)
         self._lines.extend(part.lines)
+        self.rows += part.rows
         self.cut_prompts += part.cut_prompts
+        self.faults += part.faults
 
-    def part(self) -> _Part:
-        return _Part(self._ids.tobytes(), bytes(self._learned), list(self._ends), list(self._lines), self.cut_prompts)
+    def part(self) -> Part:
+        ids, learned = self._ids.tobytes(), bytes(self._learned)
+        return Part(ids, learned, list(self._ends), list(self._lines), self.rows, self.cut_prompts, self.faults)
 
     def dataset(self) -> TokenDataset:
-        ends = np.frombuffer(self._ends, dtype=np.int64)
+        ends = np.array(self._ends, dtype=np.int64)
         return TokenDataset(
-            np.frombuffer(self._ids, dtype=np.int32),
-            np.frombuffer(self._learned, dtype=np.bool_),
+            _array(self._ids, np.int32),
+            _array(self._learned, np.bool_),
             np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1],
             ends,
-            np.frombuffer(self._lines, dtype=np.int64),
+            np.array(self._lines, dtype=np.int64),
         )
 
 
-class _Part:
-    """Some rows' tokens, on their way between processes."""
-
-    __slots__ = ("cut_prompts", "ends", "ids", "learned", "lines")
-
-    def __init__(self, ids: bytes, learned: bytes, ends: list[int], lines: list[int], cut_prompts: int) -> None:
-        self.ids, self.learned, self.ends, self.lines, self.cut_prompts = ids, learned, ends, lines, cut_prompts
+def _array(buffer: Any, kind: Any) -> Any:
+    return np.frombuffer(buffer, dtype=kind) if len(buffer) else np.empty(0, dtype=kind)
 
 
 def tokenise(
@@ -87,52 +106,59 @@ def tokenise(
     *,
     truncation: Truncation = "cut_right",
 ) -> tuple[TokenDataset, DataReport]:
-    """Render and truncate. DataError when no row has anything to learn. `between` runs before each row."""
-    whole, cut_prompts = render_rows(rows, renderer, between)
-    dataset, report = truncate(whole, max_length, truncation)
-    report.cut_prompts = cut_prompts
+    """Render and truncate. DataError when no row has anything to learn. `between` runs now and then."""
+    writer = render_rows(rows, renderer, lambda _: between())
+    dataset, report = truncate(writer.dataset(), max_length, truncation)
+    report.cut_prompts = writer.cut_prompts
     return dataset, report
 
 
 def render_rows(
-    rows: Iterable[Numbered], renderer: Renderer, between: Callable[[], None] = lambda: None
-) -> tuple[TokenDataset, int]:
-    """All rows as tokens in this process, and how many prompts were cut. DataError when a row cannot be rendered."""
+    rows: Iterable[Numbered],
+    renderer: Renderer,
+    between: Callable[[int], None] = lambda done: None,
+    *,
+    listing: bool = False,
+) -> TokenWriter:
+    """All rows as tokens, in this process. `between` gets the number of rows done, and may raise to stop.
+
+    DataError when a row cannot be rendered; with `listing` such rows are among the writer's faults, and rows with two
+    answers or none, which no stage trains on yet, are rendered too.
+    """
     writer = TokenWriter()
     for chunk in chunks(rows, CHUNK):
-        for _ in chunk:
-            between()
-        _render(chunk, renderer, writer)
-    return writer.dataset(), writer.cut_prompts
+        between(writer.rows)
+        _render(chunk, renderer, writer, listing)
+    return writer
 
 
 def render_rows_in_parallel(
-    rows: Sequence[Numbered],
+    rows: Iterable[Numbered],
     options: RenderOptions,
     model_dir: Path,
     processes: int,
     between: Callable[[int], None],
-) -> tuple[TokenDataset, int]:
-    """The same tokens in the same order from several processes. `between` gets the number of rows done."""
+    *,
+    listing: bool = False,
+) -> TokenWriter:
+    """The same tokens in the same order from several processes, while this one reads the rows. HelperKilled."""
     writer = TokenWriter()
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
-        initializer=_begin,
-        initargs=(os.getpid(), options, model_dir),
-    )
-    done = 0
+    pool = Helpers(processes, options, model_dir)
+    waiting: deque[Future[Part]] = deque()
+
+    def take() -> None:
+        writer.extend(pool.result(waiting.popleft(), lambda: between(writer.rows)))
+
     try:
-        waiting: deque[tuple[int, Future[_Part]]] = deque()
         for chunk in chunks(rows, PARALLEL_CHUNK):
-            waiting.append((len(chunk), pool.submit(_work, chunk)))
+            waiting.append(pool.submit(_rendered, chunk, listing))
             if len(waiting) > 2 * processes:
-                done += _take(waiting, writer, done, between)
+                take()
         while waiting:
-            done += _take(waiting, writer, done, between)
+            take()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    return writer.dataset(), writer.cut_prompts
+        pool.close()
+    return writer
 
 
 def processes_for(rows: int) -> int:
@@ -147,47 +173,42 @@ def chunks(rows: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
         yield chunk
 
 
-def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter) -> None:
-    rendered = renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
-    for numbered, row in zip(chunk, rendered, strict=True):
-        writer.add(numbered.line, row)
+def _rendered(rows: list[Numbered], listing: bool) -> Part:
+    """In a helper."""
+    return render_rows(rows, helpers.renderer(), listing=listing).part()
 
 
-def _take(
-    waiting: deque[tuple[int, Future[_Part]]], writer: TokenWriter, done: int, between: Callable[[int], None]
-) -> int:
-    rows, future = waiting.popleft()
-    while True:
-        between(done)
+def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, listing: bool) -> None:
+    """One call for many rows is quicker; it says nothing of the others when one is refused."""
+    writer.rows += len(chunk)
+    if not listing or not any(isinstance(numbered.row, Preference | Labelled | PromptOnly) for numbered in chunk):
         try:
-            writer.extend(future.result(timeout=1.0))
-        except TimeoutError:
-            continue
-        return rows
+            rendered = renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
+        except EftError:
+            if not listing:
+                raise
+        else:
+            for numbered, row in zip(chunk, rendered, strict=True):
+                writer.add(numbered.line, row)
+            return
+    for numbered in chunk:
+        try:
+            parts = list(_parts(numbered, renderer))
+        except EftError as error:
+            writer.faults.append({"line": numbered.line, "field": error.field, "message": error.message})
+        else:
+            for part in parts:
+                writer.add(numbered.line, part)
 
 
-# --- in a process of its own -----------------------------------------------------------------------------
-
-_renderer: Renderer | None = None
-
-
-def _begin(parent: int, options: RenderOptions, model_dir: Path) -> None:
-    global _renderer
-    # Whoever ends the trainer means its helpers too; a request to stop is the trainer's to answer.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-    from core.train.load import load_tokenizer
-
-    _renderer = Renderer(load_tokenizer(model_dir), options)
-
-
-def _work(chunk: list[Numbered]) -> _Part:
-    assert _renderer is not None
-    writer = TokenWriter()
-    for part in chunks(chunk, CHUNK):
-        _render(part, _renderer, writer)
-    return writer.part()
+def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
+    """A row as token rows: a preference is two of them, each with its prompt."""
+    match numbered.row:
+        case Preference() as row:
+            yield from renderer.render_pair(row, numbered.line)
+        case Labelled() as row:
+            yield renderer.render_labelled(row, numbered.line)
+        case PromptOnly() as row:
+            yield renderer.render_prompt(row, numbered.line)
+        case row:
+            yield renderer.render(row, numbered.line)

@@ -66,6 +66,7 @@ def truncate(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
     kept = np.flatnonzero(np.asarray(cut.label_counts, dtype=np.int64) > 0)
     if len(kept) < len(cut):
         cut = TokenDataset(whole.ids, whole.learned, starts[kept], ends[kept], lines[rows[kept]])
+    cut.held = whole.held
     report = DataReport(
         rows=len(cut),
         tokens=sum(cut.lengths),

@@ -1,0 +1,98 @@
+"""Processes beside the trainer that read and render rows, each with a renderer of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from core.train.lifeline import PR_SET_PDEATHSIG
+from core.train.render.options import RenderOptions
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+class HelperKilled(RuntimeError):
+    """A helper got SIGKILL from somebody: from the kernel, as a rule, which had no more memory."""
+
+
+class Helpers:
+    """At most so many, each started when there is work for it."""
+
+    def __init__(self, processes: int, options: RenderOptions, model_dir: Path) -> None:
+        self._pool = ProcessPoolExecutor(
+            processes,
+            mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+            initializer=_begin,
+            initargs=(os.getpid(), options, model_dir),
+        )
+        self._others = set(multiprocessing.active_children())
+        self._started: set[Any] = set()
+
+    def submit(self, function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> Future[_T]:
+        """Have one of them call it; it finds its renderer in `renderer()`. All of it is pickled."""
+        try:
+            future = self._pool.submit(function, *args, **named)
+        except BrokenProcessPool as error:
+            raise self._why(error) from error
+        self._started |= set(multiprocessing.active_children()) - self._others
+        return future
+
+    def result(self, future: Future[_T], between: Callable[[], None]) -> _T:
+        """What it answered, or the error it raised; HelperKilled. `between` runs while we wait, and may raise to stop."""
+        while True:
+            between()
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                continue
+            except BrokenProcessPool as error:
+                raise self._why(error) from error
+
+    def close(self) -> None:
+        """They end by themselves after what they are at; nobody waits for that."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _why(self, error: BrokenProcessPool) -> RuntimeError:
+        codes = []
+        for process in self._started:
+            process.join(1.0)
+            codes.append(process.exitcode)
+        if -signal.SIGKILL in codes:
+            return HelperKilled("a process that makes tokens of rows was killed (SIGKILL)")
+        died = ", ".join(str(code) for code in codes if code) or "unknown"
+        return RuntimeError(f"a process that makes tokens of rows has died (exit status {died}): {error}")
+
+
+# --- in a process of its own -----------------------------------------------------------------------------
+
+_renderer: Any = None
+
+
+def renderer() -> Any:
+    """Of this helper."""
+    assert _renderer is not None
+    return _renderer
+
+
+def _begin(parent: int, options: RenderOptions, model_dir: Path) -> None:
+    global _renderer
+    # Whoever ends the trainer means its helpers too; a request to stop is the trainer's to answer.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    from core.train.load import load_tokenizer
+    from core.train.render.renderer import Renderer
+
+    _renderer = Renderer(load_tokenizer(model_dir), options)
