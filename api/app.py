@@ -10,8 +10,11 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from api import errors, health, reference
+from api.auth.audit_router import router as audit_router
 from api.auth.last_use import LastUse
+from api.auth.people_router import router as people_router
 from api.auth.policy import policy_of
+from api.auth.router import router as access_router
 from api.deps import Installation, authorise, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
@@ -38,6 +41,7 @@ TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "files", "description": "Training data."},
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
+    {"name": "access", "description": "Users, projects, roles, keys, and who changed what (docs/security.md)."},
     {"name": "service", "description": "For probes and monitors; no key needed."},
 ]
 
@@ -78,6 +82,9 @@ def create_app(settings: Settings) -> FastAPI:
         files_router,
         preview_router,
         nodes_router,
+        access_router,
+        people_router,
+        audit_router,
         health.router,
         reference.router,
     )

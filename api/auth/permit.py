@@ -10,7 +10,7 @@ from api.auth import people
 from api.auth.policy import Policy, Principal, Role, Scope
 from core.errors import Forbidden
 
-Lacking = Literal["box"] | Role | Scope
+Lacking = Literal["no box admin"] | Role | Scope
 """What somebody would need and has not."""
 
 
@@ -19,7 +19,7 @@ def lacks(asking: Principal, policy: Policy) -> Lacking | None:
     if policy.box != "no" and asking.operates:
         return None
     if policy.box == "only":
-        return Scope.BOX if asking.box_admin else "box"
+        return Scope.BOX if asking.box_admin else "no box admin"
     if policy.role is not None and (asking.role is None or not asking.role.reaches(policy.role)):
         return policy.role
     if policy.scope is not None and not asking.scope.reaches(policy.scope):
@@ -30,7 +30,7 @@ def lacks(asking: Principal, policy: Policy) -> Lacking | None:
 def forbidden(session: Session, asking: Principal, missing: Lacking) -> Forbidden:
     """The answer to somebody who lacks it."""
     match missing:
-        case "box":
+        case "no box admin":
             whom = _names(people.admins(session, None), "an admin of the box")
             return Forbidden(
                 f"this is for admins of the box, and `{asking.user_name}` is none: ask {whom}", code="box_admin_only"

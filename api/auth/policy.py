@@ -127,6 +127,7 @@ Reading = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER))
 Writing = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER)))]
 Managing = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN)))]
 Operating = Annotated[Principal, Depends(Requires(Policy(Scope.BOX, None, "only")))]
+WritingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER, "also")))]
 ReadingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER, "also")))]
 ManagingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN, "also")))]
 

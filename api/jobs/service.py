@@ -154,20 +154,44 @@ class Jobs:
         """What the job names by path must lie below the roots, symbolic links followed."""
         faults: list[Fault | None] = []
         match spec.model:
-            case LocalModel(path=path):
-                faults.append(_path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
-            case GGUFModel(path=str(path)):
-                faults.append(_path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
+            case LocalModel(path=path) | GGUFModel(path=str(path)):
+                faults.append(self._path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
             case GGUFModel() | HubModel():
                 pass
         for field, source in _sources(spec):
             if isinstance(source, PathSource):
-                faults.append(_path_fault(source.path, self._settings.data_roots, f"{field}.path", "EFT_DATA_ROOTS"))
+                roots = self._settings.data_roots
+                faults.append(self._path_fault(source.path, roots, f"{field}.path", "EFT_DATA_ROOTS"))
         trained = {os.path.realpath(one.path) for _, one in singles(spec.data.train, "") if isinstance(one, PathSource)}
         for field, source in singles(spec.data.eval, "data.eval") if spec.data.eval is not None else ():
             if isinstance(source, PathSource) and os.path.realpath(source.path) in trained:
                 faults.append(Fault("same_rows", SAME_ROWS, f"{field}.path"))
         return [fault for fault in faults if fault is not None]
+
+    def _path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
+        if not roots:
+            words = f"paths are not allowed here; the administrator can allow folders with {setting}"
+            return Fault("path_not_allowed", words, field)
+        if not path.startswith("/"):
+            return Fault("path_not_allowed", "give the full path, from `/` on", field)
+        real = Path(os.path.realpath(path))
+        for root in roots:
+            real_root = Path(os.path.realpath(root))
+            if real.is_relative_to(real_root) and not self._is_somebodys(real, real_root):
+                # A root that only the workers have cannot be looked into from here.
+                if real_root.is_dir() and not real.exists():
+                    return Fault("path_not_found", f"there is nothing at `{printable(path)}`", field)
+                return None
+        return Fault("path_not_allowed", f"`{printable(path)}` is below none of the folders in {setting}", field)
+
+    def _is_somebodys(self, real: Path, root: Path) -> bool:
+        """Every project's files and artifacts lie on the data root: one drawn around it opens none of them."""
+        layout = self._layout
+        ours = Path(os.path.realpath(layout.root))
+        inside = (layout.files, layout.uploads, layout.models, layout.cache, layout.runs)
+        return real.is_relative_to(ours) and (
+            ours.is_relative_to(root) or any(real.is_relative_to(os.path.realpath(folder)) for folder in inside)
+        )
 
 
 def decode(body: bytes, content_type: str) -> Any:
@@ -220,23 +244,6 @@ def _file(session: Session, actor: Actor, source: FileSource, field: str, *, sha
         return queries.find_file(session, actor.project_id, source.id, field=field, lock=lock)
     except NotFound as error:
         raise _refused(Fault("file_not_found", error.message, field)) from error
-
-
-def _path_fault(path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
-    if not roots:
-        words = f"paths are not allowed here; the administrator can allow folders with {setting}"
-        return Fault("path_not_allowed", words, field)
-    if not path.startswith("/"):
-        return Fault("path_not_allowed", "give the full path, from `/` on", field)
-    real = Path(os.path.realpath(path))
-    for root in roots:
-        real_root = Path(os.path.realpath(root))
-        if real.is_relative_to(real_root):
-            # A root that only the workers have cannot be looked into from here.
-            if real_root.is_dir() and not real.exists():
-                return Fault("path_not_found", f"there is nothing at `{printable(path)}`", field)
-            return None
-    return Fault("path_not_allowed", f"`{printable(path)}` is below none of the folders in {setting}", field)
 
 
 def _refused(fault: Fault) -> SpecError:

@@ -9,12 +9,19 @@ from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any
 
-from sqlalchemy import insert
+from sqlalchemy import ColumnElement, insert, or_, select
 from sqlalchemy.orm import Session
 
-from core.db.tables import Audit
+from core.db.tables import Audit, Project, User
 from core.ids import new_id
+from core.jobs.queries import Page, UnknownCursor
 from core.jobs.transitions import Actor
+
+ADMINISTRATIVE = ("user.", "project.", "member.", "key.", "node.", "gpu.", "hold.", "quota.", "limits.")
+"""Kinds that admins of the box may read of every project: they tell nothing of its jobs and files."""
+
+Entry = tuple[Audit, str | None, str | None]
+"""With the names of actor and project."""
 
 
 def record(
@@ -44,3 +51,61 @@ def record(
             data=dict(data or {}),
         )
     )
+
+
+def page(
+    session: Session,
+    *,
+    project_id: str | None,
+    box: bool,
+    only_project: str | None = None,
+    actor: str | None = None,
+    action: str | None = None,
+    target: str | None = None,
+    key_id: str | None = None,
+    request_id: str | None = None,
+    since: float | None = None,
+    until: float | None = None,
+    after: str | None = None,
+    limit: int = 50,
+) -> Page[Entry]:
+    """All of `project_id`, and with `box` what an admin of the box may see, newest first; less what the filters leave
+    out. An action with a dot at its end stands for its kind. Raises UnknownCursor.
+    """
+    visible: list[ColumnElement[bool]] = []
+    if project_id is not None:
+        visible.append(Audit.project_id == project_id)
+    if box:
+        visible.append(Audit.project_id.is_(None))
+        visible += [Audit.action.startswith(kind, autoescape=True) for kind in ADMINISTRATIVE]
+    wanted = [
+        column == value
+        for column, value in (
+            (Audit.project_id, only_project),
+            (Audit.actor_id, actor),
+            (Audit.target, target),
+            (Audit.key_id, key_id),
+            (Audit.request_id, request_id),
+        )
+        if value is not None
+    ]
+    if action is not None:
+        kind = action.endswith(".")
+        wanted.append(Audit.action.startswith(action, autoescape=True) if kind else Audit.action == action)
+    if since is not None:
+        wanted.append(Audit.time >= since)
+    if until is not None:
+        wanted.append(Audit.time < until)
+    if after is not None:
+        if session.execute(select(Audit.id).where(Audit.id == after, or_(*visible))).one_or_none() is None:
+            raise UnknownCursor("`after` is not the id of an entry that you may read", field="after")
+        wanted.append(Audit.id < after)
+    rows = session.execute(
+        select(Audit, User.name, Project.name)
+        .outerjoin(User, User.id == Audit.actor_id)
+        .outerjoin(Project, Project.id == Audit.project_id)
+        .where(or_(*visible), *wanted)
+        .order_by(Audit.id.desc())
+        .limit(limit + 1)
+    ).all()
+    return Page([(row[0], row[1], row[2]) for row in rows[:limit]], len(rows) > limit)

@@ -21,7 +21,7 @@ from api.auth import service as auth
 from core import HOME
 from core.db.engine import Database
 from core.db.migrate import head, upgrade
-from core.jobs.finish import Failed, Succeeded
+from core.jobs.finish import Failed
 from core.settings import Settings
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
@@ -161,49 +161,6 @@ def test_a_revoked_key_stops_at_once(api: Any) -> None:
         assert auth.revoke(session, prefix)
         assert not auth.revoke(session, prefix)
     shape(client.get("/jobs"), 401)
-
-
-def every_route_with_an_id(folder: Path, job: str, file: str) -> list[tuple[str, str]]:
-    """From the document itself, so that a new route cannot be forgotten."""
-    document = create_app(Settings(data=folder)).openapi()
-    routes = []
-    for path, methods in document["paths"].items():
-        if "{" in path:
-            filled = path.replace("{job_id}", job).replace("{file_id}", file).replace("{path}", "a.bin")
-            routes += [(method.upper(), filled) for method in methods]
-    return routes
-
-
-def test_a_key_of_another_project_sees_nothing(api: Any, tmp_path: Path) -> None:
-    file = api.upload(PAIR)["id"]
-    job, token = api.start_job(data=file)
-    folder = api.layout.artifacts(job, token.attempt)
-    folder.mkdir(parents=True)
-    (folder / "a.bin").write_bytes(b"mine")
-    (folder.parent / "log.txt").write_bytes(b"mine")
-    api.end(token, Succeeded({}, [{"path": "a.bin", "kind": "x", "bytes": 4, "sha256": "0" * 64}]))
-    other = api.client("strangers")
-    routes = every_route_with_an_id(tmp_path, job, file)
-    assert len(routes) >= 12
-    nowhere = every_route_with_an_id(tmp_path, "job-" + "0" * 26, "file-" + "0" * 26)
-    for (method, path), (_, missing) in zip(routes, nowhere, strict=True):
-        foreign = shape(other.request(method, path), 404)
-        absent = shape(other.request(method, missing), 404)
-        for error, number in (
-            (foreign, job),
-            (foreign, file),
-            (absent, "job-" + "0" * 26),
-            (absent, "file-" + "0" * 26),
-        ):
-            error["message"] = error["message"].replace(number, "ID")
-            error["request_id"] = ""
-        assert foreign == absent, path
-        assert api.http.request(method, missing).status_code == 404
-    assert other.get("/jobs").json()["data"] == []
-    assert other.get("/files").json()["data"] == []
-    assert other.get("/jobs", params={"after": job}).status_code == 400
-    assert api.http.get(f"/jobs/{job}/artifacts/a.bin").content == b"mine"
-    assert api.http.delete(f"/files/{file}").status_code == 200
 
 
 def test_pause_resume_retry(api: Any) -> None:

@@ -1,0 +1,128 @@
+"""`/me` and `/keys`: whom a key acts for, and looking after keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+
+from api.auth import keyring, schemas
+from api.auth.keyring import Shown
+from api.auth.policy import Knowing, Principal, ReadingOrOperating, WritingOrOperating
+from api.body import json_body, read_json
+from api.deps import After, Here, Installation, Limit
+from api.errors import printable, responses
+from core.errors import NotFound
+
+router = APIRouter(tags=["access"])
+
+_KEY_ID = re.compile(r"key-[0-9a-z]{26}")
+
+
+async def _key_id(
+    key_id: Annotated[str, Path(description="Id of a key.", examples=["key-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _KEY_ID.fullmatch(key_id):
+        raise NotFound(f"there is no key `{printable(key_id)}`; `GET /keys` lists yours", field="key_id")
+    return key_id
+
+
+KeyId = Annotated[str, Depends(_key_id)]
+
+
+@router.get(
+    "/me", summary="Whom a key acts for", response_model=schemas.Me, response_class=JSONResponse, responses=responses()
+)
+async def me(asking: Knowing) -> Response:
+    """The user, the project, and what this key may do there."""
+    return JSONResponse(schemas.me_view(asking))
+
+
+@router.get(
+    "/keys",
+    summary="List keys",
+    response_model=schemas.KeyPage,
+    response_class=JSONResponse,
+    responses=responses(400, 404, 422),
+)
+def list_keys(
+    asking: ReadingOrOperating,
+    here: Here,
+    all: Annotated[bool, Query(description="Everybody's in the project; for its admins.")] = False,
+    project: Annotated[
+        str | None,
+        Query(max_length=100, pattern=r"^[^\x00]+$", description="Of another project; for admins of the box."),
+    ] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> Response:
+    """Your keys in this project, with their state and when each was last used; revoked ones too."""
+    with here.database.read() as session:
+        page = keyring.page(session, asking, everybody=all, project=project, after=after, limit=limit)
+    following = page.items[-1].key.id if page.has_more else None
+    return JSONResponse({"data": [_view(shown) for shown in page.items], "has_more": page.has_more, "next": following})
+
+
+@router.post(
+    "/keys",
+    status_code=201,
+    summary="Make a key",
+    response_model=schemas.NewKeyView,
+    response_class=JSONResponse,
+    responses=responses(404, 413, 415, 422),
+    openapi_extra=json_body(schemas.KeyWish, {"name": "ci", "scope": "write", "expires_in_days": 90}),
+)
+async def create_key(request: Request, asking: WritingOrOperating, here: Here) -> Response:
+    """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer.
+
+    Admins of a project make keys for its members, admins of the box for any project.
+    """
+    wish = await read_json(request, schemas.KeyWish, here.settings.max_body_bytes)
+    return await run_in_threadpool(_create, here, asking, wish)
+
+
+@router.post(
+    "/keys/{key_id}/rotate",
+    status_code=201,
+    summary="Rotate a key",
+    response_model=schemas.NewKeyView,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 422),
+)
+def rotate_key(
+    key_id: KeyId,
+    asking: ReadingOrOperating,
+    here: Here,
+    overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old key still works.")] = 24.0,
+) -> Response:
+    """A successor with the same name, scope and span of life; the reply has it, this once. The old key stops working
+    after the overlap."""
+    with here.database.write() as session:
+        key, shown = keyring.rotate(session, asking, key_id, overlap_hours * 3600)
+    return JSONResponse({**_view(shown), "key": key}, 201)
+
+
+@router.delete(
+    "/keys/{key_id}",
+    summary="Revoke a key",
+    response_model=schemas.KeyView,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def revoke_key(key_id: KeyId, asking: ReadingOrOperating, here: Here) -> Response:
+    """It stops working at once, for good; open event streams of it end within half a minute. Asking twice is fine."""
+    with here.database.write() as session:
+        return JSONResponse(_view(keyring.revoke(session, asking, key_id)))
+
+
+def _create(here: Installation, asking: Principal, wish: schemas.KeyWish) -> Response:
+    with here.database.write() as session:
+        key, shown = keyring.create(session, asking, wish)
+    return JSONResponse({**_view(shown), "key": key}, 201, headers={"cache-control": "no-store"})
+
+
+def _view(shown: Shown) -> dict[str, object]:
+    return schemas.key_view(shown.key, shown.user, shown.project)

@@ -1,0 +1,198 @@
+"""Two projects with everything in them, and keys of every kind, behind the application itself: no server between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sqlalchemy import select, update
+
+from api.app import create_app
+from api.auth import people, service
+from api.auth.policy import Role, Scope
+from core.db.engine import db_now
+from core.db.migrate import upgrade
+from core.db.tables import ApiKey, File, User
+from core.ids import new_id
+from core.jobs import nodes, previews
+from core.jobs.claims import Slot, claim, running
+from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.submit import Actor, submit
+from core.settings import Settings
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SHA = "5" * 64
+"""Of every file here, whosever it is."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A user with a key."""
+
+    name: str
+    role: Role | None
+    scope: Scope
+    box_admin: bool = False
+    key: str = ""
+    user_id: str = ""
+
+
+@dataclass(frozen=True)
+class Project:
+    id: str
+    name: str
+    owner: Actor
+    job: str
+    file: str
+    preview: str
+    key: str
+
+
+class World:
+    """`lab` is the callers' project, `rivals` is not."""
+
+    def __init__(self, folder: Path, database_url: str = "") -> None:
+        self.settings = Settings(
+            data=folder, database_url=database_url, min_free_bytes=0, rate_per_minute=0, rate_strangers_per_minute=0,
+            model_roots=(folder.parent,), data_roots=(folder.parent,),
+        )  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self.app = create_app(self.settings)
+        here = self.app.state.installation
+        self.database, self.layout = here.database, here.layout
+        upgrade(self.database)
+        self._numbers = itertools.count()
+        self.secrets: list[str] = []
+        """Every key that was ever made here."""
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://api", timeout=60)
+        with self.database.write() as session:
+            self.root = people.add_user(session, None, "root", box_admin=True).id
+            nodes.register(session, "box", "worker-x", "0.1.0", [{"id": "cpu", "kind": "cpu"}], [])
+        self.lab, self.rivals = self._project("lab"), self._project("rivals")
+
+    def close(self) -> None:
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+        self.database.dispose()
+
+    def ask(self, method: str, path: str, key: str | None = None, **more: Any) -> httpx.Response:
+        headers = dict(more.pop("headers", {}))
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        return self._runner.run(self._client.request(method, path, headers=headers, **more))
+
+    def fresh(self, word: str) -> str:
+        return f"{word}-{next(self._numbers)}"
+
+    # -- people and keys
+
+    def caller(
+        self,
+        name: str,
+        role: Role | None,
+        scope: Scope,
+        *,
+        box_admin: bool = False,
+        project: str | None = None,
+        **values: Any,
+    ) -> Caller:
+        """`values`: columns of the key to set, such as `expires_at`."""
+        where = project or self.lab.id
+        with self.database.write() as session:
+            user = session.execute(select(User).where(User.name == name)).scalar_one_or_none()
+            user = user or people.add_user(session, None, name, box_admin=box_admin)
+            if role is not None:
+                people.set_member(session, None, where, user, role)
+            key, row = service.create(session, user_id=user.id, project_id=where, name="k", scope=scope)
+            if values:
+                session.execute(update(ApiKey).where(ApiKey.id == row.id).values(**values))
+        self.secrets.append(key)
+        return Caller(name, role, scope, box_admin, key, user.id)
+
+    def key_of(self, project: Project) -> str:
+        """The id of a new key that a member of the project has and nobody uses."""
+        with self.database.write() as session:
+            key, row = service.create(
+                session, user_id=project.owner.user_id, project_id=project.id, name="spare", scope=Scope.READ
+            )
+        self.secrets.append(key)
+        return row.id
+
+    def member(self, project: Project) -> str:
+        """The id of a new member."""
+        with self.database.write() as session:
+            user = people.add_user(session, None, self.fresh("member"))
+            people.set_member(session, None, project.id, user, Role.VIEWER)
+            return user.id
+
+    def disable(self, caller: Caller) -> None:
+        with self.database.write() as session:
+            session.execute(update(User).where(User.id == caller.user_id).values(disabled_at=db_now()))
+
+    # -- things
+
+    def _project(self, name: str) -> Project:
+        with self.database.write() as session:
+            made = people.add_project(session, None, name)
+            user = people.add_user(session, None, f"owner of {name}")
+            people.set_member(session, None, made.id, user, Role.ADMIN)
+        owner = Actor(user.id, made.id)
+        file = self.file(owner)
+        spec = self.spec(file)
+        with self.database.write() as session:
+            preview = previews.ask(session, owner, spec, file).id
+        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "")
+        return Project(**{**vars(project), "key": self.key_of(project)})
+
+    def file(self, owner: Actor) -> str:
+        file_id = new_id("file")
+        self.layout.file(file_id).write_bytes(b"mine\n")
+        with self.database.write() as session:
+            session.add(
+                File(
+                    id=file_id, owner_id=owner.user_id, project_id=owner.project_id, filename="rows.jsonl", bytes=5,
+                    sha256=SHA, rows=1, format="text", report=None,
+                )
+            )  # fmt: skip
+        return file_id
+
+    def spec(self, file: str) -> JobSpec:
+        source = {"type": "file", "id": file, "format": "text"}
+        return resolve(JobSpec.model_validate({"name": "same name", "model": MODEL, "data": {"train": source}}))
+
+    def job(self, owner: Actor, file: str) -> str:
+        """One that has succeeded, with an artifact, a log and metrics."""
+        with self.database.write() as session:
+            job_id = submit(session, owner, self.spec(file)).id
+        with self.database.write() as session:
+            won = claim(session, "worker-x", "box", Slot(f"p-{job_id}", "prepare"), 600)
+            assert won is not None and won.token.job_id == job_id
+            finish(session, won.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
+            won = claim(session, "worker-x", "box", Slot(f"c-{job_id}", "cpu"), 600)
+            assert won is not None and won.token.job_id == job_id
+            running(session, won.token)
+            artifacts = [{"path": "a.bin", "kind": "x", "bytes": 4, "sha256": "0" * 64}]
+            finish(session, won.token, "train", Succeeded({}, artifacts), 0, RetryPolicy())
+        folder = self.layout.artifacts(job_id, won.token.attempt)
+        folder.mkdir(parents=True)
+        (folder / "a.bin").write_bytes(b"mine")
+        (folder.parent / "log.txt").write_bytes(b"mine")
+        return job_id
+
+
+@contextmanager
+def world(folder: Path, database_url: str = "") -> Iterator[World]:
+    made = World(folder, database_url)
+    try:
+        yield made
+    finally:
+        made.close()
