@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ENTRIES = ("packed/*/manifest.json", "tokens/*/*/about.json")
+ENTRIES = ("packed/[!.]*/manifest.json", "tokens/[!.]*/[!.]*/about.json")
 """Manifests of packed weights and of tokenised rows."""
 STALE_SECONDS = 86400.0
 """What a killed process has left half written or half removed is nobody's after that."""
@@ -87,6 +87,11 @@ def make_room(cache: Path, most: int) -> list[Entry]:
             total -= entry.bytes
             gone.append(entry)
     return gone
+
+
+def free(cache: Path, wanted: int) -> list[Entry]:
+    """Throw away as much as is wanted, if there is so much that nobody holds."""
+    return make_room(cache, max(0, sum(entry.bytes for entry in entries(cache)) - wanted))
 
 
 def _removed(manifest: Path) -> bool:

@@ -51,8 +51,9 @@ class Settings(BaseSettings):
     min_free_bytes: int = 1 << 30
     """While the data root has less room than this, uploads and jobs are refused and waiting jobs are not started."""
     cache_bytes: int = Field(default=100 << 30, ge=0)
-    """Packed weights and tokenised rows that are kept below the data root for later jobs. Beyond it those go that no
-    job has used for longest (never such as were used within the last hour). 0: no bound."""
+    """Packed weights and tokenised rows that are kept below the data root for later jobs. Beyond it, or where
+    the reserve (EFT_MIN_FREE_BYTES) is touched, those go that no job has used for longest, and never one that a job is
+    using. 0: no bound."""
     rate_per_minute: float = Field(default=600.0, ge=0)
     """Requests a minute of one API key, in one API process; above that 429 with Retry-After. 0: no limit."""
     rate_burst: int = Field(default=200, ge=1)
@@ -96,6 +97,9 @@ class Settings(BaseSettings):
     """The same while it loads model and data, evaluates or saves its result."""
     hang_seconds_preparing: float = 3600.0
     """The same while a model is downloaded or converted; waiting for another job that is at it does not count."""
+    selftest_seconds: float = Field(default=180.0, ge=0)
+    """Each device is tried against the CPU's arithmetic before its slot is offered, once for these versions: longest
+    time of one part of that. 0: no self-test, and devices are used untried."""
     gpu_clear_seconds: float = 30.0
     """A GPU whose memory has not been given back this long after its trainer's end is quarantined until it has."""
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import InterfaceError, OperationalError
 
+from core import caches
 from core.db.engine import Database
 from core.jobs import claims, leader, lost, nodes, outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
-from core.storage.cache import shrink
 from core.storage.layout import Layout
 from worker import leftovers
 from worker.node import loss_policy
@@ -132,12 +132,13 @@ class Housekeeper:
         if not self._settings.cache_bytes:
             return
         try:
-            gone = shrink(self._layout.cache, self._settings.cache_bytes)
+            gone = caches.make_room(self._layout.cache, self._settings.cache_bytes)
         except OSError as error:
             log.warning("the cache cannot be brought below EFT_CACHE_BYTES: %s", error)
             return
         if gone:
-            log.info("removed from the cache, since EFT_CACHE_BYTES is reached: %s", ", ".join(gone))
+            size = sum(entry.bytes for entry in gone)
+            log.info("removed %d entries of %d MiB from the cache (EFT_CACHE_BYTES)", len(gone), size >> 20)
 
     def _wake(self) -> bool:
         """A lost message is made good here. One ring a node, and none while earlier ones still wait to be heard."""

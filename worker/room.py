@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from core import caches
 from core.db.engine import Database
 from core.jobs import room
 from core.settings import Settings
@@ -28,7 +29,11 @@ class Room:
         return shutil.disk_usage(self._root).free - self._reserve
 
     def tell(self) -> None:
-        """Log a change once, and keep the words of waiting jobs up to it. Call it every sweep."""
+        """Log a change once, and keep the words of waiting jobs up to it. Call it every sweep. What only saves
+        time goes before anybody has to wait."""
+        if self.left() < 0 and (gone := caches.free(self._root / "cache", -self.left())):
+            size = sum(entry.bytes for entry in gone)
+            log.warning("removed %d entries of %d MiB from the cache: no room on the data root", len(gone), size >> 20)
         free = self._reserve + self.left()
         with self._database.read() as session:
             stale = room.stale(session, free, self._reserve)

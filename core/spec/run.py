@@ -51,7 +51,7 @@ EventType = Literal[
     # {"phase": "downloading" | "converting" | "waiting" | "loading" | "quantizing" | "evaluating" | "training" | …}
     "phase",
     "progress",  # {"step", "total_steps", "epoch", "seconds_left": float | null} or {"bytes", "total_bytes"}
-    # or {"rows", "total_rows"} while rows become tokens
+    # or {"rows", "total_rows": int | null} while rows become tokens
     "metrics",  # {"step", "values": {"loss", "learning_rate", "grad_norm", "tokens_per_second", …: float}}
     "evaluation",  # {"step", "values": {"eval_loss", "eval_perplexity", "eval_exact_match": float}}
     "samples",  # {"step", "samples": [{"row": int | null, "prompt", "reference": str | null, "completion",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def used(folder: Path) -> None:
-    """Note in a cache's entry that it is used now: what was used lately is not thrown away to make room
-    (core/storage/cache.py). A cache that cannot be written is read all the same."""
-    with suppress(OSError):
-        os.utime(folder)
 
 
 def remembered_sha256(path: Path, notes: Path) -> str:

@@ -47,7 +47,7 @@ class Helpers:
         return future
 
     def result(self, future: Future[_T], between: Callable[[], None]) -> _T:
-        """What it answered, or the error it raised; HelperKilled. `between` runs while we wait, and may raise to stop."""
+        """What it answered, or the error it raised; HelperKilled. `between` runs meanwhile, and may raise to stop."""
         while True:
             between()
             try:

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from core.train.files import sha256, sync, used
+from core import caches
+from core.train.files import sha256, sync
 
 if TYPE_CHECKING:
     from core.train.quant.model import QuantOptions
@@ -33,6 +34,8 @@ MANIFEST = "manifest.json"
 STALE_SECONDS = 86400.0
 INT8_METHOD = "eft-int8"
 """What config.json calls our int8."""
+_held: dict[Path, caches.Lease] = {}
+"""Of the entries that this process has read."""
 
 
 def key(
@@ -56,22 +59,26 @@ def key(
 
 
 def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
-    """The folder of a complete entry, or what was wrong with it (None: there is none). A bad entry is thrown away."""
+    """The folder of a complete entry, or what was wrong with it (None: there is none). A bad entry is thrown away, a
+    good one is held until this process ends (core/caches.py)."""
     folder = cache_dir / key
     if not folder.is_dir():
         return None, None
-    used(folder)
     try:
+        lease = caches.hold(folder / MANIFEST)
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["version"] != VERSION or manifest["key"] != key:
-            fault = f"the cached packed weights are of version {manifest['version']}, this is {VERSION}"
+            fault: str | None = f"the cached packed weights are of version {manifest['version']}, this is {VERSION}"
         else:
             bad = [name for name, digest in manifest["files"].items() if sha256(folder / name) != digest]
-            if not bad:
+            if not bad and lease is not None:
+                _held[folder] = lease
                 return folder, None
-            fault = f"the cached packed weights are damaged ({bad[0]} has another SHA-256)"
+            fault = f"the cached packed weights are damaged ({bad[0]} has another SHA-256)" if bad else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         fault = f"the cached packed weights cannot be read ({error!r})"
+    if fault is None or not folder.is_dir():
+        return None, None  # thrown away by somebody else meanwhile
     log.warning("%s: %s", fault, folder)
     aside = cache_dir / f".bad-{key}-{uuid.uuid4().hex}"
     try:
