@@ -120,23 +120,40 @@ def test_chunked_loss_is_the_full_one(
     device: torch.device, options: HeadOptions, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
-    source, head, labels = torch.randn(70, 48), torch.randn(1003, 48) * 0.3, torch.randint(0, 1003, (70,))
+    source, head, labels = torch.randn(70, 48), torch.randn(1003, 48) * 0.3, torch.randint(0, 1003, (70,)).to(device)
     labels[::9] = -100
     hidden = source.to(device, dtype).requires_grad_()
     weight = head.to(device, dtype)
-    ours = linear_cross_entropy(hidden, weight, labels.to(device), options=options, chunk_rows=32)
     exact = hidden.detach().double().requires_grad_()
     z = exact @ weight.double().t()
     z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
     wanted = functional.cross_entropy(
-        z, labels.to(device), reduction="sum", label_smoothing=options.label_smoothing
-    ) + options.z_loss * (z.logsumexp(1)[labels.to(device) != -100].square().sum())
-    _close(ours, wanted, tolerance)
-    _close(torch.autograd.grad(ours, hidden)[0], torch.autograd.grad(wanted, exact)[0], tolerance)
-    if options == HeadOptions():
-        picked = z.log_softmax(1).gather(1, labels.clamp(min=0).to(device)[:, None])[:, 0]
-        found = token_logprobs(hidden, weight, labels.to(device), chunk_rows=32)
-        _close(found, torch.where(labels.to(device) != -100, picked, 0.0), tolerance)
+        z, labels, reduction="sum", label_smoothing=options.label_smoothing
+    ) + options.z_loss * (z.logsumexp(1)[labels != -100].square().sum())
+    (slope,) = torch.autograd.grad(wanted, exact, retain_graph=True)
+    picked = z.log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    for backend in interface.available(device, "loss"):
+        ours = linear_cross_entropy(hidden, weight, labels, options=options, chunk_rows=32, backend=backend)
+        _close(ours, wanted, tolerance)
+        _close(torch.autograd.grad(ours, hidden)[0], slope, tolerance)
+        found = token_logprobs(hidden, weight, labels, options=options, chunk_rows=32, backend=backend)
+        _close(found, torch.where(labels != -100, picked, 0.0), tolerance)
+
+
+def test_a_vocabulary_of_a_quarter_million_in_rows_past_two_to_the_31(device: torch.device) -> None:
+    """8,200 rows of 262,144 logits in one chunk: 4 GiB, where there is room for them."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < 16 * 2**30:
+        pytest.skip("needs a GPU with 16 GiB")
+    torch.manual_seed(0)
+    hidden = torch.randn(8200, 16, device=device, dtype=torch.bfloat16).requires_grad_()
+    head = torch.randn(262_144, 16, device=device, dtype=torch.bfloat16) * 0.3
+    labels = torch.randint(0, 262_144, (8200,), device=device)
+    results = []
+    for rows in (8200, 64):
+        loss = linear_cross_entropy(hidden, head, labels, chunk_rows=rows)
+        results.append((loss, torch.autograd.grad(loss, hidden)[0]))
+    for whole, chunked in zip(*results, strict=True):
+        _close(whole, chunked, 0.01)
 
 
 @pytest.fixture(scope="module")
