@@ -18,6 +18,7 @@ MAX_SOCKET_PATH = 106
 
 PathList = Annotated[tuple[Path, ...], NoDecode]
 IntList = Annotated[tuple[int, ...] | None, NoDecode]
+NameList = Annotated[tuple[str, ...], NoDecode]
 
 
 class Settings(BaseSettings):
@@ -37,6 +38,11 @@ class Settings(BaseSettings):
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
     cpu_slots: int = Field(default=1, ge=1, le=64)
     """Jobs that train side by side on a box without GPUs. They share its cores evenly (OMP_NUM_THREADS overrules)."""
+    node_labels: NameList = ()
+    """Labels of this box (separated by commas) that jobs may ask for: `resources.requirements.labels`."""
+    fairshare_half_life_hours: float = Field(default=168.0, gt=0)
+    """After so long, GPU time that an owner has used counts half in the order of the queue (docs/queue.md). The same
+    for the API and all workers."""
     sysfs: Path = Path("/sys")
     """Where the kernel lists the devices. Tests point it at a made-up box; leave it alone otherwise."""
 
@@ -115,6 +121,13 @@ class Settings(BaseSettings):
     def _numbers(cls, value: Any) -> Any:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip()) or None
+        return value
+
+    @field_validator("node_labels", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(sorted({part.strip() for part in value.split(",") if part.strip()}))
         return value
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import Database
 from core.errors import EftError
 from core.hardware.discover import Gpu
-from core.jobs import claims, nodes, relay
+from core.jobs import claims, holds, nodes, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
@@ -220,6 +220,10 @@ class Attempt:
                 self.lose()
             elif stop == nodes.DRAIN:
                 self._ask(f"node {self.site.node} is drained")
+            elif stop == holds.HOLD:
+                self._ask(f"slot {self.claim.slot.id} of {self.site.node} is held")
+            elif stop == holds.MAINTENANCE:
+                self._ask(f"the maintenance of {self.site.node} begins")
             elif stop:
                 self._ask(f"asked to {stop}")
             elif self.site.leaving.is_set():

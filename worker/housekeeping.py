@@ -11,11 +11,11 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
-from core.jobs import claims, leader, lost, nodes, outbox
+from core.jobs import claims, holds, leader, lost, nodes, outbox, usage
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
 from core.storage.layout import Layout
-from worker import leftovers
+from worker import disk, leftovers
 from worker.node import loss_policy
 from worker.room import room_on
 
@@ -24,6 +24,8 @@ log = logging.getLogger("eft.housekeeping")
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
 CLEAR_SECONDS = 600.0
+BOOKS = 500
+"""Rows charged in one transaction."""
 ORPHAN_SECONDS = 24 * 3600.0
 
 
@@ -87,6 +89,7 @@ class Housekeeper:
             if now >= next_sweep:
                 next_sweep = now + self._settings.sweep_seconds
                 self._guarded("database", self._reap)
+                self._guarded("database", self._keep_books)
                 self._guarded("broker", self._wake)
             if now >= next_clear:
                 next_clear = now + CLEAR_SECONDS
@@ -113,6 +116,21 @@ class Housekeeper:
             leftovers.clear(self._layout.attempt(job_id, attempt))  # its trainer has ended itself before
         return True
 
+    def _keep_books(self) -> bool:
+        """Charge what slots were held for, and let begin what was planned."""
+        with self._database.read() as session:
+            charge, maintain = usage.due(session), holds.begins(session)
+        while charge:
+            with self._database.write() as session:
+                count = usage.charge(session, self._settings.fairshare_half_life_hours * 3600.0, BOOKS)
+            charge = count == BOOKS
+        if maintain:
+            with self._database.write() as session:
+                asked = holds.begin(session)
+            if asked:
+                log.warning("maintenance begins: %d job(s) write a checkpoint and leave", asked)
+        return True
+
     def _clear(self) -> bool:
         gone, limit = 0, 1000
         while True:
@@ -126,6 +144,7 @@ class Housekeeper:
         if removed := remove_orphans(self._database, self._layout):
             log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
         self._shrink_cache()
+        disk.measure(self._database, self._layout)
         return True
 
     def _shrink_cache(self) -> None:

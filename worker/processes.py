@@ -21,6 +21,7 @@ class Process:
     pid: int
     state: str
     """One letter; Z is a process that has ended and waits to be reaped, X one that is gone."""
+    parent: int
     group: int
     session: int
     started: float
@@ -38,7 +39,19 @@ def look(pid: int) -> Process | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
-    return Process(pid, fields[0], int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS)
+    return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS)
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a process is `ancestor`, or a child of it, or of one of its children."""
+    seen: set[int] = set()
+    while pid != ancestor:
+        process = look(pid)
+        if process is None or process.parent in seen:
+            return False
+        seen.add(pid)
+        pid = process.parent
+    return True
 
 
 def everyone() -> list[Process]:

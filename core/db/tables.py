@@ -25,6 +25,22 @@ class Base(DeclarativeBase):
     type_annotation_map = {dict[str, Any]: JSON(none_as_null=True), list[Any]: JSON(none_as_null=True)}  # noqa: RUF012
 
 
+QUEUED = "status = 'queued'"
+WAITS_FOR = {
+    "prepare": f"{QUEUED} AND kind = 'train' AND prepared IS NULL",
+    "train": f"{QUEUED} AND kind = 'train' AND prepared IS NOT NULL",
+    "preview": f"{QUEUED} AND kind = 'preview'",
+}
+"""What a waiting job waits for a slot to do. Written out, not bound: SQLite takes a partial index for a query only when
+it can see in the query's words that the index has all of its rows."""
+
+
+def _queue_key(context: Any) -> str:
+    """Of a plain job of priority 0, for rows made without core.jobs.submit."""
+    given = context.get_current_parameters()
+    return f"{given['accelerator']}|{given['project_id']}|{given['owner_id']}|100"
+
+
 class Owned:
     """Whose row it is: nobody outside the project sees it."""
 
@@ -109,6 +125,9 @@ class Job(Owned, Base):
     """Resolved: what will run, with every default written out."""
     accelerator: Mapped[str] = mapped_column(String(8))
     """Kind of slot it asks for: any, gpu, cpu."""
+    priority: Mapped[int] = mapped_column(Integer, insert_default=0)
+    queue_key: Mapped[str] = mapped_column(String(1024), insert_default=_queue_key)
+    """Who stands in one line: what they need, project, owner, priority (core/jobs/line.py). In it, age decides."""
     request_id: Mapped[str | None] = mapped_column(String(64))
     retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"), index=True)
     resume_from: Mapped[list[Any]]
@@ -158,6 +177,17 @@ class Job(Owned, Base):
             sqlite_where=text("status = 'queued'"),
             postgresql_where=text("status = 'queued'"),
         ),
+        *(
+            Index(
+                f"ix_jobs_waits_{what}",
+                "queue_key",
+                "created_at",
+                "id",
+                sqlite_where=text(waits),
+                postgresql_where=text(waits),
+            )
+            for what, waits in WAITS_FOR.items()
+        ),
         Index(
             "ix_jobs_leased",
             "lease_until",
@@ -200,6 +230,12 @@ class Allocation(Owned, Base):
     slot: Mapped[str] = mapped_column(String(128))
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     released_at: Mapped[float | None] = mapped_column(Float)
+    gpus: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """0 for a CPU slot, and for one that prepares or previews."""
+    billing: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    """What a second of it counts in fair share (Slurm: TRESBillingWeights)."""
+    charged_at: Mapped[float | None] = mapped_column(Float)
+    """When its time went into `usage`; null while it is held, and for seconds after."""
     __table_args__ = (
         Index(
             "uq_allocations_active",
@@ -209,7 +245,106 @@ class Allocation(Owned, Base):
             sqlite_where=text("released_at IS NULL"),
             postgresql_where=text("released_at IS NULL"),
         ),
+        Index(
+            "ix_allocations_uncharged",
+            "job_id",
+            "attempt",
+            sqlite_where=text("charged_at IS NULL"),
+            postgresql_where=text("charged_at IS NULL"),
+        ),
+        Index("ix_allocations_history", "node", "slot", "created_at"),
     )
+
+
+class Usage(Owned, Base):
+    """What an owner has used in a project, as far as it is charged (core/jobs/usage.py)."""
+
+    __tablename__ = "usage"
+    owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"), primary_key=True)
+    project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
+    billed: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    """Billed seconds, each counted by its age at `at` (core/jobs/shares.py)."""
+    at: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    disk_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
+    """Files and run folders, as measured last."""
+    disk_at: Mapped[float | None] = mapped_column(Float)
+
+
+class UsageDay(Owned, Base):
+    """Time charged, by the day (UTC) in which it was used: for the report and for quotas of a week."""
+
+    __tablename__ = "usage_days"
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """Days since 1970-01-01."""
+    owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"), primary_key=True)
+    project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
+    gpu_seconds: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    cpu_seconds: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    """Of training on CPU slots."""
+
+
+class Limit(Base):
+    """Shares and quotas of a project or an owner. Null: no quota."""
+
+    __tablename__ = "limits"
+    scope: Mapped[str] = mapped_column(String(8), primary_key=True)
+    """project or owner."""
+    subject_id: Mapped[str] = mapped_column(Id, primary_key=True)
+    shares: Mapped[float | None] = mapped_column(Float)
+    """Of an owner; null: 1."""
+    max_priority: Mapped[int | None] = mapped_column(Integer)
+    """Of a project; null: core.jobs.limits.MAX_PRIORITY."""
+    max_running: Mapped[int | None] = mapped_column(Integer)
+    max_queued: Mapped[int | None] = mapped_column(Integer)
+    gpu_hours_week: Mapped[float | None] = mapped_column(Float)
+    disk_bytes: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class Hold(Base):
+    """A slot that is not claimed: somebody works on it by hand, or it is drained."""
+
+    __tablename__ = "holds"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    node: Mapped[str] = mapped_column(String(255))
+    slot: Mapped[str] = mapped_column(String(128))
+    kind: Mapped[str] = mapped_column(String(8))
+    """hold or drain."""
+    held_for: Mapped[str] = mapped_column(String(100))
+    why: Mapped[str] = mapped_column(Text)
+    user_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"))
+    """Who asked."""
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    until: Mapped[float | None] = mapped_column(Float)
+    """Null: until it is released."""
+    released_at: Mapped[float | None] = mapped_column(Float)
+    """Also of one that ran out, once somebody has noticed."""
+    __table_args__ = (
+        Index(
+            "uq_holds_active",
+            "node",
+            "slot",
+            unique=True,
+            sqlite_where=text("released_at IS NULL"),
+            postgresql_where=text("released_at IS NULL"),
+        ),
+        Index("ix_holds_history", "node", "slot", "created_at"),
+    )
+
+
+class Maintenance(Base):
+    """A time in which nothing runs on a node."""
+
+    __tablename__ = "maintenance"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    node: Mapped[str | None] = mapped_column(String(255))
+    """Null: all of them."""
+    starts_at: Mapped[float] = mapped_column(Float)
+    ends_at: Mapped[float] = mapped_column(Float)
+    why: Mapped[str] = mapped_column(Text)
+    user_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"))
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    cancelled_at: Mapped[float | None] = mapped_column(Float)
+    __table_args__ = (Index(None, "ends_at"),)
 
 
 class Event(Owned, Base):
@@ -273,6 +408,8 @@ class Node(Base):
     version: Mapped[str] = mapped_column(String(32))
     slots: Mapped[list[Any]]
     notes: Mapped[list[Any]]
+    labels: Mapped[list[Any]] = mapped_column(insert_default=list)
+    """EFT_NODE_LABELS of its worker."""
     started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     heartbeat_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     drained_at: Mapped[float | None] = mapped_column(Float)

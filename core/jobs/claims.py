@@ -8,28 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any
 
-from sqlalchemy import ColumnElement, func, insert, or_, select, update
+from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
-from core.jobs import outbox
+from core.jobs import holds, line, outbox
+from core.jobs.shares import HALF_LIFE_SECONDS
+from core.jobs.slots import Phase, Slot
 from core.jobs.states import LEASED, Status
 from core.jobs.transitions import Token, move
+from core.jobs.turn import take_turn
 
-Kind = Literal["prepare", "train", "preview"]
+__all__ = ["Claim", "Kind", "Slot", "claim"]
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
-
-    id: str
-    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`; `preview-0`."""
-    kind: Literal["gpu", "cpu", "prepare", "preview"]
-    """`preview` is for both halves of a preview, so that it waits neither for a download nor for a training."""
+Kind = Phase
+"""What an attempt does: prepare, train or preview."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +55,38 @@ class Claim:
 
 
 def claim(
-    session: Session, worker: str, node: str, slot: Slot, lease_seconds: float, *, room: int | None = None
+    session: Session,
+    worker: str,
+    node: str,
+    slot: Slot,
+    lease_seconds: float,
+    *,
+    room: int | None = None,
+    half_life: float = HALF_LIFE_SECONDS,
 ) -> Claim | None:
-    """Take the oldest waiting job that `slot` can serve, or None. Call in a write transaction of its own.
+    """Take the waiting job whose turn it is among those that `slot` can serve (core/jobs/line.py), or None. Call in a
+    write transaction of its own.
 
-    `room` is how many bytes a job may take of the data root (None: nobody has looked). A drained node gets nothing.
-    The slot is held from here on. Raises IntegrityError if this node holds the slot already: a defect.
+    `room` is how many bytes a job may take of the data root (None: nobody has looked). A drained node gets nothing, nor
+    does a slot that is held. It is the job's from here on. Raises IntegrityError if a job holds it already: a defect.
     """
+    now = take_turn(session)
     # Held until the commit: a drain that was answered is not followed by a claim that had begun before it.
     drained_at = select(Node.drained_at).where(Node.name == node).with_for_update(read=True)
     if session.execute(drained_at).scalar_one_or_none() is not None:
         return None
-    candidate = (
-        select(Job)
-        .where(*_eligible(slot, room))
-        .order_by(Job.created_at, Job.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)  # PostgreSQL; SQLite writers are alone anyway
-    )
-    job = session.execute(candidate).scalar_one_or_none()
+    opening = holds.opening(session, node, slot.id, now)
+    if opening.closed is not None:
+        return None
+    ends_before = opening.ends_before if slot.phase == "train" else None  # a time limit is one of training
+    job = _choose(session, slot, now, line.ready(now, room, ends_before), half_life)
     if job is None:
         return None
-    kind: Kind
-    match job.prepared, slot.kind:
-        case None, _:
-            kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
-        case _, "preview":
-            kind, after, words = "preview", Status.STARTING, f"starts on {node}, slot {slot.id}"
-        case _:
-            kind, after, words = "train", Status.STARTING, f"starts on {node}, slot {slot.id}"
+    kind = slot.phase
+    words = f"starts on {node}, slot {slot.id}"
+    after = Status.STARTING
+    if job.prepared is None:
+        kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
     won = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
@@ -119,8 +118,26 @@ def claim(
         "project_id": won.project_id,
     }
     session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=slot.id))
-    session.execute(insert(Allocation).values(**ids, node=node, slot=slot.id))
+    # What only prepares or previews is charged to nobody, and that is settled at once.
+    charged = {"charged_at": db_now()} if slot.phase != "train" else {}
+    gpus = 1 if slot.kind == "gpu" else 0
+    session.execute(
+        insert(Allocation).values(**ids, node=node, slot=slot.id, gpus=gpus, billing=slot.billing, **charged)
+    )
     return won
+
+
+def _choose(session: Session, slot: Slot, now: float, conditions: line.Ready, half_life: float) -> Job | None:
+    """The job whose turn it is, locked."""
+    while True:
+        chosen = line.look(session, slot.phase, now, conditions, half_life=half_life).next(line.serves(slot))
+        if chosen is None:
+            return None
+        # PostgreSQL waits here for a cancel of that moment, and then sees that the job waits no more: look again.
+        query = select(Job).where(Job.id == chosen.id, Job.status == Status.QUEUED.value).with_for_update()
+        job = session.execute(query).scalar_one_or_none()
+        if job is not None:
+            return job
 
 
 def _spent(session: Session, job_id: str) -> float:
@@ -129,30 +146,11 @@ def _spent(session: Session, job_id: str) -> float:
     return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == "train")).scalar_one() or 0.0)
 
 
-def _eligible(slot: Slot, room: int | None) -> list[ColumnElement[bool]]:
-    waiting = _waiting(room)
-    match slot.kind:
-        case "preview":
-            return [*waiting, Job.kind == "preview"]
-        case "prepare":
-            return [*waiting, Job.kind == "train", Job.prepared.is_(None)]
-        case "gpu" | "cpu":
-            accelerator = Job.accelerator.in_(("any", slot.kind))
-            return [*waiting, Job.kind == "train", Job.prepared.is_not(None), accelerator]
-        case _ as never:
-            assert_never(never)
-
-
-def _waiting(room: int | None) -> list[ColumnElement[bool]]:
-    """For nothing but a worker's look: neither for its time nor for room on the data root."""
-    waiting = [Job.status == Status.QUEUED.value, or_(Job.not_before.is_(None), Job.not_before <= db_now())]
-    return waiting if room is None else [*waiting, or_(Job.needs_bytes.is_(None), Job.needs_bytes <= room)]
-
-
 def runnable(session: Session, *, room: int | None = None) -> str | None:
     """The oldest job that waits for nothing but a worker's look, or None; `room` as for `claim`."""
-    query = select(Job.id).where(*_waiting(room)).order_by(Job.created_at, Job.id).limit(1)
-    return session.execute(query).scalar_one_or_none()
+    now = float(session.execute(select(db_now())).scalar_one())
+    query = select(Job.id).where(Job.status == Status.QUEUED.value, *line.ready(now, room, None))
+    return session.execute(query.order_by(Job.created_at, Job.id).limit(1)).scalar_one_or_none()
 
 
 def renew(session: Session, token: Token, lease_seconds: float) -> str | None:

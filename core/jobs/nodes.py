@@ -34,10 +34,16 @@ class Box:
 
 
 def register(
-    session: Session, name: str, worker: str, version: str, slots: Sequence[dict[str, Any]], notes: Sequence[str]
+    session: Session,
+    name: str,
+    worker: str,
+    version: str,
+    slots: Sequence[dict[str, Any]],
+    notes: Sequence[str],
+    labels: Sequence[str] = (),
 ) -> bool:
     """`worker` serves node `name` from now on; an earlier worker of that name is replaced. True: it is drained."""
-    values = {"worker": worker, "version": version, "slots": list(slots), "notes": list(notes)}
+    values = {"worker": worker, "version": version, "slots": list(slots), "notes": list(notes), "labels": list(labels)}
     known = session.execute(
         update(Node)
         .where(Node.name == name)

@@ -10,7 +10,8 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs import audit, outbox, room
+from core.jobs import audit, limits, outbox, room
+from core.jobs.slots import Key, Needs
 from core.jobs.states import FINAL, Status
 from core.jobs.transitions import Actor, move
 from core.spec.job import JobSpec
@@ -29,7 +30,13 @@ def submit(
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
+    Raises SpecError for a priority above the project's limit.
     """
+    priority = 0 if kind == "preview" else spec.priority
+    if retry_of is None:
+        limits.check_priority(session, actor.project_id, priority)
+    else:  # accepted once; the limit may have been lowered since
+        priority = min(priority, limits.max_priority(session, actor.project_id))
     job_id = new_id("job" if kind == "train" else "preview")
     session.add(
         Job(
@@ -40,6 +47,8 @@ def submit(
             name=spec.name,
             spec=spec.model_dump(mode="json"),
             accelerator=spec.resources.accelerator,
+            priority=priority,
+            queue_key=str(Key(Needs.of(spec.resources), actor.project_id, actor.user_id, priority)),
             request_id=actor.request_id,
             retry_of=None if retry_of is None else retry_of.id,
             resume_from=[]

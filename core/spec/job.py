@@ -38,6 +38,9 @@ class JobSpec(SpecModel):
     """Version of this format; arms are only ever added to it."""
     name: JobName | None = None
     """For people: letters, digits, space, dot, dash and underscore, up to 100."""
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    """Jobs of a higher one go first, whatever their owners have used (docs/queue.md). A project has a limit; below 0 a
+    job gives way to all others."""
     model: Model
     """Base model: a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a local folder, or a GGUF file."""
     data: DataField

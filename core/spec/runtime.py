@@ -33,16 +33,52 @@ class DiskCheckpoints(SpecModel):
 Checkpoint = Annotated[DiskCheckpoints, short_form(by_type)]
 
 
+Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$")]
+ArchName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,16}$")]
+
+
+class Requirements(SpecModel):
+    """What the slot must have. A job that asks for what no slot here has waits, and says so."""
+
+    min_memory_gb: Annotated[float, Field(gt=0, le=100_000)] | None = None
+    """Memory of the GPU in GB (10^9 bytes, so that a card sold as 80 GB has 80)."""
+    bf16: bool = False
+    """Instructions for bfloat16 (docs/hardware.md says which architectures have them)."""
+    vendor: Literal["any", "amd", "nvidia"] = "any"
+    """Who made the GPU."""
+    arch: Annotated[list[ArchName], Field(max_length=16)] = Field(default=[])
+    """One of these architectures, e.g. `gfx942`, `sm_90`. Empty: any."""
+    labels: Annotated[list[Label], Field(max_length=8)] = Field(default=[])
+    """Labels that the node must have, all of them (EFT_NODE_LABELS on the node)."""
+
+
 class SingleDevice(SpecModel):
     """One slot of one node: a GPU, or the CPU of a node that has none."""
 
     type: Literal["single"] = "single"
     accelerator: Literal["any", "gpu", "cpu"] = "any"
     """Which kind of slot may run it."""
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs of one node. One is what runs today; more are refused."""
+    requirements: Requirements = Requirements()
+    """What that slot must have."""
     max_runtime_seconds: Annotated[int, Field(ge=1, le=31_536_000)] | None = None
     """Seconds of training in all, over every attempt; waiting and preparing the model do not count. Shortly before they
     are over (a tenth of them, at most EFT_STOP_GRACE_SECONDS) the trainer writes a checkpoint and leaves, and the job
     ends as failed with code `max_runtime`; a retry goes on from that checkpoint, with as much time again."""
+
+    @model_validator(mode="after")
+    def _one_slot(self) -> SingleDevice:
+        if self.gpus > 1:
+            raise ValueError(f"`gpus: {self.gpus}`: a job of several GPUs cannot run yet; leave `gpus` at 1")
+        asks = self.requirements
+        gpu_only = asks.min_memory_gb is not None or asks.vendor != "any" or bool(asks.arch)
+        if self.accelerator == "cpu" and gpu_only:
+            raise ValueError(
+                "`requirements` ask for a GPU and `accelerator` for the CPU: leave `min_memory_gb`, `vendor` and "
+                "`arch` out, or set `accelerator: gpu`"
+            )
+        return self
 
 
 Resources = Annotated[SingleDevice, short_form(by_type)]

@@ -1,5 +1,5 @@
-"""A worker without children: claims and finishes what it can, prints what it won. `python -m tests.support.contender
-URL NODE KIND`."""
+"""A worker without children: claims and finishes what it can, prints what it won; with COUNT, it claims so many and
+keeps them. `python -m tests.support.contender URL NODE [COUNT]`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def contend(database: Database, worker: str, node: str, slot: Slot) -> list[tupl
 if __name__ == "__main__":
     url, node = sys.argv[1:3]
     database = Database(url)
+    if len(sys.argv) > 3:
+        for number in range(int(sys.argv[3])):
+            with database.write() as session:
+                claim = claims.claim(session, f"worker-{node}", node, Slot(f"GPU-{number}", "gpu"), 30)
+            if claim is not None:
+                print(claim.token.job_id, claim.token.attempt)
+        sys.exit()
     for job_id, attempt in contend(database, f"worker-{node}", node, Slot("cpu", "cpu")):
         print(job_id, attempt)
     database.dispose()

@@ -1,0 +1,306 @@
+"""Why a job waits, how many are before it, and about when it will start.
+
+Positions are counted by the claim's own choice (core/jobs/line.py): for every kind of slot there is, its next job and
+the one after that, until the job in question comes. What keeps a job out of the line is asked of the functions that
+a claim asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Attempt, Job
+from core.jobs import line, places, room
+from core.jobs.holds import clock
+from core.jobs.limits import names
+from core.jobs.places import Seat
+from core.jobs.shares import HALF_LIFE_SECONDS
+from core.jobs.slots import Key, Phase
+from core.jobs.states import Status
+
+Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
+MOST = 1000
+"""Jobs that are counted in a line; further back, nobody knows the exact place anyway."""
+RECENT = 20
+"""Finished jobs of a project whose median time stands for a job of it that says nothing of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one waiting job."""
+
+    job: Job
+    key: Key
+    phase: Phase
+    position: int | None
+    """In the line of the slots that can serve it; None: it is not in line, or more than MOST are before it."""
+    code: Code
+    """turn: others are before it, or all slots are busy; closed: slots are held, drained, silent or used by others."""
+    reason: str
+    estimated_start: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What an installation is set up with, as far as the queue depends on it."""
+
+    free: int | None = None
+    """Bytes on the data root; None: nobody has looked."""
+    reserve: int = 0
+    half_life: float = HALF_LIFE_SECONDS
+    silent_after: float = 90.0
+    """Seconds without a heartbeat."""
+
+    @property
+    def room(self) -> int | None:
+        return None if self.free is None else self.free - self.reserve
+
+
+def queue(session: Session, desk: Desk, limit: int = 100) -> list[Explanation]:
+    """What waits: those in line first, by their positions, then what is held; at most `limit` of each phase.
+
+    Training stands before preparing. Previews are not listed: nobody waits for one in this line.
+    """
+    clerk = _Clerk(session, desk)
+    phases: tuple[Phase, ...] = ("train", "prepare")
+    return [one for phase in phases for one in clerk.explain(phase, limit)]
+
+
+def job(session: Session, desk: Desk, waiting: Job) -> Explanation | None:
+    """Of one job as read in this transaction; None for one that does not wait."""
+    if waiting.status != Status.QUEUED.value:
+        return None
+    phase: Phase = "preview" if waiting.kind == "preview" else "prepare" if waiting.prepared is None else "train"
+    return _Clerk(session, desk).explain_one(phase, waiting)
+
+
+class _Clerk:
+    """One reading of the whole state."""
+
+    def __init__(self, session: Session, desk: Desk) -> None:
+        self._session, self._desk = session, desk
+        self.now = float(session.execute(select(db_now())).scalar_one())
+        self._seats = places.seats(session, self.now, desk.silent_after)
+        self._free_at = self._when_free()
+        self._order: line.Order | None = None
+
+    def explain(self, phase: Phase, limit: int) -> list[Explanation]:
+        positions = self._positions(phase, limit)
+        in_line = sorted(positions, key=lambda job_id: positions[job_id])[:limit]
+        jobs = self._jobs(in_line)
+        rows: list[tuple[Job, int | None]] = [(jobs[job_id], positions[job_id]) for job_id in in_line]
+        if len(rows) < limit:  # else the lines go on, and nobody has asked who is in none
+            rows += [(row, None) for row in self._others(phase, positions, limit - len(rows))]
+        starts = self._starts(phase, [row for row, position in rows if position is not None])
+        return [self._words(phase, row, position, starts.get(row.id)) for row, position in rows]
+
+    def explain_one(self, phase: Phase, row: Job) -> Explanation:
+        positions = self._positions(phase, MOST, until=row.id)
+        position = positions.get(row.id)
+        start = None
+        if position is not None:
+            ahead = sorted((job_id for job_id in positions), key=lambda job_id: positions[job_id])
+            jobs = self._jobs(ahead)
+            start = self._starts(phase, [jobs[job_id] for job_id in ahead if job_id in jobs]).get(row.id)
+        return self._words(phase, row, position, start)
+
+    # -- positions
+
+    def _fitting(self, phase: Phase, key: Key) -> list[Seat]:
+        return [seat for seat in self._seats if seat.slot.phase == phase and not key.needs.missing(seat.slot)]
+
+    def _positions(self, phase: Phase, most: int, until: str | None = None) -> dict[str, int]:
+        """Of the first `most` jobs of each kind of slot; a job that several kinds serve has its best one.
+
+        With `until` nobody is counted who comes after that job.
+        """
+        found: dict[str, int] = {}
+        for fits, billing, ends_before in self._kinds(phase):
+            conditions = line.ready(self.now, self._desk.room, ends_before if phase == "train" else None)
+            order = line.look(self._session, phase, self.now, conditions, half_life=self._desk.half_life, deep=most)
+            for position, waiting in enumerate(order.all(fits, billing), 1):
+                found[waiting.id] = min(position, found.get(waiting.id, position))
+                if position == most or waiting.id == until:
+                    break
+        return found
+
+    def _kinds(self, phase: Phase) -> list[tuple[Callable[[Key], bool], float, float | None]]:
+        """Slots that serve the same jobs choose alike: one of each kind. Without any, what would be the line."""
+        kinds: dict[tuple[object, ...], tuple[Callable[[Key], bool], float, float | None]] = {}
+        for seat in self._seats:
+            slot = seat.slot
+            if slot.phase == phase:
+                mark = (slot.kind, slot.vendor, slot.arch, slot.memory_bytes, slot.labels, seat.ends_before)
+                kinds[mark] = (line.serves(slot), slot.billing, seat.ends_before)
+        return list(kinds.values()) or [(lambda key: True, 1.0, None)]
+
+    def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+        found: dict[str, Job] = {}
+        for start in range(0, len(ids), 500):  # SQLite has a limit of parameters
+            rows = self._session.execute(select(Job).where(Job.id.in_(ids[start : start + 500]))).scalars()
+            found.update({row.id: row for row in rows})
+        return found
+
+    def _others(self, phase: Phase, known: Iterable[str], limit: int) -> list[Job]:
+        """What waits and is in no line, oldest first."""
+        in_line = set(known)
+        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind == "train")
+        query = query.where(Job.prepared.is_(None) if phase == "prepare" else Job.prepared.is_not(None))
+        rows = self._session.execute(query.order_by(Job.created_at, Job.id).limit(len(in_line) + limit)).scalars()
+        return [row for row in rows if row.id not in in_line][:limit]
+
+    # -- words
+
+    def _words(self, phase: Phase, row: Job, position: int | None, start: float | None) -> Explanation:
+        key = Key.parse(row.queue_key)
+        code, reason = self._why(phase, row, key, position)
+        return Explanation(row, key, phase, position, code, reason, start)
+
+    def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
+        left = self._desk.room
+        if left is not None and self._desk.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
+            return "disk", room.words(self._desk.free, self._desk.reserve, row.needs_bytes or 0)
+        if row.not_before is not None and row.not_before > self.now:
+            return "later", f"{row.reason}; looked at again at {clock(row.not_before, self.now)}"
+        seats = self._fitting(phase, key)
+        if not [seat for seat in self._seats if seat.state != "silent"]:
+            return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
+        if not seats:
+            return "requirements", self._unmet(key)
+        turn = f"; {ordinal(position)} in line" if position is not None else ""
+        if phase != "train":
+            return "model", f"{room.WAITS_FOR_MODEL}{turn}"
+        if position is None:
+            held = self._out_of_line(row, key, seats)
+            if held is not None:
+                return held
+            turn = f"; more than {MOST} jobs are before it"
+        free = [seat for seat in seats if seat.free]
+        closed = [seat for seat in seats if seat.closed is not None]
+        count = f"needs {key.needs.words()}; {len(free)} of {len(seats)} free"
+        if closed:
+            shown = "; ".join(f"{seat.label} {seat.closed}" for seat in closed[:3])
+            count += f" ({shown}{f'; {len(closed) - 3} more' if len(closed) > 3 else ''})"
+        return "closed" if len(closed) == len(seats) else "turn", count + turn
+
+    def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat]) -> tuple[Code, str] | None:
+        """Why no slot takes it though some could."""
+        if self._order is None:
+            self._order = line.look(self._session, "train", self.now, half_life=self._desk.half_life)
+        quota = self._order.held(line.Waiting(row.id, key, row.created_at))
+        if quota is not None:
+            return "quota", quota.words(names(self._session, [quota.subject_id]))
+        for seat in seats:
+            if seat.ends_before is not None:
+                limit = row.spec["resources"].get("max_runtime_seconds")
+                when = clock(seat.ends_before, self.now)
+                if limit is not None:
+                    words = f"its time limit ({duration(limit)}) reaches into the maintenance of {seat.node} at {when}"
+                    return "maintenance", words
+        return None
+
+    def _unmet(self, key: Key) -> str:
+        """Which slot comes nearest, and what it lacks."""
+        there = [seat for seat in self._seats if seat.slot.phase == "train"]
+        if not there:
+            return f"needs {key.needs.words()}; there is no slot for training here"
+        nearest = min(there, key=lambda seat: len(key.needs.missing(seat.slot)))
+        lacks = " and ".join(key.needs.missing(nearest.slot))
+        return f"needs {key.needs.words()}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
+
+    # -- times
+
+    def _when_free(self) -> dict[int, float | None]:
+        """By the place in `_seats`; None: nobody knows."""
+        jobs = places.running(self._session, self._seats)
+        times: dict[int, float | None] = {}
+        for number, seat in enumerate(self._seats):
+            running = jobs.get(seat.busy) if seat.busy is not None else None
+            at: float | None = self.now
+            if running is not None:
+                left = self._left(running)
+                at = None if left is None else self.now + left
+            if seat.closed is not None:
+                at = None if at is None or seat.opens_at is None else max(at, seat.opens_at)
+            times[number] = at
+        return times
+
+    def _left(self, running: Job) -> float | None:
+        """Seconds that a running job has still to go: by its own steps, or at the latest by its time limit."""
+        bounds = []
+        progress = running.progress or {}
+        step, total = progress.get("step"), progress.get("total_steps")
+        if progress.get("seconds_left") is not None:
+            bounds.append(float(progress["seconds_left"]))
+        elif step and total:
+            began = select(Attempt.started_at).where(Attempt.job_id == running.id, Attempt.attempt == running.attempt)
+            started = self._session.execute(began).scalar_one_or_none()
+            if started is not None:
+                bounds.append((self.now - started) / step * (total - step))
+        limit = running.spec["resources"].get("max_runtime_seconds")
+        if limit is not None:
+            used = self._session.execute(select(line.spent(self.now)).where(Job.id == running.id)).scalar_one()
+            bounds.append(max(0.0, limit - float(used)))
+        return min(bounds) if bounds else self._typical(running.project_id)
+
+    def _starts(self, phase: Phase, in_line: Sequence[Job]) -> dict[str, float]:
+        """About when each will start, if every slot goes on to the next as soon as it can. Only for training."""
+        if phase != "train":
+            return {}
+        free_at = dict(self._free_at)
+        starts: dict[str, float] = {}
+        for row in in_line:
+            needs = Key.parse(row.queue_key).needs
+            known = [
+                (at, number)
+                for number, at in free_at.items()
+                if at is not None
+                and self._seats[number].slot.phase == "train"
+                and not needs.missing(self._seats[number].slot)
+            ]
+            if not known:
+                continue
+            at, number = min(known)
+            starts[row.id] = max(at, self.now)
+            takes = self._takes(row)
+            free_at[number] = None if takes is None else starts[row.id] + takes
+        return starts
+
+    def _takes(self, row: Job) -> float | None:
+        """Seconds that a waiting job will need of its slot."""
+        left = (row.progress or {}).get("seconds_left")
+        if row.attempt > 1 and left is not None:
+            return float(left)
+        limit = row.spec["resources"].get("max_runtime_seconds")
+        typical = self._typical(row.project_id)
+        return typical if limit is None else float(limit) if typical is None else min(float(limit), typical)
+
+    def _typical(self, project_id: str) -> float | None:
+        rows = self._session.execute(
+            select(Job.finished_at - Job.started_at)
+            .where(Job.project_id == project_id, Job.status == Status.SUCCEEDED.value, Job.kind == "train")
+            .order_by(Job.id.desc())
+            .limit(RECENT)
+        )
+        took = [float(seconds) for (seconds,) in rows if seconds is not None]
+        return median(took) if took else None
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th …"""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `20 min`, `2 h`, `1.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

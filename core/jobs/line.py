@@ -1,0 +1,230 @@
+"""Who is next, and who after that: the one order that a claim takes from and that an explanation counts in.
+
+A line is what has the same `queue_key`: the same needs, project, owner and priority; in it, age decides. The database
+finds the lines by jumping through an index and the head of each by one look more, whatever waits behind them. Among the
+heads `rank` decides: priority, then what the owner has used by its shares (core/jobs/shares.py), then age. `Order.next`
+is all there is to a claim's choice; an explanation calls it again and again and lets the state follow each choice as a
+claim would change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import ColumnElement, Select, func, or_, select, text
+from sqlalchemy.orm import Session
+
+from core.db.tables import WAITS_FOR, Attempt, Job
+from core.jobs import usage
+from core.jobs.limits import Quota, Standing, standing
+from core.jobs.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
+from core.jobs.slots import Key, Phase, Slot
+
+PAGE = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A job that waits, as far as its turn depends on it."""
+
+    id: str
+    key: Key
+    created_at: float
+
+
+@dataclass(slots=True)
+class Line:
+    """One queue_key, oldest first: `seen` is read, `more` says that others may stand behind."""
+
+    key: Key
+    seen: list[Waiting]
+    more: bool
+    at: int = 0
+
+    @property
+    def head(self) -> Waiting:
+        return self.seen[self.at]
+
+
+Ready = Sequence[ColumnElement[bool]]
+"""What a job must be beside waiting: its time has come, there is room for it, it ends before the node is serviced."""
+
+
+def ready(now: float, room: int | None, ends_before: float | None) -> list[ColumnElement[bool]]:
+    """`room`: bytes a job may take of the data root (None: nobody has looked). `ends_before`: a job with a time limit
+    that reaches beyond it is not started."""
+    conditions = [due(now)]
+    if room is not None:
+        conditions.append(or_(Job.needs_bytes.is_(None), Job.needs_bytes <= room))
+    if ends_before is not None:
+        limit = time_limit()
+        conditions.append(or_(limit.is_(None), now + limit - spent(now) <= ends_before))
+    return conditions
+
+
+def due(now: float) -> ColumnElement[bool]:
+    return or_(Job.not_before.is_(None), Job.not_before <= now)
+
+
+def time_limit() -> ColumnElement[int]:
+    """`resources.max_runtime_seconds`, or null."""
+    limit: ColumnElement[int] = Job.spec["resources"]["max_runtime_seconds"].as_integer()
+    return limit
+
+
+def spent(now: float) -> ColumnElement[float]:
+    """What the job has used of it in earlier attempts."""
+    took = func.coalesce(func.sum(func.coalesce(Attempt.ended_at, now) - Attempt.started_at), 0.0)
+    query = select(took).where(Attempt.job_id == Job.id, Attempt.kind == "train").correlate(Job)
+    return query.scalar_subquery()
+
+
+def heads(phase: Phase, conditions: Ready) -> Select[str, str, float]:
+    """(job, queue_key, created_at) of the oldest ready job of every line: a loose index scan, then a look a line."""
+    waits = text(WAITS_FOR[phase])
+    first = select(func.min(Job.queue_key)).where(waits).scalar_subquery()
+    keys = select(first.label("key")).cte("keys", recursive=True)
+    after = select(func.min(Job.queue_key)).where(waits, Job.queue_key > keys.c.key).correlate(keys).scalar_subquery()
+    keys = keys.union_all(select(after).select_from(keys).where(keys.c.key.is_not(None)))
+    oldest = (
+        select(Job.id)
+        .where(waits, Job.queue_key == keys.c.key, *conditions)
+        .order_by(Job.created_at, Job.id)
+        .limit(1)
+        .correlate(keys)
+        .scalar_subquery()
+    )
+    found = select(oldest.label("id")).where(keys.c.key.is_not(None)).subquery("heads")
+    return select(Job.id, Job.queue_key, Job.created_at).join(found, found.c.id == Job.id)
+
+
+def _behind(
+    session: Session, phase: Phase, key: str, conditions: Ready, after: Waiting | None, most: int
+) -> list[Waiting]:
+    query = select(Job.id, Job.created_at).where(text(WAITS_FOR[phase]), Job.queue_key == key, *conditions)
+    if after is not None:
+        same = (Job.created_at == after.created_at) & (Job.id > after.id)
+        query = query.where(Job.created_at >= after.created_at, or_(Job.created_at > after.created_at, same))
+    parsed = Key.parse(key)
+    rows = session.execute(query.order_by(Job.created_at, Job.id).limit(most))
+    return [Waiting(job_id, parsed, created_at) for job_id, created_at in rows]
+
+
+@dataclass(slots=True)
+class Order:
+    """All lines of a phase as of one moment. Read it in one transaction; nothing is written."""
+
+    session: Session
+    phase: Phase
+    now: float
+    conditions: Ready
+    lines: list[Line]
+    used: dict[str, float]
+    """Owner → billed seconds as they count now."""
+    standing: Standing
+    admitted: dict[tuple[str, str], Admitted] = field(default_factory=dict)
+
+    def rank(self, waiting: Waiting) -> tuple[float, float, float, str]:
+        """Smallest first. This is the order of the queue: nothing else in the service compares two waiting jobs."""
+        key = waiting.key
+        share = self.used.get(key.owner_id, 0.0) / self.standing.shares(key.owner_id)
+        return -key.priority, share, waiting.created_at, waiting.id
+
+    def next(self, fits: Callable[[Key], bool]) -> Waiting | None:
+        """The job that a slot takes which serves the lines that `fits` names."""
+        ranked = sorted((line.head for line in self.lines if fits(line.key)), key=self.rank)
+        return next((waiting for waiting in ranked if self.held(waiting) is None), None)
+
+    def held(self, waiting: Waiting) -> Quota | None:
+        """The quota that keeps the job from being started; preparing and previews have none."""
+        if self.phase != "train":
+            return None
+        key = waiting.key
+        quota = self.standing.used_up(key.owner_id, key.project_id)
+        if quota is not None:
+            return quota
+        for whose in (("project", key.project_id), ("owner", key.owner_id)):
+            if whose in self.admitted and (full := self.admitted[whose].refuses(waiting)) is not None:
+                return full
+        return None
+
+    def take(self, waiting: Waiting, billing: float) -> None:
+        """Let the state follow a claim of `waiting`, the head of its line, on a slot that counts `billing`."""
+        key = waiting.key
+        (line,) = [line for line in self.lines if line.head is waiting]
+        line.at += 1
+        if line.at == len(line.seen) and line.more:
+            page = _behind(self.session, self.phase, str(key), self.conditions, line.seen[-1], PAGE)
+            line.seen, line.at, line.more = page, 0, len(page) == PAGE
+        if line.at == len(line.seen):
+            self.lines.remove(line)
+        if self.phase == "train":
+            self.standing.take(key.owner_id, key.project_id)
+            self.used[key.owner_id] = self.used.get(key.owner_id, 0.0) + billing * SLICE_SECONDS
+        for admitted in self.admitted.values():
+            admitted.gone.add(waiting.id)
+
+    def all(self, fits: Callable[[Key], bool], billing: float) -> Iterator[Waiting]:
+        """In the order in which slots would take them if nothing else happened. The state is used up by it."""
+        while (waiting := self.next(fits)) is not None:
+            yield waiting
+            self.take(waiting, billing)
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A quota of queued jobs: the first so many of a project or an owner, by priority and age, stand in the line."""
+
+    quota: Quota
+    first: list[str]
+    gone: set[str] = field(default_factory=set)
+
+    def refuses(self, waiting: Waiting) -> Quota | None:
+        left = [job_id for job_id in self.first if job_id not in self.gone]
+        return None if waiting.id in left[: int(self.quota.limit)] else self.quota
+
+
+def look(
+    session: Session,
+    phase: Phase,
+    now: float,
+    conditions: Ready = (),
+    *,
+    half_life: float = HALF_LIFE_SECONDS,
+    deep: int = 0,
+) -> Order:
+    """The order as it stands. `deep`: how many jobs `Order.all` will be asked for; 0 for a claim."""
+    spans = usage.open_spans(session)
+    used = effective(usage.booked(session), spans, now, half_life)
+    counts = standing(session, spans, now)
+    rows = session.execute(heads(phase, conditions)).all()
+    lines = [
+        Line(parsed, [Waiting(job_id, parsed, created_at)], more=deep > 0)
+        for job_id, parsed, created_at in ((row[0], Key.parse(row[1]), row[2]) for row in rows)
+    ]
+    order = Order(session, phase, now, conditions, lines, used, counts)
+    if phase == "train":
+        for scope, subject_id, most in counts.queues():
+            quota = Quota(scope, subject_id, "queued", most, most)
+            order.admitted[scope, subject_id] = Admitted(quota, _first_of(session, scope, subject_id, most + deep))
+    return order
+
+
+def _first_of(session: Session, scope: str, subject_id: str, most: int) -> list[str]:
+    """Its first waiting jobs by priority and age, whatever they need and whether their models are there or not: by the
+    lines, so that it costs as much as is asked for and not as much as waits."""
+    found: list[tuple[int, float, str]] = []
+    phases: tuple[Phase, ...] = ("prepare", "train")
+    for phase in phases:
+        for _, text_key, _ in session.execute(heads(phase, ())):
+            key = Key.parse(text_key)
+            if (key.project_id if scope == "project" else key.owner_id) == subject_id:
+                line = _behind(session, phase, text_key, (), None, most)
+                found += [(-key.priority, waiting.created_at, waiting.id) for waiting in line]
+    return [job_id for _, _, job_id in sorted(found)[:most]]
+
+
+def serves(slot: Slot) -> Callable[[Key], bool]:
+    """The lines that `slot` can serve."""
+    return lambda key: not key.needs.missing(slot)

@@ -1,0 +1,112 @@
+"""The slots of all nodes as a waiting job sees them: which could take it, which of them cannot now, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Allocation, Hold, Job, Maintenance, Node
+from core.jobs import holds
+from core.jobs.slots import Slot
+
+
+@dataclass(slots=True)
+class Seat:
+    """A slot of a node, now."""
+
+    node: str
+    slot: Slot
+    label: str
+    """As people name it: `box-1/0`, `box-1/cpu`."""
+    gpu: Mapping[str, Any]
+    """As the worker described it; empty for others."""
+    busy: str | None
+    """The job that has it."""
+    busy_project: str | None
+    closed: str | None
+    """Why nothing is claimed on it, in words: held, drained, silent, in quarantine, used by somebody else."""
+    state: str
+    """free, busy, held, drained, maintenance, quarantined, outside or silent."""
+    processes: Sequence[Mapping[str, Any]]
+    """Of people who use it beside eft: pid, user, name, bytes."""
+    held: Hold | None
+    ends_before: float | None
+    """What is started must be over by then, as far as its time limit says."""
+    opens_at: float | None
+    """When what closes it is over; None: nobody knows."""
+
+    @property
+    def free(self) -> bool:
+        return self.busy is None and self.closed is None
+
+
+def seats(session: Session, now: float, silent_after: float) -> list[Seat]:
+    """All slots, by node, in the order in which their workers name them."""
+    held: dict[tuple[str, str], Hold] = {(one.hold.node, one.hold.slot): one.hold for one in holds.active(session, now)}
+    planned = holds.planned(session, now)
+    busy: dict[tuple[str, str], tuple[str, str]] = {}
+    for taken in session.execute(
+        select(Allocation.node, Allocation.slot, Allocation.job_id, Allocation.project_id).where(
+            Allocation.released_at.is_(None)
+        )
+    ):
+        busy[taken.node, taken.slot] = (taken.job_id, taken.project_id)
+    found = []
+    for row in session.execute(select(Node).order_by(Node.name)).scalars():
+        windows = [window for window in planned if window.node in (None, row.name)]
+        for entry in row.slots:
+            slot = Slot.described(entry, row.labels)
+            seat = _seat(row, entry, slot, held.get((row.name, slot.id)), windows, now, silent_after)
+            if (row.name, slot.id) in busy:
+                seat.busy, seat.busy_project = busy[row.name, slot.id]
+            if seat.busy is not None and seat.state in ("free", "outside"):
+                seat.closed, seat.state = None, "busy"  # the processes seen there may be its own
+            found.append(seat)
+    return found
+
+
+def _seat(
+    node: Node,
+    entry: Mapping[str, Any],
+    slot: Slot,
+    hold: Hold | None,
+    windows: Sequence[Maintenance],
+    now: float,
+    silent_after: float,
+) -> Seat:
+    gpu = entry.get("gpu") or {}
+    label = f"{node.name}/{gpu.get('index', slot.id)}"
+    processes = entry.get("processes") or []
+    opening = holds.opening_of(hold, windows, now)
+    closed, state, opens_at = opening.closed, "free", None
+    if node.drained_at is not None:
+        closed, state = f"the node is drained{f' ({node.drain_reason})' if node.drain_reason else ''}", "drained"
+    elif now - node.heartbeat_at > silent_after:
+        closed, state = "its worker is silent", "silent"
+    elif closed is not None and hold is not None:
+        state, opens_at = "held" if hold.kind == "hold" else "drained", hold.until
+    elif closed is not None:
+        state, opens_at = "maintenance", windows[0].ends_at
+    elif entry.get("quarantined"):
+        closed, state = "in quarantine: its memory was not given back", "quarantined"
+    elif processes:
+        closed, state = f"used by {_people(processes)}", "outside"
+    return Seat(node.name, slot, label, gpu, None, None, closed, state, processes, hold, opening.ends_before, opens_at)
+
+
+def _people(processes: Sequence[Mapping[str, Any]]) -> str:
+    """E.g. `bob, outside eft (pid 4711, python)`."""
+    first = processes[0]
+    more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
+    return f"{first.get('user') or 'somebody'}, outside eft (pid {first['pid']}, {first.get('name') or '?'}{more})"
+
+
+def running(session: Session, seats: Sequence[Seat]) -> dict[str, Job]:
+    """The jobs that have them."""
+    ids = [seat.busy for seat in seats if seat.busy is not None]
+    rows = session.execute(select(Job).where(Job.id.in_(ids))).scalars() if ids else ()
+    return {job.id: job for job in rows}

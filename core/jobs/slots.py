@@ -1,0 +1,166 @@
+"""A place to run one child, and whether it has what a job needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+from core.hardware.arch import lookup
+from core.spec.runtime import Resources
+
+Phase = Literal["prepare", "train", "preview"]
+"""What a waiting job waits for a slot to do."""
+SlotKind = Literal["gpu", "cpu", "prepare", "preview"]
+GPU_BILLING, CPU_BILLING = 1.0, 0.1
+"""What a second of training counts in fair share: on a box without GPUs all slots count alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
+
+    id: str
+    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`; `preview-0`."""
+    kind: SlotKind
+    """`preview` is for both halves of a preview, so that it waits neither for a download nor for a training."""
+    vendor: str = ""
+    arch: str = ""
+    memory_bytes: int = 0
+    labels: frozenset[str] = frozenset()
+    """Of its node."""
+
+    @property
+    def phase(self) -> Phase:
+        match self.kind:
+            case "gpu" | "cpu":
+                return "train"
+            case "prepare" | "preview":
+                return self.kind
+            case _ as never:
+                assert_never(never)
+
+    @property
+    def billing(self) -> float:
+        """What a second of it counts in fair share."""
+        return {"gpu": GPU_BILLING, "cpu": CPU_BILLING}.get(self.kind, 0.0)
+
+    @property
+    def bf16(self) -> bool:
+        row = lookup("cpu" if self.kind == "cpu" else self.arch)
+        return row is not None and row.bf16
+
+    @classmethod
+    def described(cls, entry: Mapping[str, Any], labels: Collection[Any]) -> Slot:
+        """From a node's row (worker/agent.py writes it)."""
+        gpu = entry.get("gpu") or {}
+        return cls(
+            str(entry["id"]),
+            entry["kind"],
+            gpu.get("vendor", ""),
+            gpu.get("arch", ""),
+            int(gpu.get("memory_bytes") or 0),
+            frozenset(map(str, labels)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a job asks of its slot. Its `key` is the first part of `jobs.queue_key`."""
+
+    accelerator: str
+    memory_mb: int = 0
+    bf16: bool = False
+    vendor: str = ""
+    arch: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, resources: Resources) -> Needs:
+        asks = resources.requirements
+        return cls(
+            resources.accelerator,
+            0 if asks.min_memory_gb is None else round(asks.min_memory_gb * 1000),
+            asks.bf16,
+            "" if asks.vendor == "any" else asks.vendor,
+            tuple(sorted(set(asks.arch))),
+            tuple(sorted(set(asks.labels))),
+        )
+
+    @property
+    def key(self) -> str:
+        """One spelling for one meaning; `parse` reads it back."""
+        words = [self.accelerator]
+        if self.memory_mb:
+            words.append(f"mb={self.memory_mb}")
+        if self.bf16:
+            words.append("bf16")
+        if self.vendor:
+            words.append(f"vendor={self.vendor}")
+        words += [f"arch={arch}" for arch in self.arch]
+        words += [f"label={label}" for label in self.labels]
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, key: str) -> Needs:
+        accelerator, *words = key.split(" ")
+        pairs = [word.partition("=")[::2] for word in words]
+
+        def named(name: str) -> tuple[str, ...]:
+            return tuple(value for key, value in pairs if key == name)
+
+        (memory,) = named("mb") or ("0",)
+        (vendor,) = named("vendor") or ("",)
+        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, named("arch"), named("label"))
+
+    def missing(self, slot: Slot) -> list[str]:
+        """What `slot` does not have of it, in words; empty where it fits."""
+        if slot.kind not in ("gpu", "cpu"):
+            return []  # work without a GPU needs nothing of its slot
+        if self.accelerator not in ("any", slot.kind):
+            return ["a GPU" if self.accelerator == "gpu" else "a CPU slot"]
+        missing = []
+        if self.memory_mb * 1_000_000 > slot.memory_bytes:
+            missing.append(f"{self.memory_mb / 1000:g} GB")
+        if self.bf16 and not slot.bf16:
+            missing.append("bf16")
+        if self.vendor and self.vendor != slot.vendor:
+            missing.append(_VENDORS.get(self.vendor, self.vendor))
+        if self.arch and slot.arch not in self.arch:
+            missing.append(" or ".join(self.arch))
+        return missing + [f"label {label}" for label in self.labels if label not in slot.labels]
+
+    def words(self) -> str:
+        """E.g. `1 GPU with bf16 and 40 GB`."""
+        place = {"gpu": "1 GPU", "cpu": "1 CPU slot"}.get(self.accelerator, "1 slot")
+        if self.vendor:
+            place = f"1 {_VENDORS.get(self.vendor, self.vendor)} GPU"
+        asks = ["bf16"] if self.bf16 else []
+        asks += [f"{self.memory_mb / 1000:g} GB"] if self.memory_mb else []
+        asks += [" or ".join(self.arch)] if self.arch else []
+        asks += [f"label {label}" for label in self.labels]
+        if not asks:
+            return place
+        return f"{place} with {' and '.join([', '.join(asks[:-1]), asks[-1]] if len(asks) > 1 else asks)}"
+
+
+_VENDORS = {"amd": "AMD", "nvidia": "NVIDIA"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`jobs.queue_key`, taken apart."""
+
+    needs: Needs
+    project_id: str
+    owner_id: str
+    priority: int
+
+    def __str__(self) -> str:
+        # Two digits and a third: 000 is priority 100, 200 is -100, so that a higher one is listed first.
+        return f"{self.needs.key}|{self.project_id}|{self.owner_id}|{100 - self.priority:03d}"
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        needs, project_id, owner_id, level = text.split("|")
+        return cls(Needs.parse(needs), project_id, owner_id, 100 - int(level))

@@ -1,0 +1,21 @@
+"""Claims, holds and maintenance one after the other, so that each sees what the one before it has done."""
+
+from __future__ import annotations
+
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+
+_LOCK = 6710615
+"""Of PostgreSQL's advisory locks; 6710614 is the migrations'."""
+
+
+def take_turn(session: Session) -> float:
+    """Wait until nobody else is choosing, then hold the turn to the transaction's end. Returns the database's time.
+
+    Take it before any row. On SQLite a writer is alone anyway.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text(f"select pg_advisory_xact_lock({_LOCK})"))
+    return float(session.execute(select(db_now())).scalar_one())
