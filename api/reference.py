@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-from api.auth.policy import PUBLIC
+from api.auth.policy import PUBLIC, Policy
 
 router = APIRouter(include_in_schema=False, dependencies=[PUBLIC])
 
@@ -60,6 +60,9 @@ def _operation(method: str, path: str, operation: dict[str, Any], document: dict
         f"<h3><code>{method.upper()} {escape(path)}</code> {escape(operation.get('summary', ''))}</h3>",
         *(f"<p>{escape(text)}</p>" for text in operation.get("description", "").split("\n\n") if text.strip()),
     ]
+    if (policy := operation.get("x-eft-policy")) is not None and policy["key"]:
+        needs = Policy.of(policy).words()
+        parts.append(f"<p>Needs: {escape(needs)}.</p>")
     rows = [
         f"<tr><td><code>{escape(given['name'])}</code></td><td>{escape(given['in'])}</td>"
         f"<td>{escape(given.get('description', ''))}</td></tr>"

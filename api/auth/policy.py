@@ -5,7 +5,7 @@ A route states its policy by the type of its parameter `asking` (`Reading`, `Wri
 """
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of `Requires.__call__`.
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -96,6 +96,14 @@ class Policy:
         if self.scope is None:
             return {"key": False}
         return {"key": True, "role": self.role and self.role.value, "scope": self.scope.value, "box_admin": self.box}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Policy":
+        """From what `document` made."""
+        if not document["key"]:
+            return cls()
+        role = document["role"]
+        return cls(Scope(document["scope"]), None if role is None else Role(role), document["box_admin"])
 
     def words(self) -> str:
         if self.scope is None:

@@ -8,8 +8,9 @@ import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import Row, Select, select, update
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Principal, Role, Scope
@@ -31,7 +32,28 @@ def authenticate(session: Session, key: str, request_id: str | None = None) -> P
     form = _FORM.fullmatch(key)
     if form is None:
         return None
-    row = session.execute(
+    row = session.execute(_holders().where(ApiKey.prefix == form[1])).one_or_none()
+    # A key has 238 random bits, so a plain hash is enough: there is nothing to guess slowly.
+    if row is None or not hmac.compare_digest(row.sha256, _hash(key)):
+        return None
+    if row.expired:
+        when = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M")
+        raise Unauthorized(
+            f"this API key expired on {when} UTC; make a new one (`eft keys create`), or ask an admin of the project",
+            code="expired_api_key",
+        )
+    return _principal(row, request_id)
+
+
+def again(session: Session, asking: Principal) -> Principal | None:
+    """Somebody who was let in before, as they are now; None when their key no longer works."""
+    row = session.execute(_holders().where(ApiKey.id == asking.key_id)).one_or_none()
+    return None if row is None or row.expired else _principal(row, asking.request_id)
+
+
+def _holders() -> Select[*tuple[Any, ...]]:
+    """Keys that were not revoked, of users who were not disabled."""
+    return (
         select(
             ApiKey.id,
             ApiKey.sha256,
@@ -42,24 +64,17 @@ def authenticate(session: Session, key: str, request_id: str | None = None) -> P
             (ApiKey.expires_at <= db_now()).label("expired"),
             User.name.label("user_name"),
             User.box_admin,
-            User.disabled_at,
             Project.name.label("project_name"),
             Membership.role,
         )
         .join(User, User.id == ApiKey.owner_id)
         .join(Project, Project.id == ApiKey.project_id)
         .outerjoin(Membership, (Membership.user_id == ApiKey.owner_id) & (Membership.project_id == ApiKey.project_id))
-        .where(ApiKey.prefix == form[1], ApiKey.revoked_at.is_(None))
-    ).one_or_none()
-    # A key has 238 random bits, so a plain hash is enough: there is nothing to guess slowly.
-    if row is None or not hmac.compare_digest(row.sha256, _hash(key)) or row.disabled_at is not None:
-        return None
-    if row.expired:
-        when = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M")
-        raise Unauthorized(
-            f"this API key expired on {when} UTC; make a new one (`eft keys create`), or ask an admin of the project",
-            code="expired_api_key",
-        )
+        .where(ApiKey.revoked_at.is_(None), User.disabled_at.is_(None))
+    )
+
+
+def _principal(row: Row[Any], request_id: str | None) -> Principal:
     return Principal(
         user_id=row.owner_id,
         project_id=row.project_id,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -11,16 +13,22 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Scope, Send
 
-from api.auth.policy import Reading
-from api.deps import Here, JobId
+from api.auth import service
+from api.auth.policy import Principal, Reading
+from api.deps import Here, Installation, JobId
 from api.errors import BadRequest, responses
 from api.events.hub import view
 from core.jobs import queries
 from core.jobs.submit import Actor, find
 
 router = APIRouter(tags=["jobs"])
+log = logging.getLogger("eft.api.events")
+
+LOOK_AGAIN_SECONDS = 30.0
+"""How long a stream may outlive its key."""
 
 _EVENT: dict[str, Any] = {
     "seq": 3,
@@ -129,7 +137,32 @@ async def events(
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
         return JSONResponse(await run_in_threadpool(_page, here, asking, job_id, seen, limit))
     await run_in_threadpool(_exists, here, asking, job_id)
-    return EventStream(here.hub.follow(job_id, seen))
+    return EventStream(while_allowed(here, asking, here.hub.follow(job_id, seen)))
+
+
+async def while_allowed(
+    here: Installation, asking: Principal, events: AsyncGenerator[bytes], seconds: float = LOOK_AGAIN_SECONDS
+) -> AsyncGenerator[bytes]:
+    """The events, for as long as their reader may have them: a stream lasts for days, a key may not. Looked at every
+    `seconds`, and with the next event or keep-alive after that. The client then connects again, and is told.
+    """
+
+    def may() -> bool:
+        with here.database.read() as session:
+            now = service.again(session, asking)
+        return now is not None and now.role is not None
+
+    looked = time.monotonic()
+    async with contextlib.aclosing(events):
+        async for encoded in events:
+            if time.monotonic() - looked >= seconds:
+                try:
+                    if not await asyncio.to_thread(may):
+                        return
+                except SQLAlchemyError as error:
+                    log.warning("the database does not say whether streams may go on; they do: %s", error)
+                looked = time.monotonic()
+            yield encoded
 
 
 def _last_seen(after: int | None, last_event_id: str | None) -> int:

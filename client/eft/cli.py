@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eft import commands, commands_box, commands_data, commands_files, commands_worker
+from eft import commands, commands_access, commands_box, commands_data, commands_files, commands_worker
 from eft.client import Client
 from eft.config import load_config, write_config
 from eft.errors import EXIT_MEANINGS, ConfigError
@@ -37,11 +37,16 @@ for verb in (
     commands.resume,
     commands.retry,
     commands.cancel,
+    commands_access.whoami,
+    commands_access.audit,
 ):
     app.command()(verb)
 app.add_typer(commands_files.app, name="files")
 app.add_typer(commands_data.app, name="data", rich_help_panel="On the box itself")
 app.add_typer(commands_worker.app, name="worker")
+app.add_typer(commands_access.keys, name="keys")
+app.add_typer(commands_access.users, name="users")
+app.add_typer(commands_access.projects, name="projects")
 commands_box.register(app)
 
 
@@ -73,7 +78,7 @@ def login(
         if not key:
             raise ConfigError("no key was given")
         with Client(address, key) as client:
-            client.jobs(limit=1)
+            client.access.me()
         path = write_config(address, key)
         output.json({"url": address, "config": str(path)}) if as_json else output.note(f"kept in {path}")
 

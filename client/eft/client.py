@@ -17,6 +17,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from eft import download as downloads
+from eft.access import Access
 from eft.config import load_config
 from eft.errors import EftClientError, LocalError, Unreachable, UsageFault
 from eft.sse import messages
@@ -61,6 +62,8 @@ class Client:
     ) -> None:
         self.config = load_config(url, api_key)
         self._transport = Transport(self.config, timeout=timeout, patience=patience, user_agent=f"eft-client/{VERSION}")
+        self.access = Access(self._transport)
+        """Users, projects, keys, the audit."""
 
     def __enter__(self) -> Client:
         return self

@@ -1,4 +1,4 @@
-"""`eft up|train|migrate|keys`, and `eft worker run`: start the application itself, where it is there.
+"""`eft up|train|migrate`, `eft worker run` and `eft keys local`: start the application itself, where it is there.
 
 The client imports nothing of it. It starts `python -m …` in the user's own folder (paths on the command line and
 EFT_DATA mean what they say there) with the checkout first on the path and the current folder not on it: a folder
@@ -22,7 +22,6 @@ VERBS = {
     "train": ("core.train.cli", "Train without a server: eft train MODEL DATA --method lora."),
     "doctor": ("box.doctor", "What this box has, what is wrong with it, and what to do about it."),
     "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
-    "keys": ("api.auth.keys", "Make, list and revoke API keys, on the server's own machine."),
 }
 """Verb → module of the application, and what it does."""
 MARK = Path("core") / "spec" / "job.py"
@@ -52,6 +51,7 @@ def command(home: Path, module: str, arguments: list[str]) -> tuple[list[str], d
 
 
 WORKER = ("worker", "Run this box's worker, next to a database and a broker elsewhere.")
+KEYS = ("api.auth.keys", "Make, list and revoke keys on the server's own machine, where none is needed.")
 
 
 def register(app: typer.Typer) -> None:

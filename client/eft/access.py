@@ -1,0 +1,130 @@
+"""Users, projects, members, keys and the audit: what admins look after, and everybody's own keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import quote
+
+from eft.errors import UsageFault
+from eft.transport import Param, Transport
+
+Raw = dict[str, Any]
+
+
+class Access:
+    """`client.access`. Answers are as the server sent them (its OpenAPI document says what is in them)."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def me(self) -> Raw:
+        """Whom the key acts for, and what it may do."""
+        return self._json("GET", "/me")
+
+    # --- keys
+
+    def keys(self, *, everybody: bool = False, project: str | None = None) -> list[Raw]:
+        """Your keys in this project, newest first; `everybody`: the whole project's, for its admins."""
+        return self._pages("/keys", {"all": "true" if everybody else None, "project": project}, None)
+
+    def create_key(
+        self,
+        name: str = "key",
+        *,
+        scope: str | None = None,
+        expires_in_days: float | None = None,
+        user: str | None = None,
+        project: str | None = None,
+    ) -> Raw:
+        """`answer["key"]` is the key: it is shown this once."""
+        wish = {
+            "name": name,
+            "scope": scope,
+            "expires_in_days": expires_in_days,
+            "user": user,
+            "project": project,
+        }
+        return self._json("POST", "/keys", body={field: value for field, value in wish.items() if value is not None})
+
+    def rotate_key(self, key_id: str, *, overlap_hours: float | None = None) -> Raw:
+        """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day)."""
+        return self._json("POST", f"/keys/{_part(key_id)}/rotate", params={"overlap_hours": overlap_hours})
+
+    def revoke_key(self, key_id: str) -> Raw:
+        return self._json("DELETE", f"/keys/{_part(key_id)}")
+
+    # --- users, for admins of the box
+
+    def users(self) -> list[Raw]:
+        data: list[Raw] = self._json("GET", "/users")["data"]
+        return data
+
+    def create_user(self, name: str, *, box_admin: bool = False) -> Raw:
+        return self._json("POST", "/users", body={"name": name, "box_admin": box_admin})
+
+    def change_user(self, user: str, *, box_admin: bool | None = None, disabled: bool | None = None) -> Raw:
+        """`user` is an id or a name; what is None stays."""
+        return self._json("PATCH", f"/users/{_part(user)}", body={"box_admin": box_admin, "disabled": disabled})
+
+    # --- projects and their members
+
+    def projects(self) -> list[Raw]:
+        data: list[Raw] = self._json("GET", "/projects")["data"]
+        return data
+
+    def create_project(self, name: str, *, admin: str | None = None) -> Raw:
+        """`admin`: who becomes its first admin; default: you. For admins of the box."""
+        return self._json("POST", "/projects", body={"name": name, "admin": admin})
+
+    def members(self, project: str) -> list[Raw]:
+        data: list[Raw] = self._json("GET", f"/projects/{_part(project)}/members")["data"]
+        return data
+
+    def set_member(self, project: str, user: str, role: str) -> Raw:
+        """Take somebody in, or change their role: viewer, member or admin."""
+        return self._json("PUT", f"/projects/{_part(project)}/members/{_part(user)}", body={"role": role})
+
+    def remove_member(self, project: str, user: str) -> Raw:
+        """Their keys for the project are revoked with it."""
+        return self._json("DELETE", f"/projects/{_part(project)}/members/{_part(user)}")
+
+    # --- audit
+
+    def audit(self, *, limit: int | None = 50, **filters: Param) -> list[Raw]:
+        """Changes, newest first, at most `limit` (None: all). Filters are the route's: actor, action, target, key,
+        request_id, since, until, project."""
+        return self._pages("/audit", filters, limit)
+
+    # ---
+
+    def _json(self, method: str, path: str, *, params: dict[str, Param] | None = None, body: Raw | None = None) -> Raw:
+        answer = self._transport.request(
+            method,
+            path,
+            params=params,
+            content=None if body is None else json.dumps(body).encode(),
+            headers={} if body is None else {"Content-Type": "application/json"},
+            idempotent=method != "POST",  # a second key, made because an answer was lost, is one that nobody knows of
+        )
+        raw: Raw = answer.json()
+        return raw
+
+    def _pages(self, path: str, filters: dict[str, Param], limit: int | None) -> list[Raw]:
+        rows: list[Raw] = []
+        after: str | None = None
+        while limit is None or len(rows) < limit:
+            size = 200 if limit is None else min(200, limit - len(rows))
+            page = self._json("GET", path, params=filters | {"limit": size, "after": after})
+            rows += page["data"]
+            after = page["next"]
+            if after is None:
+                break
+        return rows
+
+
+def _part(text: str) -> str:
+    # Part of a path: an empty one or `..` would ask for something else.
+    if not text or text in (".", ".."):
+        raise UsageFault(f"{text!r} is neither an id nor a name")
+    return quote(text, safe="")
