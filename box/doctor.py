@@ -1,7 +1,8 @@
 """`eft doctor`: what this box has, what is wrong with it, and what to do about it.
 
 For people, or as one JSON object with --json. Exit status 0: jobs can run here; 1: something stops them. Nothing is
-changed and nothing is started; the card itself is not touched, since nobody here imports torch.
+changed and nothing is started but the drivers' own programs; the card itself is not touched, since nobody here imports
+torch. `--record FILE` writes what is found of this machine as a file that can be sent in (docs/hardware.md).
 """
 
 from __future__ import annotations
@@ -10,74 +11,65 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 from pydantic import ValidationError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from box import software
+from box import doctor_gpus, software
+from box.report import Report
 from core import __version__, health
 from core.db.engine import Database
-from core.hardware import faults
-from core.hardware.arch import lookup
-from core.hardware.discover import Box, Gpu, HardwareError, discover
+from core.hardware import tools
+from core.hardware.record import record
+from core.hardware.recording import render
 from core.settings import Settings
 
-Level = Literal["ok", "note", "problem"]
-MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+PART_SECONDS = 120.0
+"""No part of the examination may take longer: a database behind a dead network, a driver that hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    level: Level
-    what: str
-    detail: str
-
-
-@dataclass(slots=True)
-class Report:
-    """Everything the doctor says; `as_dict` is the JSON form."""
-
-    versions: dict[str, str] = field(default_factory=dict)
-    gpus: list[dict[str, Any]] = field(default_factory=list)
-    determinism: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.level != "problem" for finding in self.findings)
-
-    def add(self, level: Level, what: str, detail: str) -> None:
-        self.findings.append(Finding(level, what, detail))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
-
-
-def examine(environ: Mapping[str, str] = os.environ) -> Report:
-    """Look at everything. Whatever goes wrong in one part is a finding, and the others are looked at all the same."""
+def examine(environ: Mapping[str, str] = os.environ, seconds: float = tools.SECONDS) -> Report:
+    """Look at everything. Whatever goes wrong in one part is a finding, and the others are looked at all the same.
+    `seconds`: what each of the drivers' programs may take."""
     report = Report()
     settings = _settings(report)
-    parts: list[tuple[str, Callable[[], None]]] = [("software", lambda: _software(report))]
+    parts: list[tuple[str, Callable[[Report], None]]] = [("software", _software)]
     if settings is not None:
         parts += [
-            ("gpus", lambda: _gpus(report, settings, environ)),
-            ("data", lambda: _data(report, settings)),
-            ("database", lambda: _database(report, settings)),
-            ("broker", lambda: _broker(report, settings)),
+            ("gpus", lambda part: doctor_gpus.look(part, settings, environ, seconds)),
+            ("data", lambda part: _data(part, settings)),
+            ("database", lambda part: _database(part, settings)),
+            ("broker", lambda part: _broker(part, settings)),
         ]
     for what, look in parts:
-        try:
-            look()
-        except Exception as error:  # a doctor that falls ill is of no use: the fault itself is what to tell
-            report.add("problem", what, f"could not be examined: {type(error).__name__}: {error}")
+        _examine(report, what, look)
     return report
+
+
+def _examine(report: Report, what: str, look: Callable[[Report], None]) -> None:
+    """One part, in a thread of its own that is left behind when it does not end."""
+    part = Report(versions=report.versions)
+
+    def run() -> None:
+        try:
+            look(part)
+        except Exception as error:  # a doctor that falls ill is of no use: the fault itself is what to tell
+            part.add("problem", what, f"could not be examined: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name=f"eft-doctor-{what}", daemon=True)
+    thread.start()
+    thread.join(PART_SECONDS)
+    if thread.is_alive():
+        report.add("problem", what, f"did not answer within {PART_SECONDS:.0f} s")
+        return
+    report.versions = part.versions
+    report.gpus += part.gpus
+    report.determinism |= part.determinism
+    report.findings += part.findings
 
 
 def _settings(report: Report) -> Settings | None:
@@ -91,102 +83,12 @@ def _settings(report: Report) -> Settings | None:
 
 
 def _software(report: Report) -> None:
-    report.versions = {"eft": __version__, **software.versions(), **software.drivers()}
+    report.versions = {"eft": __version__, **software.versions(), **software.libraries(), **software.drivers()}
     missing = [name for name in software.NEEDED if report.versions[name] == "absent"]
     if missing:
         report.add(
             "problem", "software", f"not installed: {', '.join(missing)}; a worker needs them (`make demo` installs)"
         )
-
-
-# --- GPUs ------------------------------------------------------------------------------------------------
-
-
-def _gpus(report: Report, settings: Settings, environ: Mapping[str, str]) -> None:
-    try:
-        box = discover(settings.sysfs, environ, None if settings.gpus is None else list(settings.gpus))
-    except HardwareError as error:
-        report.add("problem", "gpus", error.message)
-        return
-    for note in box.notes:
-        report.add("note", "gpus", note)
-    if not box.gpus:
-        report.add(
-            "ok",
-            "gpus",
-            f"none: jobs train on the CPU ({len(os.sched_getaffinity(0))} cores), {settings.cpu_slots} at a time",
-        )
-    report.gpus = [_row(gpu, environ, report) for gpu in box.gpus]
-    _torch_build(report, box)
-    report.determinism = _determinism(box)
-
-
-def _row(gpu: Gpu, environ: Mapping[str, str], report: Report) -> dict[str, Any]:
-    row = lookup(gpu.arch)
-    changes = faults.route(environ, gpu.arch).changes
-    memory = f", {gpu.memory_bytes / (1 << 30):.0f} GiB" if gpu.memory_bytes else ""
-    precision = "bf16" if row is not None and row.bf16 else "fp32, it has no bf16"
-    report.add("ok", f"gpu {gpu.index}", f"{gpu.name} ({gpu.arch}{memory}): trains in {precision}")
-    for change in changes:
-        words = f"its trainers run with {change.words}" if change.ours else change.words
-        report.add("note", f"gpu {gpu.index}", words)
-    return {
-        "index": gpu.index,
-        "name": gpu.name,
-        "arch": gpu.arch,
-        "uuid": gpu.uuid,
-        "bdf": gpu.bdf,
-        "memory_bytes": gpu.memory_bytes,
-        "integrated": gpu.integrated,
-        "bf16": row is not None and row.bf16,
-        "fp8": row.fp8 if row is not None else "none",
-        "matrix": row.matrix if row is not None else "none",
-        "known_faults": [
-            {
-                "key": fault.key,
-                "kind": fault.kind,
-                "what": fault.what,
-                "route": fault.route,
-                "sources": list(fault.sources),
-            }
-            for fault in faults.known(gpu.arch)
-        ],
-        "environment": [asdict(change) for change in changes],
-    }
-
-
-def _torch_build(report: Report, box: Box) -> None:
-    """The commonest mistake on an AMD box: a torch for CUDA, which then trains on the CPU or not at all."""
-    build = software.torch_build()
-    if build is None:
-        return
-    report.add("ok", "torch", f"{report.versions.get('torch', '?')}, built for {build}")
-    wanted = {"amd": "ROCm", "nvidia": "CUDA"}
-    for vendor in sorted({gpu.vendor for gpu in box.gpus}):
-        if not build.startswith(wanted[vendor]):
-            report.add(
-                "problem",
-                "torch",
-                f"this box has {vendor.upper()} GPUs and torch is built for {build}: install its {wanted[vendor]} "
-                "build (`make demo TORCH=… TORCH_INDEX=…`; https://pytorch.org/get-started/locally)",
-            )
-
-
-def _determinism(box: Box) -> dict[str, Any]:
-    """One class for the box: what two runs of one job may differ in."""
-    if not box.gpus:
-        return {
-            "class": "exact",
-            "reasons": [
-                "on a CPU a run is equal to the bit, stopped and gone on or not, with the same versions and threads"
-            ],
-        }
-    reasons = ["torch's deterministic algorithms are on, but an operation without one only warns"]
-    if any(gpu.vendor == "amd" for gpu in box.gpus):
-        reasons.append("ROCm's libraries choose kernels by version and card: a run may differ after an update")
-    if len({gpu.arch for gpu in box.gpus}) > 1:
-        reasons.append("the cards differ: a job that goes on elsewhere may land on another architecture")
-    return {"class": "best effort", "reasons": reasons}
 
 
 # --- what the service stands on --------------------------------------------------------------------------
@@ -248,27 +150,38 @@ def _broker(report: Report, settings: Settings) -> None:
         report.add("note", "broker", f"{where}: {check.detail}; `eft up` starts it")
 
 
-# --- the two forms ---------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------
 
 
-def for_people(report: Report) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    lines = [versions, ""]
-    width = max((len(finding.what) for finding in report.findings), default=0)
-    lines += [f"{MARKS[finding.level]:<8}{finding.what:<{width}}  {finding.detail}" for finding in report.findings]
-    if report.determinism:
-        lines += ["", f"determinism: {report.determinism['class']} ({'; '.join(report.determinism['reasons'])})"]
-    problems = sum(finding.level == "problem" for finding in report.findings)
-    lines += ["", "jobs can run here" if report.ok else f"{problems} problem{'s' * (problems > 1)} to mend first"]
-    return "\n".join(lines)
+def _record(path: Path, seconds: float) -> int:
+    """Write what discovery reads of this machine to `path`, to be sent in."""
+    sysfs = Settings.model_fields["sysfs"].default if (settings := _settings(Report())) is None else settings.sysfs
+    made = record(os.environ, sysfs, "say here what it is, and whether eft finds it right", SOURCE, seconds)
+    try:
+        path.write_text(render(made), encoding="utf-8")
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{path}: {len(made.files)} files, {len(made.tools)} answers of programs. Serial numbers are hashed; read it")
+    print("before you send it.")
+    return 0
+
+
+SOURCE = f"recorded by `eft doctor --record` (eft {__version__}); serial numbers and names are replaced"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="eft doctor", description="What this box has and what is wrong with it.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what is found of this machine, to send in")
+    parser.add_argument(
+        "--seconds", type=float, default=tools.SECONDS, help="what a driver's program may take (%(default).0f)"
+    )
     given = parser.parse_args()
-    report = examine()
-    print(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) if given.json else for_people(report))
+    if given.record is not None:
+        return _record(given.record, given.seconds)
+    report = examine(seconds=given.seconds)
+    print(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) if given.json else report.for_people())
     return 0 if report.ok else 1
 
 

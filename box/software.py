@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "peft", "safetensors")
@@ -21,6 +21,36 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+LIBRARIES = re.compile(
+    r"^(triton|triton-rocm|pytorch-triton(-rocm)?|torchao|amd-torch.*|rocm.*|nvidia-(cublas|cudnn|nccl).*)$"
+)
+"""Packages beside torch whose version a result may depend on."""
+
+
+def libraries() -> dict[str, str]:
+    """Those of LIBRARIES that are installed, by name."""
+    found = {}
+    for distribution in distributions():
+        name = (distribution.metadata["Name"] or "").lower()
+        if LIBRARIES.match(name):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def rocm_conflicts() -> dict[str, str]:
+    """Packages that break a ROCm build of torch by being there, and why."""
+    known = {
+        "amdsmi": "torch then counts no GPUs (https://github.com/pytorch/pytorch/issues/186516); "
+        "`pip uninstall amdsmi`, ROCm brings its own",
+        "triton": "it takes the place of the Triton that torch brings; `pip uninstall triton` and install torch again",
+    }
+    installed = {(one.metadata["Name"] or "").lower() for one in distributions()}
+    # ROCm's own Triton lies under the same import name as PyPI's; where torch's wheels bring none, PyPI's is no clash.
+    if not installed & {"triton-rocm", "pytorch-triton-rocm"}:
+        del known["triton"]
+    return {name: why for name, why in known.items() if name in installed}
 
 
 def drivers(root: Path = Path("/")) -> dict[str, str]:

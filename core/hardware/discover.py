@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.hardware import access, kfd, nvidia, rocm
+from core.hardware import access, kfd, nvidia, rocm, tools
 from core.hardware.arch import lookup
 from core.hardware.kfd import Found
 from core.hardware.visible import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
@@ -44,17 +44,19 @@ def discover(
     environ: Mapping[str, str] = os.environ,
     gpus: list[int] | None = None,
     dev: Path | None = None,
+    seconds: float = tools.SECONDS,
 ) -> Box:
     """The GPUs this process may serve, in order, after any inherited mask.
 
     `gpus` (from `--gpus 0,1`) picks by ordinal as a program under the inherited mask would count, integrated ones
     included; without it, integrated GPUs that are not made for such work are left out. `dev` lies beside `sysfs`.
+    `seconds`: what each of the drivers' programs may take.
     Raises HardwareError when the mask or `gpus` names one that is not there.
     """
     root = sysfs.parent
     unhidden = {name: value for name, value in environ.items() if name not in ALL}
-    amd = _amd(sysfs, dev or root / "dev", unhidden)
-    nvidia_found = nvidia.look(unhidden, root)
+    amd = _amd(sysfs, dev or root / "dev", unhidden, seconds)
+    nvidia_found = nvidia.look(unhidden, root, seconds)
     excluded = [*amd.excluded, *nvidia_found.excluded]
     notes = [*amd.notes, *nvidia_found.notes]
     masks = dict(environ)
@@ -87,11 +89,11 @@ def discover(
     return Box(chosen, notes + [one.words for one in excluded], excluded)
 
 
-def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found:
+def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str], seconds: float) -> Found:
     found = kfd.look(sysfs, dev, environ)
     if found is not None and not (found.gpus or found.excluded or found.notes):
         return found  # the kernel knows AMD's driver and no AMD card
-    told, notes = rocm.ask(environ, sysfs.parent)
+    told, notes = rocm.ask(environ, sysfs.parent, seconds)
     if found is not None and (found.gpus or found.excluded or not told):
         rocm.join(found, told, notes)
         found.notes += notes

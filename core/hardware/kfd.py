@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from core.hardware import access
@@ -34,6 +34,16 @@ class Found:
     gpus: list[Gpu]
     excluded: list[Excluded]
     notes: list[str]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What is in use of a GPU's own memory, by anybody."""
+
+    used_bytes: int | None = None
+    """None: nobody says, as of a partition of AMD's."""
+    processes: dict[int, int] = field(default_factory=dict)
+    """Bytes by process number. In a container the numbers may be the host's."""
 
 
 def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:

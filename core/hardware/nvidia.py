@@ -13,25 +13,26 @@ from pathlib import Path
 
 from core.hardware import tools
 from core.hardware.arch import lookup
-from core.hardware.kfd import Found
+from core.hardware.kfd import Found, Usage
 from core.hardware.visible import Excluded, Gpu
 
 QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id", "--format=csv,noheader,nounits")
 MIG_QUERY = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")
 APPS_QUERY = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
+USED_QUERY = ("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
 LIST = ("-L",)
 MIG_CAPABLE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "sm_120"})
 CARD_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
 SLICE_LINE = re.compile(r"^\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 
 
-def look(environ: Mapping[str, str], root: Path) -> Found:
+def look(environ: Mapping[str, str], root: Path, seconds: float) -> Found:
     """GPUs in nvidia-smi's order."""
     found = Found([], [], [])
     program = tools.find("nvidia-smi", environ, root)
     if program is None:
         return found
-    answer = tools.ask(program, QUERY, environ)
+    answer = tools.ask(program, QUERY, environ, seconds)
     if answer.failed is not None:
         found.notes.append(answer.failed)
         return found
@@ -42,7 +43,7 @@ def look(environ: Mapping[str, str], root: Path) -> Found:
         else:
             found.gpus.append(gpu)
     if any(gpu.arch in MIG_CAPABLE for gpu in found.gpus):
-        _divide(found, program, environ)
+        _divide(found, program, environ, seconds)
     return found
 
 
@@ -65,9 +66,9 @@ def _card(line: str) -> Gpu | None:
     )
 
 
-def _divide(found: Found, program: str, environ: Mapping[str, str]) -> None:
+def _divide(found: Found, program: str, environ: Mapping[str, str], seconds: float) -> None:
     """Put the slices of each card in MIG mode in its place."""
-    answer = tools.ask(program, MIG_QUERY, environ)
+    answer = tools.ask(program, MIG_QUERY, environ, seconds)
     if answer.failed is not None:  # a driver older than MIG
         found.notes.append(f"whether a card is in MIG mode is not known: {answer.failed}")
         return
@@ -75,7 +76,7 @@ def _divide(found: Found, program: str, environ: Mapping[str, str]) -> None:
     divided = {int(row[0]) for row in rows if len(row) == 2 and row[0].isdecimal() and row[1] == "Enabled"}
     if not divided:
         return
-    answer = tools.ask(program, LIST, environ)
+    answer = tools.ask(program, LIST, environ, seconds)
     if answer.failed is not None:
         found.notes.append(answer.failed)
     slices = _slices(answer.output)
@@ -120,16 +121,24 @@ def _slice(card: Gpu, profile: str, number: int, uuid: str) -> Gpu:
     )
 
 
-def processes(environ: Mapping[str, str], root: Path) -> tuple[dict[str, dict[int, int]], str | None]:
-    """(bytes by process number by UUID of the card, why not). A process on a MIG device is listed under its UUID."""
+def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Usage], str | None]:
+    """(use by UUID of the card, why not). A process on a MIG device is listed under that one's UUID."""
     program = tools.find("nvidia-smi", environ, root)
     if program is None:
         return {}, None
-    answer = tools.ask(program, APPS_QUERY, environ)
-    result: dict[str, dict[int, int]] = {}
-    for line in answer.output.splitlines() if answer.failed is None else ():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 3 and fields[1].isdecimal():
-            used = int(fields[2]) << 20 if fields[2].isdecimal() else 0
-            result.setdefault(fields[0], {})[int(fields[1])] = used
-    return result, answer.failed
+    result: dict[str, Usage] = {}
+    why = None
+    for query in (USED_QUERY, APPS_QUERY):
+        answer = tools.ask(program, query, environ, seconds)
+        if answer.failed is not None:
+            why = why or answer.failed
+            if answer.status is None:
+                break
+            continue
+        for fields in ([field.strip() for field in line.split(",")] for line in answer.output.splitlines()):
+            if len(fields) == 2 and fields[1].isdecimal():
+                result.setdefault(fields[0], Usage()).used_bytes = int(fields[1]) << 20
+            elif len(fields) == 3 and fields[1].isdecimal():
+                held = int(fields[2]) << 20 if fields[2].isdecimal() else 0  # [N/A] where the driver does not know
+                result.setdefault(fields[0], Usage()).processes[int(fields[1])] = held
+    return result, why

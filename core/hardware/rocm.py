@@ -17,7 +17,7 @@ from typing import Any
 
 from core.hardware import tools
 from core.hardware.arch import gfx_name, lookup
-from core.hardware.kfd import Found
+from core.hardware.kfd import Found, Usage
 from core.hardware.visible import Gpu
 
 LIST = ("list", "-e", "--json")
@@ -47,18 +47,21 @@ class Told:
     compute_units: int = 0
 
 
-def ask(environ: Mapping[str, str], root: Path) -> tuple[list[Told], list[str]]:
+def ask(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[list[Told], list[str]]:
     """(the GPUs, in the tool's order; notices), of amd-smi, or of rocm-smi where amd-smi is missing or says nothing."""
     notes: list[str] = []
     program = tools.find("amd-smi", environ, root)
     if program is not None:
-        listed = _entries(tools.ask(program, LIST, environ), notes)
-        static = {entry.get("gpu"): entry for entry in _entries(tools.ask(program, STATIC, environ), notes)}
-        if told := [_amd_smi(entry, static.get(entry.get("gpu"), {})) for entry in listed]:
+        answer = tools.ask(program, LIST, environ, seconds)
+        listed = _entries(answer, notes)
+        # One that hangs in the driver would do so again.
+        static = _entries(tools.ask(program, STATIC, environ, seconds), notes) if answer.status is not None else []
+        by_number = {entry["gpu"]: entry for entry in static}
+        if told := [_amd_smi(entry, by_number.get(entry["gpu"], {})) for entry in listed]:
             return told, notes
     program = tools.find("rocm-smi", environ, root)
     if program is not None:
-        value, why = tools.as_json(tools.ask(program, SHOW, environ))
+        value, why = tools.as_json(tools.ask(program, SHOW, environ, seconds))
         if why is not None:
             notes.append(why)
         cards = [_table(card) for name, card in _table(value).items() if name.startswith("card")]
@@ -218,35 +221,27 @@ def _arch(value: object) -> str:
 # --- use, now ------------------------------------------------------------------------------------------------
 
 
-def used_bytes(environ: Mapping[str, str], root: Path) -> tuple[dict[str, int], str | None]:
-    """(bytes in use by PCI address, why not), of amd-smi; for where the kernel's files are out of reach."""
+def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Usage], str | None]:
+    """(use by PCI address, why not), of amd-smi; for where the kernel's files are out of reach."""
     program = tools.find("amd-smi", environ, root)
     if program is None:
         return {}, None
     notes: list[str] = []
-    places = {one.get("gpu"): _bdf(one.get("bdf")) for one in _entries(tools.ask(program, LIST, environ), notes)}
-    result = {}
-    for entry in _entries(tools.ask(program, METRIC, environ), notes) if not notes else ():
-        bdf = places.get(entry["gpu"], "")
-        if bdf and (used := _bytes(_table(entry.get("mem_usage")).get("used_vram"))):
-            result[bdf] = used
-    return result, notes[0] if notes else None
-
-
-def processes(environ: Mapping[str, str], root: Path) -> tuple[dict[str, dict[int, int]], str | None]:
-    """(bytes by process number by PCI address, why not), of amd-smi; for where the kernel's list is out of reach."""
-    program = tools.find("amd-smi", environ, root)
-    if program is None:
-        return {}, None
-    notes: list[str] = []
-    places = {one.get("gpu"): _bdf(one.get("bdf")) for one in _entries(tools.ask(program, LIST, environ), notes)}
-    result: dict[str, dict[int, int]] = {}
-    for entry in _entries(tools.ask(program, PROCESS, environ), notes) if not notes else ():
+    result: dict[str, Usage] = {}
+    numbers: dict[int, Usage] = {}
+    for one in _entries(tools.ask(program, LIST, environ, seconds), notes):
+        if bdf := _bdf(one.get("bdf")):
+            result[bdf] = numbers[one["gpu"]] = Usage()
+    for entry in _entries(tools.ask(program, METRIC, environ, seconds), notes) if numbers else ():
+        if (use := numbers.get(entry["gpu"])) is not None:
+            use.used_bytes = _bytes(_table(entry.get("mem_usage")).get("used_vram")) or None
+    for entry in _entries(tools.ask(program, PROCESS, environ, seconds), notes) if numbers else ():
+        use = numbers.get(entry["gpu"], Usage())
         for item in map(_table, _list(entry.get("process_list"))):
             info = _table(item.get("process_info", item))  # with none, the words "No running processes detected"
-            if not _number(info.get("pid")):
-                continue
-            used = _bytes(_table(info.get("memory_usage")).get("vram_mem"))
-            used = used or _bytes(info.get("vram_mem")) or _bytes(info.get("mem_usage"))
-            result.setdefault(places.get(entry["gpu"], ""), {})[_number(info["pid"])] = used
+            if _number(info.get("pid")):
+                held = _bytes(_table(info.get("memory_usage")).get("vram_mem"))
+                use.processes[_number(info["pid"])] = (
+                    held or _bytes(info.get("vram_mem")) or _bytes(info.get("mem_usage"))
+                )
     return result, notes[0] if notes else None

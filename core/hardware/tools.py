@@ -37,6 +37,8 @@ class Answer:
     """Its standard output, whatever the encoding makes of it."""
     failed: str | None
     """Why the output is not to be relied on, in words; None after exit status 0."""
+    status: int | None
+    """Exit status; None: it was killed, or could not be run."""
 
 
 def find(name: str, environ: Mapping[str, str], root: Path) -> str | None:
@@ -59,7 +61,7 @@ def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seco
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(command, "", f"{command[0]} cannot be run: {error.strerror or error}")
+        return Answer(command, "", f"{command[0]} cannot be run: {error.strerror or error}", None)
     out, err, stopped = _read(child, time.monotonic() + seconds)
     if stopped is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -67,13 +69,13 @@ def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seco
     try:
         status = child.wait(REAP_SECONDS)
     except subprocess.TimeoutExpired:  # inside a driver call that cannot be interrupted: init will reap it
-        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped or 'hangs'} and cannot be killed")
+        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped or 'hangs'} and cannot be killed", None)
     if stopped is not None:
         limit = f"{seconds:.0f} s" if stopped == "did not answer" else f"{OUTPUT_BYTES >> 20} MiB"
-        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped} within {limit} and was killed")
+        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped} within {limit} and was killed", None)
     if status != 0:
-        return Answer(command, _text(out), f"`{' '.join(command)}` failed: {_said(err or out, status)}")
-    return Answer(command, _text(out), None)
+        return Answer(command, _text(out), f"`{' '.join(command)}` failed: {_said(err or out, status)}", status)
+    return Answer(command, _text(out), None, 0)
 
 
 def _read(child: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str | None]:

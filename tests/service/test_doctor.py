@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from box.doctor import examine
 from box.software import build_of, drivers
+from core.hardware.recording import parse
 from tests.support.hardware import unpack
 
 HOME = Path(__file__).resolve().parents[2]
@@ -25,9 +27,21 @@ def doctor(
     if fixture is not None:
         unpack(fixture, box)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EFT_", "CUDA_", "HIP_"))}
-    variables |= {"EFT_SYSFS": str(box / "sys"), "EFT_DATA": str(tmp_path / "data")} | environ
+    variables["PATH"] = f"{box / 'bin'}:{variables['PATH']}"
+    variables |= {"EFT_SYSFS": str(box / "sys"), "EFT_DATA": str(tmp_path / "data"), "EFT_NODE": "box"} | environ
     command = [sys.executable, "-m", "box.doctor", *arguments]
     return subprocess.run(command, cwd=HOME, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixture: str, seconds: float = 20.0) -> dict[str, Any]:
+    """The report, without a process start."""
+    box = unpack(fixture, tmp_path / "box")
+    for name in [name for name in os.environ if name.startswith(("EFT_", "CUDA_", "HIP_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {"EFT_SYSFS": box / "sys", "EFT_DATA": tmp_path / "data", "EFT_NODE": "box"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", f"{box / 'bin'}:{os.environ['PATH']}")
+    return examine(seconds=seconds).as_dict()
 
 
 def told(tmp_path: Path, **given: Any) -> dict[str, Any]:
@@ -47,6 +61,7 @@ def test_a_bare_box_is_well(tmp_path: Path) -> None:
     assert report["ok"] and report["gpus"] == []
     assert report["determinism"]["class"] == "exact"
     assert {"eft", "python", "torch", "transformers", "peft", "linux"} <= set(report["versions"])
+    assert [finding["what"] for finding in report["findings"]] == ["gpus", "cpu", "torch", "data", "database", "broker"]
     assert not (tmp_path / "data").exists()  # it looks and makes nothing
 
     words = doctor(tmp_path)
@@ -61,6 +76,72 @@ def test_an_amd_box_with_a_torch_that_is_not_for_it(tmp_path: Path) -> None:
     assert report["determinism"]["class"] == "best effort"
     assert "install its ROCm build" in problems(report)["torch"]
     assert "mend first" in doctor(tmp_path, fixture="mi300x").stdout
+
+
+BROKEN = {
+    "hangs": "exec sleep 60",
+    "fails": "echo the driver is gone >&2; exit 1",
+    "prints nonsense": "head -c 3000 /dev/urandom",
+    "floods": "exec cat /dev/zero",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_programs_of_the_drivers_are_told_and_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    tools = {"amd-smi", "rocm-smi", "nvidia-smi"}
+    for name in tools:
+        program = tmp_path / "box/bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{BROKEN[how]}\n")
+        program.chmod(0o755)
+    report = examined(monkeypatch, tmp_path, "mi300x", seconds=0.5)
+    assert [gpu["arch"] for gpu in report["gpus"]] == ["gfx942"]
+    notes = [finding["detail"] for finding in report["findings"] if finding["what"] == "gpus"]
+    assert {name for name in tools for note in notes if name in note} == tools
+    assert set(problems(report)) == {"torch"}
+
+
+def test_who_uses_a_card_and_how_its_self_test_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = tmp_path / "box"
+    process = box / "sys/class/kfd/kfd/proc" / str(os.getpid())
+    process.mkdir(parents=True)
+    (process / "vram_47045").write_text(str(3 << 30))
+    verdict = {
+        "key": "k", "slot": "GPU-5d2a8f0c1b3e4d71", "node": "box", "device_name": "MI300X", "arch": "gfx942",
+        "torch": "2.13.0+rocm7.2", "runtime": "rocm 7.2", "checked_at": "2026-11-21T10:00:00+00:00", "seconds": 9.0,
+        "parts": {}, "ok": False, "told": ["flash attention is wrong here: memory-efficient attention instead"],
+        "backends": {"attention": "efficient"},
+    }  # fmt: skip
+    folder = tmp_path / "data/cache/selftest"
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text(json.dumps(verdict))
+    (folder / "older.json").write_text(
+        json.dumps(verdict | {"checked_at": "2026-11-20T10:00:00+00:00", "refused": "x"})
+    )
+    (folder / "other.json").write_text(json.dumps(verdict | {"node": "another", "checked_at": "2026-11-22T10:00:00"}))
+    (folder / "broken.json").write_text("{")
+    report = examined(monkeypatch, tmp_path, "mi300x")
+    (gpu,) = report["gpus"]
+    assert gpu["processes"] == [{"pid": os.getpid(), "bytes": 3 << 30, "name": gpu["processes"][0]["name"]}]
+    assert gpu["processes"][0]["name"] and gpu["memory_used_bytes"] == 297795584
+    assert gpu["self_test"]["backends"] == {"attention": "efficient"}
+    lines = [finding["detail"] for finding in report["findings"] if finding["what"] == "gpu 0"]
+    assert any(f"in use by {os.getpid()} " in line and "3.0 GiB" in line for line in lines)
+    assert any("flash attention is wrong here" in line for line in lines)
+
+    (folder / "a.json").write_text(json.dumps(verdict | {"refused": "float32 products are wrong"}))
+    assert "float32 products are wrong" in problems(examined(monkeypatch, tmp_path, "mi300x"))["gpu 0"]
+
+
+def test_a_recording_of_a_box(tmp_path: Path) -> None:
+    file = tmp_path / "machine.txt"
+    done = doctor(tmp_path, "--record", str(file), fixture="mi300x-8")
+    assert done.returncode == 0 and "Serial numbers are hashed" in done.stdout
+    made = parse(file.read_text())
+    assert made.source.startswith("recorded by `eft doctor --record`") and len(made.tools) >= 2
+    assert "5d2a8f0c1b3e4d7" not in file.read_text()
 
 
 def test_what_is_set_against_known_faults_is_told(tmp_path: Path) -> None:
