@@ -17,6 +17,7 @@ from eft.config import write_config
 from sqlalchemy import select, update
 from typer.testing import CliRunner
 
+from api.auth import keys
 from api.auth.last_use import LastUse
 from api.auth.policy import Role, Scope, widest
 from api.auth.service import authenticate
@@ -251,6 +252,36 @@ def test_a_stream_does_not_outlive_its_key(here: World, member: Caller) -> None:
 def test_what_a_role_can_make_use_of() -> None:
     assert [widest(role, False) for role in (None, *Role)] == [Scope.READ, Scope.READ, Scope.WRITE, Scope.ADMIN]
     assert {widest(role, True) for role in (None, *Role)} == {Scope.BOX}
+
+
+def test_the_command_on_the_box_itself(here: World) -> None:
+    """It needs no key, makes who is new, and leaves others what they are."""
+
+    def made(project: str, user: str, **more: Any) -> dict[str, Any]:
+        key = keys.create(here.database, project=project, user=user, name="local", **more)
+        me: dict[str, Any] = ok(here.ask("GET", "/me", key))
+        return me
+
+    project, first, second = here.fresh("project"), here.fresh("first"), here.fresh("second")
+    me = made(project, first)
+    assert (me["role"], me["scope"], me["box_admin"]) == ("admin", "admin", False), "root looks after the box"
+    assert [made(project, second)[field] for field in ("role", "scope")] == ["member", "write"]
+    assert made(project, second, role=Role.VIEWER)["role"] == "viewer"
+    assert [made(project, second)[field] for field in ("role", "scope")] == ["viewer", "read"], "as they were left"
+    assert made(project, first, scope=Scope.READ)["scope"] == "read"
+    assert abs(seconds(made(project, first, days=1)["key_expires_at"]) - time.time() - DAY) < 60
+    assert made(project, first, box_admin=True)["scope"] == "box"
+    with here.database.read() as session:
+        project_id = me["project"]["id"]
+        told = session.execute(select(Audit).where(Audit.project_id == project_id).order_by(Audit.id)).scalars().all()
+    assert [entry.action for entry in told][:3] == ["project.create", "member.set", "key.create"]
+    assert {(entry.actor_id, entry.key_id) for entry in told} == {(None, None)}
+    rows = ok(here.ask("GET", f"/audit?project={project}", _boss_key(here)))["data"]
+    assert {row["actor"] for row in rows} == {None}
+
+
+def _boss_key(here: World) -> str:
+    return here.caller(here.fresh("boss"), None, Scope.BOX, box_admin=True).key
 
 
 # -- users, projects, members

@@ -19,6 +19,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from sqlalchemy import func, select
 
+from api.auth import table
 from api.auth.policy import NoPolicy, Reading, Role, Scope, Writing, policy_of
 from core.db.tables import Audit, Job
 from tests.support.world import MODEL, SHA, Caller, Project, World, world
@@ -203,6 +204,11 @@ def test_a_route_without_a_policy_cannot_be_added() -> None:
         assert isinstance(route, APIRoute)
         with pytest.raises(NoPolicy, match=route.path):
             policy_of(route)
+
+
+def test_the_page_for_people_is_fresh() -> None:
+    written = table.PAGE.read_text()
+    assert table.page(written) == written, "run `python -m api.auth.table`"
 
 
 # -- what they do

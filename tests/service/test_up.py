@@ -75,6 +75,8 @@ def test_ready_means_ready(service: Service) -> None:
     assert service.key.startswith("eft_")
     assert service.key not in service.log()
     assert service.client.get("/jobs").status_code == 200
+    me = service.client.get("/me").json()
+    assert (me["role"], me["scope"], me["box_admin"]) == ("admin", "box", True), "the first key is that of the box"
     assert service.client.get("/jobs", headers={"Authorization": "Bearer eft_wrong"}).status_code == 401
 
 
