@@ -8,12 +8,17 @@ nearest bfloat16, ties to even.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+
+TRITON = Path(__file__).resolve().parents[2] / ".venv" / "aot"
+"""Where `make test` puts it: aside, so that it cannot stand in for the one that a build of torch brings."""
 
 Run = Callable[..., Any]
 
@@ -32,6 +37,7 @@ def interpreter() -> Iterator[Run]:
 
 def _prepare() -> None:
     os.environ |= {"TRITON_INTERPRET": "1", "EFT_KERNELS": "triton"}
+    sys.path.insert(0, str(TRITON))
     import torch
     from triton.runtime import interpreter
 
@@ -49,3 +55,19 @@ def _prepare() -> None:
 def _call(where: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)(*args, **kwargs), args
+
+
+def one_program(kernel: str, at: int, grid: int, *args: Any, **constants: Any) -> None:
+    """In the child: program `at` of `grid` of a kernel and no other, without the copies that a launch makes of its
+    arguments. So arguments may be larger than the memory, if hardly any of it is touched."""
+    from triton.runtime import interpreter
+
+    module, _, name = kernel.partition(":")
+    function = getattr(import_module(module), name).rewrite()
+    scope = interpreter._patch_lang(function)
+    try:
+        interpreter.interpreter_builder.set_grid_dim(grid, 1, 1)
+        interpreter.interpreter_builder.set_grid_idx(at, 0, 0)
+        function(*(interpreter._implicit_cvt(arg) for arg in args), **constants)
+    finally:
+        scope.restore()
