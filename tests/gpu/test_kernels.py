@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.train.kernels import interface, ops
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
@@ -19,8 +17,9 @@ from core.train.loss.linear_cross_entropy import HeadOptions, linear_cross_entro
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.linear import QuantLinear
-from core.train.quant.model import load_quantized
 from core.train.quant.nf4 import quantize_nf4
+from tests.support import small_llama
+from tests.support.small_llama import IDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -158,18 +157,11 @@ def test_a_vocabulary_of_a_quarter_million_in_rows_past_two_to_the_31(device: to
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return small_llama.save(tmp_path_factory.mktemp("base"))
 
 
 def _gradients(model: Any, device: torch.device, autocast: bool) -> dict[str, Tensor]:
-    ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3)).to(device)
+    ids = IDS.to(device)
     head = head_of(model)
     assert isinstance(head, Head)
     model.zero_grad()
@@ -188,12 +180,7 @@ def test_a_models_step_is_the_cpus_grouped_or_not(
     """Stated tolerance: 1e-3 of each gradient's norm in float32; under autocast 10 %, as between PEFT and us."""
     results = []
     for where, grouped in ((device, True), (device, False), (torch.device("cpu"), True)):
-        base, _ = load_quantized(folder, torch.bfloat16 if autocast else torch.float32)
-        torch.manual_seed(1)
-        model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.05)
+        model = small_llama.adapted(folder, torch.bfloat16 if autocast else torch.float32)
         assert fuse_adapters(model).grouped == 10
         if not grouped:
             for module in model.modules():

@@ -8,37 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import load_quantized
-
-IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+from tests.support import small_llama
+from tests.support.small_llama import IDS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return small_llama.save(tmp_path_factory.mktemp("base"), attention_bias=True)
 
 
-def _model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, fuse: bool = True, **lora: Any) -> Any:
-    base, _ = load_quantized(folder, dtype)
-    torch.manual_seed(seed)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **{"target_modules": "all-linear", **lora})
-    model = get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
+def _model(folder: Path, *, dtype: torch.dtype = torch.float32, fuse: bool = True, **lora: Any) -> Any:
+    model = small_llama.adapted(folder, dtype, **lora)
     if fuse:
         fusion = fuse_adapters(model)
         assert (fusion.fused == 14 and fusion.grouped == 10) or lora

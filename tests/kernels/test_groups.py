@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.train.kernels import autograd
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
-from core.train.quant.model import load_quantized
 from core.train.quant.nf4 import quantize_nf4
-
-IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
-
+from tests.support import small_llama
+from tests.support.small_llama import IDS
 
 # --- the operator ----------------------------------------------------------------------------------
 
@@ -100,25 +97,11 @@ def test_x_is_kept_once_for_the_whole_group() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return small_llama.save(tmp_path_factory.mktemp("base"))
 
 
 def _model(folder: Path, **lora: Any) -> Any:
-    base, _ = load_quantized(folder, torch.float32)
-    torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **{"target_modules": "all-linear", **lora})
-    model = get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return model.train()
+    return small_llama.adapted(folder, **lora).train()
 
 
 def _layers(model: nn.Module) -> list[QuantLoraLinear]:

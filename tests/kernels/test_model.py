@@ -24,19 +24,14 @@ from core.errors import ModelError
 from core.train.quant.cache import save_quantized
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import QuantOptions, load_quantized
-
-IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+from tests.support import small_llama
+from tests.support.small_llama import IDS
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attention_bias=True, tie_word_embeddings=request.param,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="40KB")
+    small_llama.save(path, torch.bfloat16, shards="40KB", attention_bias=True, tie_word_embeddings=request.param)
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
 

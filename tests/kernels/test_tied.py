@@ -8,34 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from core.train.export.compare import compare
 from core.train.export.merge import write_merged
 from core.train.loss.head import Head, head_of
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
-
-IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+from tests.support import small_llama
+from tests.support.small_llama import IDS
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_what_is_merged_into_one_is_not_merged_into_the_other(tmp_path: Path, target: str, tied: bool) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    base, _ = load_quantized(tmp_path / "base", torch.float32)
-    torch.manual_seed(1)
-    model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", target]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name or "lora_embedding_A" in name:
-            nn.init.normal_(parameter, std=0.1)
+    small_llama.save(tmp_path / "base", tie_word_embeddings=tied, num_hidden_layers=1)
+    model = small_llama.adapted(tmp_path / "base", target_modules=["q_proj", target])
     assert fuse_adapters(model).fused == 1
     found = head_of(model)
     assert found == "the output head has an adapter" if target == "lm_head" else isinstance(found, Head)
