@@ -64,7 +64,8 @@ class RequestContext:
             await errors.internal()(scope, body.receive, answer)
         finally:
             took = (time.monotonic() - began) * 1000
-            log.info("%s %s %d %.0f ms", scope["method"], _path(scope), status or DISCONNECTED, took)
+            who = _who(scope)
+            log.info("%s %s %d %.0f ms%s", scope["method"], _path(scope), status or DISCONNECTED, took, who)
             request_id.reset(token)
 
 
@@ -108,3 +109,9 @@ def _path(scope: Scope) -> str:
     """As it was sent, percent signs and all: nothing that breaks a log line."""
     raw: bytes = scope.get("raw_path", b"?")
     return raw.decode("ascii", "replace")[:500]
+
+
+def _who(scope: Scope) -> str:
+    """The user and the key, by their ids, once the request has shown them."""
+    asking = scope.get("state", {}).get("asking")
+    return "" if asking is None else f" by {asking.user_id} with {asking.key_id}"

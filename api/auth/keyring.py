@@ -119,11 +119,15 @@ def create(session: Session, asking: Principal, wish: KeyWish) -> tuple[str, Sho
 def rotate(session: Session, asking: Principal, key_id: str, overlap_seconds: float) -> tuple[str, Shown]:
     """A successor with the same name, scope and span of life; the old key works for `overlap_seconds` more.
 
-    Raises NotFound, Forbidden, and Conflict for a key that does not work or has its successor already.
+    Raises NotFound, Forbidden, BadRequest, and Conflict for a key that does not work or has its successor already.
     """
     old = find(session, asking, key_id, lock=True)
     if not asking.scope.reaches(Scope(old.key.scope)):
         raise forbidden(session, asking, Scope(old.key.scope))
+    if asking.expires_at is not None and key_id != asking.key_id:
+        raise BadRequest(
+            "a key that expires rotates only itself: the successor of another might outlive it", field="key_id"
+        )
     now = _now(session)
     if old.key.revoked_at is not None or (old.key.expires_at is not None and old.key.expires_at <= now):
         raise Conflict("this key does not work any more; make a new one", code="key_is_over", field="key_id")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -125,7 +126,10 @@ def set_member(session: Session, actor: Actor | None, project_id: str, member: U
     if before is Role.ADMIN and given is not Role.ADMIN:
         _one_admin_stays(session, project_id, member)
     if before is None:
-        session.execute(insert(Membership).values(user_id=member.id, project_id=project_id, role=given.value))
+        dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+        row = dialect.insert(Membership).values(user_id=member.id, project_id=project_id, role=given.value)
+        both = [Membership.user_id, Membership.project_id]  # somebody else may have done so at this very moment
+        session.execute(row.on_conflict_do_update(index_elements=both, set_={"role": given.value}))
     elif before is not given:
         session.execute(
             update(Membership)

@@ -177,6 +177,9 @@ def test_rotation_leaves_time_to_change_over(here: World, member: Caller) -> Non
     at_once = ok(here.ask("POST", f"/keys/{new['id']}/rotate?overlap_hours=0", new["key"]), 201)
     assert code(here.ask("GET", "/jobs", new["key"]), 401) == "expired_api_key"
     assert code(here.ask("POST", f"/keys/{new['id']}/rotate", member.key), 409) == "key_is_over"
+    # One that expires does not take over one that does not.
+    forever = ok(here.ask("POST", "/keys", member.key, json={"scope": "read"}), 201)["id"]
+    assert code(here.ask("POST", f"/keys/{forever}/rotate", at_once["key"]), 422) == "invalid_request"
     # A key of small scope neither takes over nor ends a larger one of the same user.
     large = ok(here.ask("GET", "/me", member.key))["key"]
     assert code(here.ask("POST", f"/keys/{large}/rotate", at_once["key"]), 403) == "missing_scope"
