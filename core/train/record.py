@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,11 @@ class Environment:
     """A stateful part: remembers where the run was before, so that a change is told."""
 
     def __init__(self, placement: Placement) -> None:
-        self.here: dict[str, Any] = placement.as_dict() | {"versions": versions(), "faults": _faults(placement.arch)}
+        self.here: dict[str, Any] = placement.as_dict() | {
+            "versions": versions(),
+            "faults": _faults(placement.arch),
+            "limits": asdict(faults.limits(placement.arch, os.environ)),
+        }
         self.before: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
+from core.train.limits import PLAIN, operand
 from core.train.quant.linear import QuantLinear, compute_dtype
 
 log = logging.getLogger("eft.train.quant")
@@ -114,8 +115,7 @@ class QuantLoraLinear(PeftLinear):
         """What the operator takes beside x; draws the adapter's dropout."""
         base = self.base_layer
         assert isinstance(base, QuantLinear)  # why_unfused has looked
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        a, b = operand(self.lora_A[adapter]), operand(self.lora_B[adapter])
         dropout = self.lora_dropout[adapter]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x)
         return Member(
@@ -162,7 +162,7 @@ def why_unfused(layer: PeftLinear, adapter: str) -> str | None:
         return f"variant {type(layer.lora_variant[adapter]).__name__}"
     if layer.lora_bias[adapter]:
         return "bias in lora_B"
-    if type(layer.lora_A[adapter]) is not nn.Linear or type(layer.lora_B[adapter]) is not nn.Linear:
+    if type(layer.lora_A[adapter]) not in PLAIN or type(layer.lora_B[adapter]) not in PLAIN:
         return "adapter layers of another class"
     return None
 

@@ -1,0 +1,144 @@
+"""Matrix products within what the libraries of this card are known to do right (core/hardware/faults.py, `Limits`).
+
+LoRA's narrow operands are padded with zeros where they must be: zero rows of A and zero columns of B add nothing, and
+the gradient of what is trained is cut out of the padded one. A micro-batch whose products would be larger than the
+libraries can store is refused before the first of them, since what follows would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import assert_never
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from core.errors import SpecError
+from core.hardware import faults
+from core.hardware.faults import Limits
+from core.spec.job import JobSpec
+from core.spec.runtime import HeldOut
+from core.spec.training import Packed, Rows, Tokens
+
+
+def limits_here(arch: str) -> Limits:
+    """Those of this process, whose environment may lift some."""
+    return faults.limits(arch, os.environ)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------
+
+
+class PaddedA(nn.Linear):
+    """A LoRA's A [r, K], used as if it had `padded_rank` rows."""
+
+    padded_rank: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, operand(self), self.bias)
+
+
+class PaddedB(nn.Linear):
+    """A LoRA's B [N, r], used as if it had `padded_rank` columns."""
+
+    padded_rank: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, operand(self), self.bias)
+
+
+PLAIN = (nn.Linear, PaddedA, PaddedB)
+"""Classes of A and B whose `operand` says all there is to them."""
+
+
+def operand(layer: nn.Module) -> Tensor:
+    """The matrix that products with this A or B take: its weight, padded with zeros where it is one of the above."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    match layer:
+        case PaddedA():
+            return functional.pad(weight, (0, 0, 0, layer.padded_rank - weight.shape[0]))
+        case PaddedB():
+            return functional.pad(weight, (0, layer.padded_rank - weight.shape[1]))
+        case _:
+            return weight
+
+
+def pad_ranks(model: nn.Module, multiple: int) -> int:
+    """Let every LoRA of `model` compute with a rank that is a multiple of this; how many layers that changes. What is
+    trained, saved and merged stays as it is."""
+    changed = 0
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for name, rank in module.r.items():
+            if name not in module.lora_A:  # an embedding's
+                continue
+            a, b = module.lora_A[name], module.lora_B[name]
+            if type(a) is not nn.Linear or type(b) is not nn.Linear or rank % multiple == 0:
+                continue
+            padded = -(-rank // multiple) * multiple
+            a.__class__, b.__class__ = PaddedA, PaddedB
+            a.__dict__["padded_rank"] = b.__dict__["padded_rank"] = padded
+            changed += 1
+    return changed
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def check_products(
+    spec: JobSpec, model: nn.Module, limits: Limits, dtype: torch.dtype, longest: int, whole: bool
+) -> None:
+    """SpecError when a forward pass of this job makes a product beyond `limits`.
+
+    `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
+    """
+    tokens, field = largest_pass(spec, longest)
+    if limits.fp32_rows is not None and dtype is torch.float32 and tokens > limits.fp32_rows:
+        raise SpecError(
+            f"a forward pass of {tokens:,} tokens in float32: on this card products of more than {limits.fp32_rows:,} "
+            "rows are silently wrong (docs/hardware.md); take a smaller micro-batch with more "
+            "gradient_accumulation_steps, or `training.precision: bf16`",
+            field=field,
+        )
+    if limits.output_bytes is None:
+        return
+    width = widest(model, head=whole)
+    size = tokens * width * dtype.itemsize
+    if size > limits.output_bytes:
+        fits = limits.output_bytes // (width * dtype.itemsize)
+        raise SpecError(
+            f"a forward pass of {tokens:,} tokens makes a matrix of {size / (1 << 30):.1f} GiB ({width:,} wide): on "
+            f"this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md); at most {fits:,} "
+            "tokens a pass are right, take a smaller micro-batch with more gradient_accumulation_steps",
+            field=field,
+        )
+
+
+def largest_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
+    """(tokens of the largest forward pass, padding counted; the field that says so)."""
+    match spec.batching:
+        case Rows():
+            train = spec.training.per_device_train_batch_size * longest, "training.per_device_train_batch_size"
+        case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
+            train = max(budget, longest), "batching.tokens_per_batch"
+        case _ as never:
+            assert_never(never)
+    if isinstance(spec.evaluation, HeldOut):
+        held_out = spec.evaluation.per_device_eval_batch_size * longest, "evaluation.per_device_eval_batch_size"
+        return max(train, held_out)
+    return train
+
+
+def widest(model: nn.Module, *, head: bool) -> int:
+    """Width of the widest matrix that a linear layer makes, forwards or backwards; `head`: the output head counts."""
+    skipped = None if head else model.get_output_embeddings()  # type: ignore[operator]
+    sizes = [
+        max(module.in_features, module.out_features)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not skipped
+    ]
+    return max(sizes, default=0)
