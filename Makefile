@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test chaos check fmt docs lock clean
+.PHONY: help demo up test smoke kernels chaos check fmt docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,8 +43,15 @@ up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
 test: $(VENV)/.test ## every test, suite by suite
 	@$(BIN)/python .ci/suites.py
 
+kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table, and write the table anew
+	@$(BIN)/python -m core.train.kernels.triton.compiled --write
+	@$(BIN)/python -m core.docs
+
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
 	@$(BIN)/python -m tests.support.chaos $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),30) --database $(or $(DB),sqlite)
+
+smoke: $(VENV)/.test ## EFT_HARDWARE_SMOKE=1: five minutes of real training on this box's card, and a report to send in
+	@$(BIN)/python -m bench.smoke
 
 check: $(VENV)/.test ## lint, types, import rules, stale docs
 	@$(BIN)/ruff check .
