@@ -121,24 +121,36 @@ def _slice(card: Gpu, profile: str, number: int, uuid: str) -> Gpu:
     )
 
 
+def processes(
+    environ: Mapping[str, str], root: Path, seconds: float = tools.SECONDS
+) -> tuple[dict[str, dict[int, int]], str | None]:
+    """(bytes by process number by UUID, why not). A process on a MIG device is listed under that one's UUID."""
+    result: dict[str, dict[int, int]] = {}
+    rows, why = _ask(APPS_QUERY, environ, root, seconds)
+    for uuid, pid, held in (row for row in rows if len(row) == 3 and row[1].isdecimal()):
+        result.setdefault(uuid, {})[int(pid)] = int(held) << 20 if held.isdecimal() else 0  # [N/A]: not known
+    return result, why
+
+
 def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Usage], str | None]:
-    """(use by UUID of the card, why not). A process on a MIG device is listed under that one's UUID."""
+    """(use by UUID, why not)."""
+    rows, why = _ask(USED_QUERY, environ, root, seconds)
+    result = {row[0]: Usage(int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdecimal()}
+    if why is not None:
+        return result, why
+    running, why = processes(environ, root, seconds)
+    for uuid, held in running.items():
+        result.setdefault(uuid, Usage()).processes = held
+    return result, why
+
+
+def _ask(
+    query: tuple[str, ...], environ: Mapping[str, str], root: Path, seconds: float
+) -> tuple[list[list[str]], str | None]:
     program = tools.find("nvidia-smi", environ, root)
     if program is None:
-        return {}, None
-    result: dict[str, Usage] = {}
-    why = None
-    for query in (USED_QUERY, APPS_QUERY):
-        answer = tools.ask(program, query, environ, seconds)
-        if answer.failed is not None:
-            why = why or answer.failed
-            if answer.status is None:
-                break
-            continue
-        for fields in ([field.strip() for field in line.split(",")] for line in answer.output.splitlines()):
-            if len(fields) == 2 and fields[1].isdecimal():
-                result.setdefault(fields[0], Usage()).used_bytes = int(fields[1]) << 20
-            elif len(fields) == 3 and fields[1].isdecimal():
-                held = int(fields[2]) << 20 if fields[2].isdecimal() else 0  # [N/A] where the driver does not know
-                result.setdefault(fields[0], Usage()).processes[int(fields[1])] = held
-    return result, why
+        return [], None
+    answer = tools.ask(program, query, environ, seconds)
+    if answer.failed is not None:
+        return [], answer.failed
+    return [[field.strip() for field in line.split(",")] for line in answer.output.splitlines()], None
