@@ -10,6 +10,7 @@ from torch.nn import functional
 from core.train.batch import Batch
 from core.train.engine import Engine, Loss, LossFunction
 from core.train.logits import label_hidden, label_logits
+from core.train.loss.chunk import loss_backend
 from core.train.loss.head import Head, head_of
 from core.train.loss.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
@@ -53,12 +54,14 @@ def choose_sft_loss(engine: Engine, veto: str | None = None) -> tuple[LossFuncti
     if isinstance(head, str):
         return sft_loss, {"kernel": "logits", "reason": head}
     chunked = chunked_sft_loss(head)
+    backend = loss_backend(head.weight, head.bias, head.options)
     if not head.weight.requires_grad:
-        return chunked, {"kernel": "chunked"}
+        return chunked, {"kernel": "chunked", "backend": backend}
 
     def by_size(model: nn.Module, batch: Batch) -> Loss:
         small = batch.label_tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES
         return sft_loss(model, batch) if small else chunked(model, batch)
 
     vocabulary = head.weight.shape[0]
-    return by_size, {"kernel": "by size", "chunked_above_tokens": WHOLE_LOGITS_BYTES // (4 * vocabulary)}
+    above = WHOLE_LOGITS_BYTES // (4 * vocabulary)
+    return by_size, {"kernel": "by size", "backend": backend, "chunked_above_tokens": above}
