@@ -143,21 +143,12 @@ class Bench:
         """Trained tokens a second of TRL's trainer with its own packing."""
         import torch
         from datasets import Dataset, disable_progress_bars
-        from transformers import TrainerCallback
-        from trl import SFTConfig, SFTTrainer
+        from trl import SFTTrainer
 
+        from bench.trl_peer import Clock, config
         from core.train.batch import IGNORE_INDEX
 
         disable_progress_bars()
-
-        class Clock(TrainerCallback):
-            seconds, began = 0.0, 0.0
-
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.began = time.perf_counter()
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                self.seconds += time.perf_counter() - self.began
 
         class Counted(SFTTrainer):
             tokens = 0
@@ -173,21 +164,14 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             trainer = Counted(
                 model=self.model(),
-                args=SFTConfig(
-                    output_dir=folder,
+                args=config(
+                    folder,
                     loss_type="nll",
                     packing=True,
                     per_device_train_batch_size=1,
                     max_steps=STEPS["packed"],
                     learning_rate=1e-4,
                     max_length=BUDGET,
-                    gradient_checkpointing=False,
-                    logging_strategy="no",
-                    save_strategy="no",
-                    report_to="none",
-                    use_cpu=not torch.cuda.is_available(),
-                    bf16=True,
-                    disable_tqdm=True,
                     seed=SEED,
                 ),
                 train_dataset=Dataset.from_list(items),

@@ -211,9 +211,9 @@ class _Trl:
 
     def _make(self, folder: Path, shape: Shape, batches: Sequence[Tensor], tuned: bool) -> Any:
         from datasets import Dataset
-        from torch.utils.data import SequentialSampler
         from transformers import TrainerCallback
-        from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+        from bench.trl_peer import InOrder, config
 
         bench = self
 
@@ -222,11 +222,7 @@ class _Trl:
                 bench._done.release()
                 bench._go.acquire()
 
-        class InOrder(SFTTrainer):
-            def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
-                rows: Any = dataset if dataset is not None else self.train_dataset
-                return SequentialSampler(rows)
-
+        class Told(InOrder):
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 bench._inputs = inputs["input_ids"]
                 result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -235,16 +231,14 @@ class _Trl:
 
         # One batch more than will be asked for: the trainer must not end, and tidy up, beside the others' steps.
         rows = [row.tolist() for ids in (*batches, batches[0]) for row in ids]
-        well_set: dict[str, Any] = {
-            "packing": True, "packing_strategy": "wrapped", "bf16": False, "logging_strategy": "no",
-        }  # fmt: skip
-        return InOrder(
+        well_set: dict[str, Any] = {"packing": True, "packing_strategy": "wrapped", "bf16": False}
+        return Told(
             model=_four_bits(folder, shape),
-            args=SFTConfig(
-                output_dir=str(folder / "trl"), per_device_train_batch_size=shape.rows, max_steps=len(batches) + 1,
-                learning_rate=1e-4, lr_scheduler_type="constant", max_length=shape.tokens,
-                gradient_checkpointing_kwargs=CHECKPOINTING, save_strategy="no", report_to="none", disable_tqdm=True,
-                use_cpu=shape.device.type == "cpu", seed=1, **(well_set if tuned else {}),
+            args=config(
+                folder / "trl", gradient_checkpointing=True, gradient_checkpointing_kwargs=CHECKPOINTING,
+                per_device_train_batch_size=shape.rows, max_steps=len(batches) + 1, max_length=shape.tokens,
+                learning_rate=1e-4, lr_scheduler_type="constant", seed=1, use_cpu=shape.device.type == "cpu",
+                **(well_set if tuned else {"logging_strategy": "steps"}),
             ),
             train_dataset=Dataset.from_list([{"input_ids": row, "labels": row} for row in rows]),
             processing_class=tokenizer_for(folder),

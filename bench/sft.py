@@ -14,10 +14,8 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from bench.report import finish, in_turn, show
 from core.spec.model import GGUFModel
@@ -67,10 +65,9 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     """Tokens a second of TRL's trainer over the same batches, from the beginning to the end of each of its steps."""
     import torch
     from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoTokenizer
 
+    from bench.trl_peer import Clock, InOrder, config
     from core.spec.run import DataOrder
     from core.train.batch import IGNORE_INDEX
     from core.train.checkpoint.rng import seed_all
@@ -81,19 +78,6 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from core.train.methods.lora import adapt_lora
     from core.train.render.options import RenderOptions
     from core.train.render.renderer import Renderer
-
-    class InOurOrder(SFTTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
-            return SequentialSampler(dataset if dataset is not None else self.train_dataset)
-
-    class Clock(TrainerCallback):
-        seconds, began = 0.0, 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds += time.perf_counter() - self.began
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rows, _ = read_rows(DataOrder.of(DATA))
@@ -108,23 +92,16 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     seed_all(SEED)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = InOurOrder(
+        trainer = InOrder(
             model=adapt_lora(load_model(model_dir, torch.bfloat16), METHOD),
-            args=SFTConfig(
-                output_dir=folder,
+            args=config(
+                folder,
                 loss_type="nll",
                 per_device_train_batch_size=batch,
                 max_steps=steps,
                 learning_rate=LEARNING_RATE,
                 lr_scheduler_type="linear",
                 max_length=LENGTH,
-                gradient_checkpointing=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                use_cpu=not torch.cuda.is_available(),
-                bf16=True,
-                disable_tqdm=True,
                 seed=SEED,
             ),
             train_dataset=Dataset.from_list(items),
