@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from core.train.loss.linear_cross_entropy import HeadOptions, linear_cross_entropy, token_logprobs
-
-ALL = [
-    HeadOptions(),
-    HeadOptions(softcap=3.0),
-    HeadOptions(scale=0.25),
-    HeadOptions(label_smoothing=0.1),
-    HeadOptions(z_loss=1e-2),
-    HeadOptions(softcap=5.0, scale=2.0, label_smoothing=0.2, z_loss=1e-3),
-]
-
-
-def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
-    z = functional.linear(hidden, head, bias) * options.scale
-    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+from tests.support.whole_logits import OPTIONS, row_losses
 
 
 def _full(hidden: Tensor, head: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
-    z = _logits(hidden, head, bias, options)
-    loss = functional.cross_entropy(z, labels, reduction="sum", label_smoothing=options.label_smoothing)
-    return loss + options.z_loss * z.logsumexp(1)[labels != -100].square().sum()
+    return row_losses(hidden @ head.t(), labels, bias, options)
 
 
 def _inputs(dtype: torch.dtype, n: int = 50) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,11 +26,11 @@ def _inputs(dtype: torch.dtype, n: int = 50) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 64])
-@pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equal_to_the_full_computation_in_float64(options: HeadOptions, chunk: int) -> None:
     hidden, head, labels, bias = _inputs(torch.float64)
     ours = linear_cross_entropy(hidden, head, labels, bias=bias, options=options, count=7.0, chunk_rows=chunk)
-    wanted = _full(hidden, head, labels, bias, options) / 7.0
+    wanted = _full(hidden, head, labels, bias, options).sum() / 7.0
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
     for a, b in zip(
         torch.autograd.grad(ours, [hidden, head]), torch.autograd.grad(wanted, [hidden, head]), strict=True
@@ -51,12 +38,12 @@ def test_equal_to_the_full_computation_in_float64(options: HeadOptions, chunk: i
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", ALL[:3], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_token_logprobs_equal_log_softmax_in_float64(options: HeadOptions) -> None:
     hidden, head, labels, bias = _inputs(torch.float64)
     ours = token_logprobs(hidden, head, labels, bias=bias, options=options, chunk_rows=16)
-    picked = _logits(hidden, head, bias, options).log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    wanted = torch.where(labels != -100, picked, 0.0)
+    plain = replace(options, label_smoothing=0.0, z_loss=0.0)  # neither is part of a probability
+    wanted = -_full(hidden, head, labels, bias, plain)
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(50, dtype=torch.float64)
     for a, b in zip(
