@@ -30,6 +30,7 @@ from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.housekeeping import BrokerAway, Housekeeper
 from worker.room import Room
+from worker.selftest import Device, SelfTests
 from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
@@ -71,16 +72,19 @@ class Agent:
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
-        if settings.spare:
-            # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get.
-            only = gpus.get(train_slots[0].id) if len(train_slots) == 1 else None
-            arches = {gpu.arch for gpu in gpus.values()}
-            same = arches.pop() if len(arches) == 1 else None  # where cards differ, each gets its own cold start
-            environment = child_environment("train", gpu=only, threads=threads, root=layout.root, arch=same)
-            self.site.spares = Spares(environment, self._starting)
+        devices = [
+            Device(slot.id, gpu, child_environment("train", gpu=gpu, threads=threads, root=layout.root))
+            for slot in train_slots
+            for gpu in [gpus.get(slot.id)]
+        ]
+        self._selftests = SelfTests(devices, settings.node, layout.cache, settings.selftest_seconds)
+        self.site.selftests = self._selftests
+        self._train_slots = train_slots
         self._room = Room(database, layout.root, settings.min_free_bytes)
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
-        self._shown: list[str] = []
+        self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
+        """What the node's row says, as far as it changes."""
+        self._showing = threading.Lock()
         self._claiming = threading.Lock()
         self._unheard = False
         """A claim may have been won without our hearing of it."""
@@ -97,12 +101,12 @@ class Agent:
         node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
         with database.write() as session:
             self._quarantine.restore(nodes.slots(session, name))
-            self._shown = self._quarantine.notes()
-            slots = [self._describe(slot) for slot in self.slots]
-            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + self._shown)
+            notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
+            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + notes)
+            self._row = (notes, slots)
         if drained:
             log.warning("node %s is drained: it claims nothing until `eft worker undrain %s`", name, name)
-        for note in self.notes:
+        for note in self.notes + self._selftests.notes():
             log.warning("%s", note)
         self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
         targets = {
@@ -111,14 +115,51 @@ class Agent:
             "leave": self._take_leave,
             "housekeeping": self._housekeeper.run,
         }
-        if self.site.spares is not None:
-            targets["spares"] = self.site.spares.run
+        if self._selftests.complete:
+            self._keep_a_spare()
+        else:
+            targets["selftest"] = lambda: self._selftests.run(lambda: self._learned(publish))
         for what, target in targets.items():
-            thread = threading.Thread(target=target, name=f"eft-{what}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._begin(what, target)
         log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))
         self._look_first(publish)
+
+    def _begin(self, what: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"eft-{what}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _learned(self, publish: Callable[[str], None]) -> None:
+        """The self-test of a device is done: its slot is offered now, or the node's row says why not."""
+        try:
+            with self._showing:
+                if self._selftests.complete:
+                    self._keep_a_spare()
+            self._show()
+            self._look_first(publish)
+        except DATABASE_AWAY as error:
+            log.warning("cannot tell of the self-test, database: %s; the next sweep will", error)
+
+    def _keep_a_spare(self) -> None:
+        """Once it is known with which variables a trainer starts, and whether any may."""
+        offered = [slot.id for slot in self._train_slots if self._selftests.offered(slot.id)]
+        if not self.settings.spare or not offered or self.site.spares is not None or self.site.leaving.is_set():
+            return
+        # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get. Where
+        # cards differ, or what their self-tests ask for, each job gets its own cold start.
+        gpus = self.site.gpus
+        arches = {gpu.arch for gpu in gpus.values()}
+        cures = [dict(self._selftests.choice(slot).environment) for slot in offered]
+        environment = child_environment(
+            "train",
+            gpu=gpus.get(offered[0]) if len(self._train_slots) == 1 else None,
+            threads=self.site.threads,
+            root=self.site.layout.root,
+            arch=arches.pop() if len(arches) == 1 else None,
+            cure=cures[0] if all(cure == cures[0] for cure in cures) else None,
+        )
+        self.site.spares = Spares(environment, self._starting)
+        self._begin("spares", self.site.spares.run)
 
     def _look_first(self, publish: Callable[[str], None]) -> None:
         """Ring for what waits already: whoever led the housekeeping may have died with the last worker."""
@@ -132,8 +173,11 @@ class Agent:
 
     def _describe(self, slot: Slot) -> dict[str, object]:
         gpu = self.site.gpus.get(slot.id)
-        return {"id": slot.id, "kind": slot.kind} | (
-            {} if gpu is None else {"gpu": asdict(gpu)} | self._quarantine.as_slot(slot.id)
+        return (
+            {"id": slot.id, "kind": slot.kind}
+            | ({} if gpu is None else {"gpu": asdict(gpu)})
+            | self._selftests.as_slot(slot.id)
+            | ({} if gpu is None else self._quarantine.as_slot(slot.id))
         )
 
     # -- work
@@ -158,6 +202,8 @@ class Agent:
                 return None
             for slot in self.slots:
                 if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
+                    continue
+                if not self._selftests.offered(slot.id):
                     continue
                 if self._room.left() < 0:
                     return None
@@ -220,13 +266,18 @@ class Agent:
                 return
 
     def _show(self) -> None:
-        """The node's row says which slots are in quarantine, and why."""
-        notes = self._quarantine.notes()
-        if notes != self._shown:
-            slots = [self._describe(slot) for slot in self.slots]
+        """The node's row says which slots are not offered, and why."""
+        with self._showing:
+            notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
+            if (notes, slots) == self._row:
+                return
             with self.site.database.write() as session:
                 nodes.describe(session, self.settings.node, self.worker, slots, self.notes + notes)
-            self._shown = notes
+            self._row = (notes, slots)
+
+    def _changing(self) -> list[str]:
+        """Notes that come and go while this worker serves."""
+        return self._selftests.notes() + self._quarantine.notes()
 
     # -- leases
 
@@ -283,6 +334,7 @@ class Agent:
                 self._idle.wait(1.0)
         self.site.abandon.set()
         self._stopped.set()
+        self._selftests.stop()
         if self.site.spares is not None:
             self.site.spares.stop()
         if self._housekeeper is not None:

@@ -29,6 +29,7 @@ from worker.child import Child, write_order
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.pulse import Pulse
+from worker.selftest import SelfTests
 from worker.spare import Spares
 
 log = logging.getLogger("eft.worker")
@@ -60,6 +61,8 @@ class Site:
     leaving: threading.Event = field(default_factory=threading.Event)
     quarantine: Quarantine | None = None
     """GPUs that have not given their memory back; None on a box without GPUs."""
+    selftests: SelfTests | None = None
+    """What is known of the devices of its slots."""
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
 
@@ -172,13 +175,18 @@ class Attempt:
         settings, layout, slot = self.site.settings, self.site.layout, self.claim.slot
         if self._limit is not None and self.claim.spent_seconds >= self._limit:
             raise _Ended(self._over())
+        verdict = None if self.site.selftests is None else self.site.selftests.verdict(slot.id)
         try:
             if self.claim.kind == "prepare":
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
             else:
-                write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at))
+                write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
             environment = child_environment(
-                self.claim.kind, gpu=self.site.gpus.get(slot.id), threads=self.site.threads, root=layout.root
+                self.claim.kind,
+                gpu=self.site.gpus.get(slot.id),
+                threads=self.site.threads,
+                root=layout.root,
+                cure=None if verdict is None else verdict.environment,
             )
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():

@@ -32,12 +32,13 @@ def child_environment(
     threads: int,
     root: Path,
     arch: str | None = None,
+    cure: Mapping[str, str] | None = None,
     inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Variables for one child, which sees `gpu` alone (None: no GPU).
 
     Known faults of the GPU's architecture are routed around (core/hardware/faults.py); `arch` names it for a spare,
-    which sees no GPU yet.
+    which sees no GPU yet. `cure`: variables without which the self-test of the device found a fault.
 
     `threads` is how many CPU threads it may use, always set, because the order of floating point sums, and with it a
     resume to the bit, depends on their number.
@@ -62,4 +63,4 @@ def child_environment(
     if kind != "prepare":
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
-    return visible_env(routed.environment, gpu)
+    return visible_env(routed.environment | dict(cure or {}), gpu)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import EftError, SpecError
+from core.hardware.selftest import Verdict
 from core.jobs import adjust
 from core.jobs.claims import Claim
 from core.plan import compatibility
@@ -42,8 +43,11 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
     )
 
 
-def run_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> RunOrder:
-    """Raises ModelGone, or another EftError for data that is not there or not allowed."""
+def run_order(
+    claim: Claim, settings: Settings, layout: Layout, held_at: float, selftest: Verdict | None = None
+) -> RunOrder:
+    """`selftest`: what is known of the slot's device. Raises ModelGone, or another EftError for data that is not there
+    or not allowed."""
     spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted)
     refused = compatibility.check(spec, preview=claim.kind == "preview")
     if refused:
@@ -79,6 +83,7 @@ def run_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) 
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
+        selftest=None if selftest is None else selftest.model_dump(mode="json"),
     )
 
 

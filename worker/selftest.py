@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,6 +35,8 @@ log = logging.getLogger("eft.worker")
 
 MAX_CRASHES = 6
 """Parts that may take their process with them before the device is given up."""
+OPENING_SECONDS = 120.0
+"""For a child to import torch and to open the device, whatever is given to one part: a busy box takes its time."""
 LOOK_SECONDS = 0.05
 KILL_SECONDS = 30.0
 SOURCES = ("core/train/selftest", "core/train/kernels", "core/train/loss", "core/train/attention", "core/train/quant")
@@ -54,6 +57,10 @@ class Device:
     @property
     def arch(self) -> str:
         return "cpu" if self.gpu is None else self.gpu.arch
+
+    @property
+    def where(self) -> str:
+        return "cpu" if self.gpu is None else "gpu"
 
     @property
     def name(self) -> str:
@@ -85,14 +92,18 @@ def remembered(device: Device, node: str, cache: Path) -> Verdict | None:
     return found if found is not None and found.key == key else None
 
 
-def examine(device: Device, node: str, cache: Path, seconds: float) -> Verdict:
+class Stopped(Exception):
+    """The worker leaves before the self-test is done."""
+
+
+def examine(device: Device, node: str, cache: Path, seconds: float, stopped: threading.Event | None = None) -> Verdict:
     """Try every part, each at most `seconds` long, and remember the verdict. Never raises for what the device does;
-    OSError when a child cannot be started or the disk cannot be written."""
+    OSError when a child cannot be started or the disk cannot be written, Stopped when that is set."""
     began = time.monotonic()
     key = key_of(device)
     folder = selftest.folder(cache)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    trial = _Trial(device, folder / f".{_safe(node)}-{key}.journal", seconds)
+    trial = _Trial(device, folder / f".{_safe(node)}-{key}.journal", seconds, stopped or threading.Event())
     parts, fault = trial.run(dict(device.environment))
     environment: dict[str, str] = {}
     cured: dict[str, str] = {}
@@ -123,6 +134,7 @@ def examine(device: Device, node: str, cache: Path, seconds: float) -> Verdict:
         _forget_older(folder, verdict)
         selftest.write(_path(cache, node, key), verdict)
     trial.journal.unlink(missing_ok=True)
+    trial.output.unlink(missing_ok=True)
     return verdict
 
 
@@ -132,7 +144,8 @@ def _remedy(device: Device, parts: Mapping[str, Part]) -> dict[str, str]:
     amd = device.arch.startswith("gfx") if row is None else row.vendor == "amd"
     if not amd or not any(name.startswith(PRODUCTS) for name in _bad(parts)):
         return {}
-    return {name: value for name, value in faults.NO_HIPBLASLT.items() if device.environment.get(name) != value}
+    # What the operator has set stays; where it is ours already there is nothing left to try.
+    return {name: value for name, value in faults.NO_HIPBLASLT.items() if name not in device.environment}
 
 
 def _bad(parts: Mapping[str, Part]) -> set[str]:
@@ -142,8 +155,8 @@ def _bad(parts: Mapping[str, Part]) -> set[str]:
 class _Trial:
     """The children of one device, and the journal they write."""
 
-    def __init__(self, device: Device, journal: Path, seconds: float) -> None:
-        self.device, self.journal, self.seconds = device, journal, seconds
+    def __init__(self, device: Device, journal: Path, seconds: float, stopped: threading.Event) -> None:
+        self.device, self.journal, self.seconds, self.stopped = device, journal, seconds, stopped
         self.output = journal.with_suffix(".log")
         self.about: dict[str, str] = {}
 
@@ -168,8 +181,7 @@ class _Trial:
         return parts, f"{len(crashed)} parts took their process with them ({', '.join(crashed)})"
 
     def _child(self, environment: Mapping[str, str], without: Iterable[str]) -> _End:
-        where = "cpu" if self.device.gpu is None else "gpu"
-        command = [sys.executable, "-m", "core.train.selftest", str(self.journal), "--device", where]
+        command = [sys.executable, "-m", "core.train.selftest", str(self.journal), "--device", self.device.where]
         command += ["--without", ",".join(without)]
         with self.output.open("wb") as output:
             child = subprocess.Popen(
@@ -179,16 +191,22 @@ class _Trial:
         size, last = 0, time.monotonic()
         try:
             while child.poll() is None:
-                time.sleep(LOOK_SECONDS)
+                if self.stopped.wait(LOOK_SECONDS):
+                    raise Stopped
                 now = self.journal.stat().st_size
                 if now != size:
                     size, last = now, time.monotonic()
-                elif time.monotonic() - last > self.seconds:
+                elif (silent := time.monotonic() - last) > self.seconds and (
+                    silent > OPENING_SECONDS or self._opened()
+                ):
                     return self._hung(child)
         finally:
             if child.returncode is None:
                 processes.kill_session(child.pid)
         return _End("crashed", _ended(child.returncode))
+
+    def _opened(self) -> bool:
+        return any(line.get("begin", "import") not in OPENING for line in _lines(self.journal)[1:])
 
     def _hung(self, child: subprocess.Popen[bytes]) -> _End:
         processes.kill_session(child.pid)
@@ -255,6 +273,7 @@ def _matters(name: str) -> bool:
     return name in known or bool(re.match(r"^(HSA|HIPBLASLT|ROCBLAS|TORCH|NVIDIA|PYTORCH|EFT_KERNELS)", name))
 
 
+@cache
 def _sources() -> str:
     digest = hashlib.sha256((HOME / "core/hardware/selftest.py").read_bytes())
     for folder in SOURCES:
@@ -264,6 +283,7 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+@cache
 def _torch() -> str:
     try:
         return version("torch")
@@ -324,6 +344,7 @@ class SelfTests:
         self._devices = {device.slot: device for device in devices}
         self._node, self._cache, self._seconds = node, cache, seconds
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._verdicts: dict[str, Verdict] = {}
         if not self.off:
             for alike in self._alike():
@@ -342,6 +363,10 @@ class SelfTests:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def stop(self) -> None:
+        """End what is being tried; nothing of it counts."""
+        self._stopped.set()
 
     @property
     def complete(self) -> bool:
@@ -398,11 +423,18 @@ class SelfTests:
     def _examine(self, alike: list[Device], learned: Callable[[], None]) -> None:
         device = alike[0]
         try:
-            verdict = examine(device, self._node, self._cache, self._seconds)
+            verdict = examine(device, self._node, self._cache, self._seconds, self._stopped)
+        except Stopped:
+            return
         except OSError as error:
             log.error("slot %s: its self-test could not be made: %s", device.slot, error)
             verdict = _untried(device, self._node, f"its self-test could not be made: {error}")
         self._set(alike, verdict)
+        log.log(
+            logging.INFO if verdict.ok else logging.WARNING,
+            "slot %s: self-test of %d parts in %.1f s: %s",
+            device.slot, len(verdict.parts), verdict.seconds, verdict.refused or "; ".join(verdict.told) or "all right",
+        )  # fmt: skip
         learned()
 
     def _set(self, alike: list[Device], verdict: Verdict) -> None:

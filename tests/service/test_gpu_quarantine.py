@@ -50,6 +50,7 @@ def settings(tmp_path: Path, used: Path) -> Settings:
         sweep_seconds=0.2,
         relay_seconds=0.1,
         spare=False,
+        selftest_seconds=0,  # there is no such card
     )
 
 

@@ -16,6 +16,7 @@ from core import HOME
 from core.db.tables import Attempt, Job
 from core.jobs.finish import Succeeded
 from core.settings import Settings
+from tests.support import selftest
 from tests.support.client import eft
 from worker.agent import Agent
 
@@ -52,6 +53,7 @@ def work(api: Any, tiny: Path) -> None:
     settings = Settings(
         data=api.root, database_url=api.database_url, node="box", model_roots=(tiny.parent,), spare=False
     )
+    selftest.lay(api.root, "box")
     agent = Agent(settings)
     agent.start(lambda _: None, lambda: 0)
     try:

@@ -30,6 +30,7 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
+from tests.support import selftest
 from tests.support.service import wait_for
 from worker import node
 from worker.agent import Agent
@@ -71,6 +72,7 @@ class Box:
         self.model = models / "tiny"
         self.layout = Layout(self.settings.root)
         self.layout.create()
+        selftest.lay(self.settings.root, "box")
         self.database = Database(self.settings.sqlalchemy_url)
         self.agents: list[Agent] = []
         self.rings: list[str] = []

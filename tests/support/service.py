@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tests.support import selftest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 SHORT = {
@@ -51,6 +53,7 @@ class Service:
 
     def start(self) -> Service:
         key_file = self.folder / "key"
+        selftest.lay(self.data, self.environment["EFT_NODE"], inherited=self.environment)
         with (self.folder / "up.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "box.up", "--port", "0", "--key-file", str(key_file)],

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from core.train.attention.positions import known
+from core.train.attention.segments import apart, varlen
 from core.train.batch import Batch
 
 NAME = "eft_packed"
@@ -92,37 +93,4 @@ def attend(
     if Varlen.works and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
         assert cu_seq_lens_q is not None and max_length_q is not None
         return varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    groups = query.shape[1] // key.shape[1]
-    shared = groups > 1 and query.device.type == "cpu"  # elsewhere SDPA's fast kernels take as many heads of each
-    if groups > 1 and not shared:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    sizes = list(segments)
-    parts = [
-        nn.functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=shared
-        )
-        for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-def varlen(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
-) -> Tensor:
-    """As `attend`, all rows in one call of PyTorch's flash attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
+    return apart(query, key, value, segments, scaling, dropout), None

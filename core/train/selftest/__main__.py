@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     given = parser.parse_args(arguments)
     await_order()
+    logging.disable(logging.WARNING)  # the last line of the log is for the driver, should it have something to say
     tell = _journal(given.journal)
     tell(begin="import")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

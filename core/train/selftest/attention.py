@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.hardware.selftest import ATTENTION, Attention
-from core.train.attention import packed
+from core.train.attention.segments import apart, varlen
 from core.train.selftest.measure import DTYPES, Check, Measured, Unavailable, difference, draw, rounded, rounding
 
 HEADS, SHARED, WIDTH = 4, 2, 64
@@ -130,7 +130,7 @@ def _only(backend: Attention, device: torch.device) -> Iterator[None]:
 def _segments(dtype: str, device: torch.device) -> Measured:
     """Rows end to end, each by itself, by whatever backend torch takes."""
     leaves, exact, above = _inputs(dtype, device, rows=1)
-    found, _ = packed.attend(nn.Module(), *leaves, None, segments=LENGTHS)
+    found = apart(leaves[0], leaves[1], leaves[2], LENGTHS, None)
     wanted = exact_attention(*exact, _apart())
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)
 
@@ -140,7 +140,7 @@ def _varlen(dtype: str, device: torch.device) -> Measured:
     leaves, exact, above = _inputs(dtype, device, rows=1)
     boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     try:
-        found = packed.varlen(*leaves, boundaries, max(LENGTHS), None)
+        found = varlen(leaves[0], leaves[1], leaves[2], boundaries, max(LENGTHS), None)
     except (ImportError, NotImplementedError) as error:
         raise Unavailable(str(error).splitlines()[0]) from error
     wanted = exact_attention(*exact, _apart())

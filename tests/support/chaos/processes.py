@@ -21,7 +21,7 @@ from pathlib import Path
 import psycopg
 
 from box import broker
-from tests.support import postgres
+from tests.support import postgres, selftest
 
 ROOT = Path(__file__).resolve().parents[3]
 RESTART_SECONDS = 0.3
@@ -200,6 +200,8 @@ class Installation:
         }
         if self.postgres is not None:
             self.environment["EFT_DATABASE_URL"] = self.postgres.url
+        for name in ("a", "b"):
+            selftest.lay(self.data, f"node-{name}", inherited=self.environment)
         self.key = ""
         broker.prepare(self.socket.parent, self.socket)
         self.broker = self._member("broker", broker.command(self.socket.parent, self.socket))
