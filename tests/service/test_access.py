@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from eft.config import write_config
 from sqlalchemy import select, update
 from typer.testing import CliRunner
 
-from api.auth import keys
+from api.auth import keys, people
 from api.auth.last_use import LastUse
 from api.auth.policy import Role, Scope, widest
 from api.auth.service import authenticate
 from api.events.router import while_allowed
 from core.db.engine import db_now
-from core.db.tables import ApiKey, Audit, Job
+from core.db.tables import ApiKey, Audit, Job, Project, User
+from core.errors import Conflict
 from core.jobs.submit import submit
 from tests.support.client import eft
 from tests.support.world import MODEL, Caller, World, world
@@ -327,6 +330,30 @@ def test_somebody_always_looks_after_it(here: World, boss: Caller) -> None:
     for change in ({"box_admin": False}, {"disabled": True}):
         assert code(here.ask("PATCH", f"/users/{boss.name}", boss.key, json=change), 409) == "last_admin"
     ok(here.ask("PATCH", "/users/root", boss.key, json={"box_admin": True}))
+
+
+def test_two_admins_cannot_remove_one_another(here: World) -> None:
+    """At the same moment, in two connections: one of them stays."""
+    with here.database.write() as session:
+        project = people.add_project(session, None, here.fresh("duel"))
+        duellists = [people.add_user(session, None, here.fresh("duellist")) for _ in range(2)]
+        for user in duellists:
+            people.set_member(session, None, project.id, user, Role.ADMIN)
+    together = threading.Barrier(2)
+
+    def remove(user: User) -> str:
+        try:
+            with here.database.write() as session:
+                if not here.database.is_sqlite:  # which lets one writer in at a time: the other waits before this
+                    session.execute(select(Project.id))
+                    together.wait(10)
+                people.remove_member(session, None, project.id, user)
+                return "removed"
+        except Conflict as error:
+            return error.code
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(remove, duellists)) == ["last_admin", "removed"]
 
 
 def test_a_disabled_user_is_out_and_can_come_back(here: World, boss: Caller, member: Caller) -> None:

@@ -128,6 +128,20 @@ def test_it_is_served(sqlite_api: Any, document: dict[str, Any]) -> None:
 
 def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any]) -> None:
     """Replies are made by hand for speed; here they are held to the models that the document is made of."""
+    from api.auth.schemas import (
+        AuditPage,
+        KeyPage,
+        KeyView,
+        Me,
+        MemberList,
+        MemberRemoved,
+        MemberView,
+        NewKeyView,
+        ProjectList,
+        ProjectView,
+        UserList,
+        UserView,
+    )
     from api.events.router import EventPage
     from api.files.schemas import FilePage, FileView
     from api.health import Readiness, Version
@@ -139,7 +153,22 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
     job = sqlite_api.submit(data=file["id"])
     with sqlite_api.database.write() as session:
         nodes.register(session, "shown", "worker-x", "0.1.0", [{"id": "cpu", "kind": "cpu"}], [])
+    user = http.post("/users", json={"name": "shown"}).json()
+    key = http.post("/keys", json={"expires_in_days": 1}).json()
+    member = "/projects/lab/members/shown"
     checked = {
+        Me: http.get("/me").json(),
+        UserView: user,
+        UserList: http.get("/users").json(),
+        ProjectView: http.post("/projects", json={"name": "shown"}).json(),
+        ProjectList: http.get("/projects").json(),
+        MemberView: http.put(member, json={"role": "viewer"}).json(),
+        MemberList: http.get("/projects/lab/members").json(),
+        MemberRemoved: http.delete(member).json(),
+        NewKeyView: key,
+        KeyView: http.delete(f"/keys/{key['id']}").json(),
+        KeyPage: http.get("/keys").json(),
+        AuditPage: http.get("/audit").json(),
         NodeList: http.get("/nodes").json(),
         NodeView: http.post("/nodes/shown/drain").json(),
         FileView: file,
