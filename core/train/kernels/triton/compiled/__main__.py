@@ -36,7 +36,7 @@ def main() -> int:
     from core.train.kernels.triton.compiled import build
 
     began = time.monotonic()
-    rows, compiled = build.rows(None if arguments.no_cache else arguments.cache, arguments.processes)
+    rows, compiled = build.rows(None if arguments.no_cache else _usable(arguments.cache), arguments.processes)
     took = time.monotonic() - began
     print(f"{len(rows)} forms for {len(table.TARGETS)} targets, {compiled} of them compiled now, {took:.1f} s")
     wrong = [fault for row in rows for fault in table.faults(row)]
@@ -51,6 +51,15 @@ def main() -> int:
     if wrong and changed and not arguments.write:
         print("If that is meant: run this with --write, then `make docs`, and commit both.", file=sys.stderr)
     return int(bool(wrong))
+
+
+def _usable(cache: Path) -> Path | None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"nothing is kept for the next time: {error}", file=sys.stderr)
+        return None
+    return cache
 
 
 def _triton() -> str | None:
