@@ -12,7 +12,6 @@ is the card's in some versions, so it is not enough for a name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,29 +56,19 @@ def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:
     except OSError as error:
         found.notes.append(f"{nodes} cannot be read: {error.strerror}")
         return found
-    cards: list[tuple[Path, dict[str, int]]] = []
+    nodes_found: list[_Node] = []
     for node in names:
         try:
             if int((node / "gpu_id").read_text().strip() or "0") == 0:
                 continue  # a CPU
-            cards.append((node, _pairs((node / "properties").read_text())))
+            nodes_found.append(_Node(node, _pairs((node / "properties").read_text()), sysfs))
         except PermissionError:
             # The kernel hides a node from a container that was not given its device; HIP does not count it either.
             found.notes.append(f"KFD node {node.name}: not readable; this container or user was not given that GPU")
         except (OSError, ValueError) as error:
             found.notes.append(f"KFD node {node.name}: {error}")
-    sockets = Counter(_slot(properties) for _, properties in cards)
-    serials = Counter(properties.get("unique_id", 0) for _, properties in cards)
-    for node, properties in cards:
-        gpu = _gpu(len(found.gpus), node, properties, sysfs, sockets[_slot(properties)])
-        if gpu.partition is not None:
-            first = next(other for _, other in cards if _slot(other) == _slot(properties))
-            same = serials[properties.get("unique_id", 0)] > 1
-            gpu = replace(
-                gpu,
-                uuid=f"{gpu.uuid}-{gpu.partition}" if same else gpu.uuid,
-                name=_partition_name(gpu, sysfs / "class/drm" / _render(first) / "device", sockets[_slot(properties)]),
-            )
+    for one in nodes_found:
+        gpu = _gpu(len(found.gpus), one, [other for other in nodes_found if other.place == one.place])
         for device in (dev / "kfd", dev / "dri" / gpu.render):
             if (why := access.refusal(device, sysfs.parent, environ)) is not None:
                 found.excluded.append(Excluded(replace(gpu, index=-1), f"{device} {why}"))
@@ -89,59 +78,79 @@ def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:
     return found
 
 
-def _render(properties: Mapping[str, int]) -> str:
-    return f"renderD{properties.get('drm_render_minor', 0)}"
+class _Node:
+    """A GPU's node, with its render node's device."""
+
+    def __init__(self, folder: Path, properties: dict[str, int], sysfs: Path) -> None:
+        self.folder, self.properties = folder, properties
+        self.render = f"renderD{properties.get('drm_render_minor', 0)}"
+        self.device = sysfs / "class/drm" / self.render / "device"
+        self.location = properties.get("location_id", 0)
+        self.place = properties.get("domain", 0), self.location & 0xFFF8
+        """PCI domain, bus and slot: what partitions of one card share."""
+        self.whole = (self.device / "mem_info_vram_total").exists()
+        """A PCI device, of a card or of its first partition; the other partitions have a platform device."""
 
 
-def _partition_name(gpu: Gpu, first: Path, siblings: int) -> str:
-    """`first`: the device of the card's first partition, which alone has the card's files."""
-    modes = [text(first / f"current_{what}_partition") for what in ("compute", "memory")]
-    how = f" ({', '.join(mode for mode in modes if mode)})" if any(modes) else ""
-    return f"{text(first / 'product_name') or gpu.name}, partition {gpu.partition} of {siblings}{how}"
+def _partition(one: _Node, siblings: list[_Node]) -> int | None:
+    """Which part of its card a node is; None for a whole one. (Virtual functions of one slot are whole ones.)"""
+    modes = {text(other.device / "current_compute_partition") for other in siblings} - {None, "", "SPX"}
+    number = one.location >> 28 & 0xF or one.location & 0x7
+    if not modes and all(other.whole for other in siblings):
+        return None
+    if not modes and len(siblings) == 1 and number == 0:
+        return None  # its memory is told nowhere, and no more than that is odd
+    numbers = [other.location >> 28 & 0xF or other.location & 0x7 for other in siblings]
+    return number if len(set(numbers)) == len(numbers) else siblings.index(one)
 
 
-def _slot(properties: Mapping[str, int]) -> tuple[int, int]:
-    """(PCI domain, bus and slot): what partitions of one card share."""
-    return properties.get("domain", 0), properties.get("location_id", 0) & 0xFFF8
-
-
-def _gpu(index: int, node: Path, properties: dict[str, int], sysfs: Path, siblings: int) -> Gpu:
-    render = _render(properties)
-    device = sysfs / "class/drm" / render / "device"
+def _gpu(index: int, one: _Node, siblings: list[_Node]) -> Gpu:
+    """`siblings`: the nodes at its place, itself among them."""
+    properties, device = one.properties, one.device
     arch = gfx_name(properties.get("gfx_target_version", 0))
     row = lookup(arch)
-    location = properties.get("location_id", 0)
-    partition = (location >> 28 & 0xF or location & 0x7) if siblings > 1 else None
-    bus, slot, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 0x7
-    bdf = f"{properties.get('domain', 0):04x}:{bus:02x}:{slot:02x}.{partition or function}"
+    partition = _partition(one, siblings)
+    bus, slot, function = one.location >> 8 & 0xFF, one.location >> 3 & 0x1F, one.location & 0x7
+    bdf = f"{properties.get('domain', 0):04x}:{bus:02x}:{slot:02x}.{function if partition is None else partition}"
     serial = properties.get("unique_id", 0)
+    uuid = f"GPU-{serial:016x}" if serial else f"BDF-{bdf}"
     integrated = row.integrated if row else properties.get("cpu_cores_count", 0) > 0
+    name = text(device / "product_name") or (f"AMD {arch}: {row.examples}" if row else f"AMD {arch}")
     return Gpu(
         index=index,
         vendor="amd",
-        uuid=f"GPU-{serial:016x}" if serial else f"BDF-{bdf}",
+        uuid=uuid if partition is None else f"{uuid}-{partition}",
         bdf=bdf,
-        name=text(device / "product_name") or (f"AMD {arch}: {row.examples}" if row else f"AMD {arch}"),
+        name=name if partition is None else _partition_name(name, partition, siblings),
         arch=arch,
-        memory_bytes=_memory(node, device, integrated=integrated, partition=partition),
+        memory_bytes=_memory(one, integrated=integrated, partition=partition),
         integrated=integrated,
         compute_units=properties.get("simd_count", 0) // max(1, properties.get("simd_per_cu", 1)),
         partition=partition,
-        render=render,
-        kfd_id=_number(node / "gpu_id"),
-        node=int(node.name),
+        render=one.render,
+        kfd_id=_number(one.folder / "gpu_id"),
+        node=int(one.folder.name),
     )
 
 
-def _memory(node: Path, device: Path, *, integrated: bool, partition: int | None) -> int:
+def _partition_name(name: str, partition: int, siblings: list[_Node]) -> str:
+    """The card's files are with its first partition alone."""
+    first = siblings[0].device
+    modes = [mode for what in ("compute", "memory") if (mode := text(first / f"current_{what}_partition"))]
+    how = f" ({', '.join(modes)})" if modes else ""
+    of = f" of {len(siblings)}" if len(siblings) > 1 else ""
+    return f"{text(first / 'product_name') or name}, partition {partition}{of}{how}"
+
+
+def _memory(one: _Node, *, integrated: bool, partition: int | None) -> int:
     """Bytes that programs may use; 0 when nobody says."""
     total = 0
-    if partition is None:  # the card's file says the whole card's, on the first partition's render node too
+    if partition is None:  # the card's file says the whole card's, with the first partition too
         # An integrated GPU has no memory of its own beyond what the firmware sets aside; it may use main memory (GTT).
         heaps = ("mem_info_vram_total", "mem_info_gtt_total") if integrated else ("mem_info_vram_total",)
-        total = sum(_number(device / heap) for heap in heaps)
+        total = sum(_number(one.device / heap) for heap in heaps)
     if total == 0:
-        banks = sorted((node / "mem_banks").glob("*/properties"))
+        banks = sorted((one.folder / "mem_banks").glob("*/properties"))
         sizes = [_pairs(text(bank) or "") for bank in banks]
         total = sum(bank.get("size_in_bytes", 0) for bank in sizes if bank.get("heap_type") in FRAME_BUFFER)
     return total

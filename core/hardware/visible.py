@@ -37,8 +37,8 @@ class Gpu:
     """HIP's or nvidia-smi's ordinal."""
     vendor: Literal["amd", "nvidia"]
     uuid: str
-    """`GPU-…`, or `MIG-…` for a slice of NVIDIA's, unique in the world; `GPU-…-3` for a partition of AMD's whose
-    driver gives it the card's own; `BDF-…`, unique on this box only, for a card that has no serial number."""
+    """`GPU-…`, or `MIG-…` for a slice of NVIDIA's, unique in the world; `GPU-…-3` for a partition of AMD's, since
+    some drivers give it the card's own; `BDF-…`, unique on this box only, for a card that has no serial number."""
     bdf: str
     """PCI address, `0000:03:00.0`."""
     name: str

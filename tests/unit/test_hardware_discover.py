@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -87,6 +88,36 @@ def test_laptop_igpu_only_when_asked(tmp_path: Path) -> None:
     box = look(root)
     assert box.gpus == [] and "12 compute units" in box.notes[0]
     assert [gpu.arch for gpu in look(root, gpus=[0]).gpus] == ["gfx1103"]
+
+
+def test_partitions_have_names_of_their_own(tmp_path: Path) -> None:
+    root = unpack("mi300x-cpx", tmp_path)
+    assert [gpu.uuid for gpu in look(root).gpus] == [f"GPU-1f0c9a7b5533e201-{number}" for number in range(8)]
+    # A container with the fourth of them alone: the same name, memory and place, and HIP counts from 0.
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    for node in (1, 2, 3, 5, 6, 7, 8):
+        shutil.rmtree(nodes / str(node))
+    (root / "bin/amd-smi").unlink()
+    (gpu,) = look(root).gpus
+    assert (gpu.index, gpu.uuid, gpu.bdf) == (0, "GPU-1f0c9a7b5533e201-3", "0000:0c:00.3")
+    assert gpu.partition == 3 and gpu.memory_bytes == 24 << 30 and gpu.name.endswith(", partition 3")
+
+
+def test_a_kernel_that_does_not_number_partitions(tmp_path: Path) -> None:
+    root = unpack("mi300x-cpx", tmp_path)
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        file.write_text(re.sub(r"location_id 30\d\d", "location_id 3072", file.read_text()))
+    (root / "bin/amd-smi").unlink()
+    assert [gpu.partition for gpu in look(root).gpus] == list(range(8))
+    assert len({gpu.uuid for gpu in look(root).gpus}) == 8
+
+
+def test_virtual_functions_in_one_slot_are_whole_gpus(tmp_path: Path) -> None:
+    root = unpack("mi250x", tmp_path)
+    (root / "bin/amd-smi").unlink()
+    properties = root / "sys/class/kfd/kfd/topology/nodes/2/properties"
+    properties.write_text(properties.read_text().replace("location_id 50688", "location_id 49409"))
+    assert [(gpu.bdf, gpu.partition) for gpu in look(root).gpus] == [("0000:c1:00.0", None), ("0000:c1:00.1", None)]
 
 
 def test_unknown_architecture_is_served_and_said(tmp_path: Path) -> None:
