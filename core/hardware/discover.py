@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.hardware import access, kfd, nvidia, rocm, tools
+from core.hardware import access, faults, kfd, nvidia, rocm, tools
 from core.hardware.arch import lookup
 from core.hardware.kfd import Found
 from core.hardware.visible import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
@@ -82,6 +82,8 @@ def discover(
             else:
                 chosen.append(gpu)
     for gpu in chosen:
+        if why := _hopeless(gpu):
+            notes.append(f"GPU {gpu.index} ({gpu.name}): served because --gpus names it, and {why}")
         if lookup(gpu.arch) is None:
             notes.append(
                 f"GPU {gpu.index} ({gpu.name}): {gpu.arch} is not in the table of architectures; no bf16 there"
@@ -137,6 +139,8 @@ def _unfit(gpu: Gpu, among: list[Gpu]) -> str | None:
     """Why a GPU that nobody asked for is not served. None: it is."""
     if gpu.vendor == "nvidia":
         return None
+    if why := _hopeless(gpu):
+        return why
     if 0 < gpu.compute_units <= TINY_COMPUTE_UNITS:
         return f"it has {gpu.compute_units} compute units and is made for a screen"
     if not gpu.integrated:
@@ -146,3 +150,7 @@ def _unfit(gpu: Gpu, among: list[Gpu]) -> str | None:
     if gpu.arch not in WORTH_SERVING and gpu.compute_units < LARGE_APU_COMPUTE_UNITS:
         return f"it is integrated, with {gpu.compute_units} compute units"
     return None
+
+
+def _hopeless(gpu: Gpu) -> str | None:
+    return next((f"{fault.what} ({fault.key})" for fault in faults.known(gpu.arch) if fault.hopeless), None)

@@ -66,6 +66,8 @@ class KnownFault:
     """Options that are taken out of torch's allocator variables."""
     limits: Limits = NO_LIMITS
     """What the trainer keeps to."""
+    hopeless: bool = False
+    """There is no way around: such a card is left out, and trains only when somebody names it."""
     lifted_by: Mapping[str, str] = field(default_factory=dict)
     """Variables under which the fault cannot strike and `limits` does not hold."""
 
@@ -160,7 +162,8 @@ FAULTS = (
         "gradients are wrong while forward results are right, in three builds of PyTorch",
         "wrong numbers",
         ("https://github.com/unslothai/unsloth/pull/8412",),
-        "an integrated GPU, left out unless --gpus names it; do not train on it",
+        "none: left out unless --gpus names it",
+        hopeless=True,
     ),
     KnownFault(
         "attention-opt-in",

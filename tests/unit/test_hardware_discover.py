@@ -90,6 +90,18 @@ def test_laptop_igpu_only_when_asked(tmp_path: Path) -> None:
     assert [gpu.arch for gpu in look(root, gpus=[0]).gpus] == ["gfx1103"]
 
 
+def test_a_gpu_that_computes_wrongly_is_served_only_by_name(tmp_path: Path) -> None:
+    root = unpack("strix-halo", tmp_path)
+    (root / "bin/amd-smi").unlink()
+    properties = root / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    properties.write_text(properties.read_text().replace("gfx_target_version 110501", "gfx_target_version 100303"))
+    box = look(root)
+    assert box.gpus == [] and "left out, gradients are wrong" in box.notes[0] and "--gpus 0" in box.notes[0]
+    box = look(root, gpus=[0])
+    assert [gpu.arch for gpu in box.gpus] == ["gfx1033"]
+    assert "served because --gpus names it, and gradients are wrong" in box.notes[0]
+
+
 def test_partitions_have_names_of_their_own(tmp_path: Path) -> None:
     root = unpack("mi300x-cpx", tmp_path)
     assert [gpu.uuid for gpu in look(root).gpus] == [f"GPU-1f0c9a7b5533e201-{number}" for number in range(8)]

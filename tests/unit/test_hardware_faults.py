@@ -9,6 +9,7 @@ import pytest
 from core.hardware import faults
 from core.hardware.arch import ROWS, lookup
 from core.hardware.discover import Gpu
+from core.hardware.precision import TF32
 from worker.environment import child_environment
 
 KEYS = {
@@ -40,6 +41,24 @@ def test_row(fault: faults.KnownFault) -> None:
     assert fault.sources and all(source.startswith("https://github.com/") for source in fault.sources)
     assert fault.what and fault.route
     assert all(arch == "amd" or lookup(arch) for arch in fault.arches)
+
+
+ELSEWHERE = {
+    "sgemm-gfx1151": "the self-test multiplies in fp32",
+    "bitsandbytes-fused-4-bit": "its kernels are not used",
+    "tf32-drops-alpha": "TF32 is not among what precision.TF32 lists",
+}
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.key)
+def test_every_way_around_has_an_effect(fault: faults.KnownFault) -> None:
+    ours = bool(fault.set or fault.drop or fault.hopeless) or fault.limits != faults.NO_LIMITS
+    assert ours is (fault.key not in ELSEWHERE)
+
+
+def test_no_tf32_where_it_is_wrong() -> None:
+    (row,) = (fault for fault in faults.FAULTS if fault.key == "tf32-drops-alpha")
+    assert not set(row.arches) & TF32
 
 
 def test_no_key_twice_and_no_variable_with_two_values() -> None:
