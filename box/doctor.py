@@ -162,8 +162,8 @@ def _record(path: Path, seconds: float) -> int:
     except OSError as error:
         print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"{path}: {len(made.files)} files, {len(made.tools)} answers of programs. Serial numbers are hashed; read it")
-    print("before you send it.")
+    print(f"{path}: written (files: {len(made.files)}, answers of programs: {len(made.tools)}).")
+    print("Serial numbers are hashed; read it before you send it (docs/hardware.md).")
     return 0
 
 
