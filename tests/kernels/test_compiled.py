@@ -70,6 +70,11 @@ def test_a_row_is_compiled_once_and_anew_when_it_changes_or_is_damaged(found: di
     assert row["warps"] == 1 and row["waves"] == 8 and row["spills"] == row["scratch"] == row["matrix"] == 0
 
 
+def test_two_cases_of_one_form_have_a_row_each(found: dict[str, Any]) -> None:
+    one, other = found["twice"]["registers"]
+    assert one == other > 0 and found["twice"]["compiled"] == 2
+
+
 def test_tensors_without_memory_are_launched_as_real_ones_are(found: dict[str, Any]) -> None:
     for forms in found["forms"].values():
         for name in ("nf4", "loss"):

@@ -71,6 +71,10 @@ def main() -> None:
         rows, _ = build.rows(None, 1, [target], [Case("too much", lambda: _launch(8_192))])
         found[f"greedy.{target}"] = {"rows": [asdict(row) for row in rows], "faults": table.faults(rows[0])}
 
+    twice = [Case(name, lambda: _launch(64)) for name in ("one form", "the same form")]
+    rows, made = build.rows(None, 1, ["sm_90"], twice)
+    found["twice"] = {"compiled": made, "registers": [row.vgprs for row in rows]}
+
     modest = [Case("modest", lambda: _launch(256))]
     first, made = build.rows(cache, 1, ["gfx942"], modest)
     second, again = build.rows(cache, 1, ["gfx942"], modest)

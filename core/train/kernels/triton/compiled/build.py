@@ -79,9 +79,14 @@ def _compile_at(at: int) -> Row:
 
 @contextlib.contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    """Triton with a cache of its own that is thrown away, and ptxas telling what it did."""
-    with tempfile.TemporaryDirectory(prefix="eft-triton-") as folder, knobs.cache.scope(), knobs.nvidia.scope():
-        knobs.cache.dir = folder
+    """Triton with a cache of its own, never read and thrown away, and ptxas telling what it did."""
+    with contextlib.ExitStack() as stack:
+        for group in (knobs.cache, knobs.compilation, knobs.nvidia):
+            stack.enter_context(group.scope())
+        knobs.cache.dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="eft-triton-"))
+        knobs.compilation.always_compile = (
+            True  # for what is taken from a cache ptxas tells nothing
+        )
         knobs.nvidia.dump_ptxas_log = True
         yield
 
