@@ -84,9 +84,7 @@ def _fresh_compiler() -> Iterator[None]:
         for group in (knobs.cache, knobs.compilation, knobs.nvidia):
             stack.enter_context(group.scope())
         knobs.cache.dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="eft-triton-"))
-        knobs.compilation.always_compile = (
-            True  # for what is taken from a cache ptxas tells nothing
-        )
+        knobs.compilation.always_compile = True  # for what is taken from a cache ptxas tells nothing
         knobs.nvidia.dump_ptxas_log = True
         yield
 
