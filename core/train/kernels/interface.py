@@ -28,7 +28,8 @@ Part = Literal["dequantize", "gemv", "loss"]
 """What is chosen by itself: unpacking, the product of few rows, the loss over a chunk of logits."""
 
 FEW_ROWS = 8
-"""Of x, at most, that are multiplied with the packed weight as it is."""
+"""Of x, at most, that are multiplied with the packed weight as it is: their sums fit into registers. With more, the
+matrix units of a BLAS are the better way."""
 _vetoes: dict[tuple[Backend, Part], str] = {}
 
 

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from core.train.kernels.interface import FEW_ROWS
 from core.train.kernels.triton import int8, nf4
 from core.train.kernels.triton.case import Case
 from core.train.kernels.triton.launch import on, warps
 from core.train.kernels.triton.nf4 import scale_of, values_of
 from core.train.quant.layout import nf4_pairs
 
-MOST_ROWS = 8
-"""Of x: what sums in registers are made for. With more rows the matrix units of a BLAS are the better way."""
 COLUMNS = 4
 """Of y, that is rows of W, a program; half as many with more than four rows of x, whose sums take registers."""
 THREADS = 256
@@ -121,7 +120,7 @@ def _int8(  # type: ignore[no-untyped-def]
 def serves(x: Tensor, format: str) -> bool:
     """Whether `multiply` takes x [m, k]: a row of NF4 has to begin with a whole byte."""
     m, k = x.shape
-    fits = 0 < m <= MOST_ROWS and k > 0 and (k % 2 == 0 or format != "nf4")
+    fits = 0 < m <= FEW_ROWS and k > 0 and (k % 2 == 0 or format != "nf4")
     return fits and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -141,7 +140,8 @@ def multiply(
         "block": block, "aligned": block == GROUP and k % GROUP == 0, "biased": bias is not None,
         "num_warps": warps(THREADS), "num_stages": 1, "enable_fp_fusion": True,
     }  # fmt: skip
-    x, given = x.contiguous(), y if bias is None else bias  # an address that is not read stands for none
+    x, packed = x.contiguous(), packed.contiguous()
+    given = y if bias is None else bias  # an address that is not read stands for none
     grid = (triton.cdiv(n, columns),)
     with on(x):
         if format == "nf4":

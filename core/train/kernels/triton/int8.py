@@ -39,7 +39,7 @@ def dequantize_into(out: Tensor, packed: Tensor, scales: list[Tensor], block: in
     programs = triton.cdiv(n, block * blocks)
     with on(out):
         _dequantize[(programs,)](
-            out, packed, scales[0], programs - 1, n - (programs - 1) * block * blocks,
+            out, packed.contiguous(), scales[0], programs - 1, n - (programs - 1) * block * blocks,
             block=block, blocks=blocks, num_warps=warps(THREADS), num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -12,8 +12,8 @@ import torch
 
 log = logging.getLogger("eft.train.kernels")
 
-OLDEST = (3, 0)
-"""Of Triton: what torch 2.4 and its ROCm builds brought."""
+OLDEST = (3, 2)
+"""Of Triton, what torch 2.6 brought: these kernels have been compiled by 3.2.0, 3.5.1 and 3.9.0."""
 
 
 class Unavailable(Exception):
