@@ -19,24 +19,16 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
 from core.settings import Settings
+from tests.support.hardware import unpack
 from tests.support.service import wait_for
 
 GPUS = 4
-FIXTURE = HOME / "tests" / "unit" / "fixtures" / "hardware" / "mi300x-8.txt"
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A data root with database and broker, and a box with eight GPUs as a file tree."""
-    path: Path | None = None
-    for line in FIXTURE.read_text().splitlines(keepends=True):
-        if line.startswith("==="):
-            path = tmp_path / "box" / line[4:].strip()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        elif path is not None:
-            with path.open("a") as file:
-                file.write(line)
+    unpack("mi300x-8", tmp_path / "box")
     settings = Settings(data=tmp_path / "data")
     settings.root.mkdir()
     database = Database(settings.sqlalchemy_url)

@@ -1,4 +1,4 @@
-"""Boxes as file trees (fixtures/hardware), masks as environments."""
+"""Boxes as file trees (fixtures/machines), masks as environments."""
 
 from __future__ import annotations
 
