@@ -30,8 +30,9 @@ from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.housekeeping import BrokerAway, Housekeeper
 from worker.room import Room
-from worker.selftest import Device, SelfTests
+from worker.selftest import SelfTests
 from worker.spare import Spares
+from worker.trial import Device
 
 log = logging.getLogger("eft.worker")
 

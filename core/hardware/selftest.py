@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from core.hardware.faults import NO_LIMITS, Limits
+
 Status = Literal["passed", "failed", "crashed", "hung", "unavailable"]
 """`failed`: an exception or a difference beyond the tolerance; `crashed`: the process died in it; `hung`: it was killed
 when its time was over."""
@@ -24,6 +26,11 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 Attention = Literal["flash", "efficient", "math", "eager"]
 ATTENTION: tuple[Attention, ...] = ("flash", "efficient", "math", "eager")
 PORTABLE = "portable"
+NARROW = ("lora.r8.", "lora.r16.")
+WIDE_RANK = 64
+"""What narrow operands are padded to where they fault (core/hardware/faults.py: the tile that reads too far)."""
+MANY_ROWS = 1 << 19
+"""Rows up to which a float32 product is right where a larger one is not."""
 
 
 class _Stored(BaseModel):
@@ -85,6 +92,8 @@ class Choice:
     packed_weights: tuple[str, ...] = DTYPES
     """Precisions in which a run over packed weights may compute: without any backend but the portable one."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = NO_LIMITS
+    """Of matrix products, beside those of the table of known faults."""
     refused: str | None = None
     """In words: why nothing may run on this device."""
     told: tuple[str, ...] = ()
@@ -121,14 +130,32 @@ def choose(verdict: Verdict | None) -> Choice:
         refused = "no precision computes rightly: " + "; ".join(
             f"{name} {describe(part)}" for name, part in bad.items()
         )
+    limits = _limits(bad)
+    if limits.rank_multiple > 1:
+        told.append(f"LoRA's ranks are padded with zeros to multiples of {limits.rank_multiple}")
+    if limits.fp32_rows is not None:
+        told.append(f"float32 runs of more than {limits.fp32_rows:,} tokens a forward pass are refused")
     return Choice(
-        precisions, attention, veto, packed_weights, dict(verdict.environment), refused, tuple(dict.fromkeys(told))
+        precisions=precisions,
+        attention=attention,
+        veto=veto,
+        packed_weights=packed_weights,
+        environment=dict(verdict.environment),
+        limits=limits,
+        refused=refused,
+        told=tuple(dict.fromkeys(told)),
     )
 
 
 def _computes(verdict: Verdict, dtype: Dtype) -> bool:
-    """Products, a LoRA's narrow ones and the loss over whole logits (all of it torch's own arithmetic)."""
-    return all(_passed(verdict, f"{what}.{dtype}") for what in ("matmul", "lora.r8", "lora.r16", "loss.logits"))
+    """Products, those of a LoRA that is wide enough, and the loss over whole logits: torch's own arithmetic."""
+    return all(_passed(verdict, f"{what}.{dtype}") for what in ("matmul", "lora.r64", "loss.logits"))
+
+
+def _limits(bad: Mapping[str, Part]) -> Limits:
+    """What products must keep to: of what failed a larger or a smaller form passed."""
+    narrow = any(name.startswith(NARROW) for name in bad)
+    return Limits(fp32_rows=MANY_ROWS if "rows.fp32" in bad else None, rank_multiple=WIDE_RANK if narrow else 1)
 
 
 def _packs(bad: Mapping[str, Part], dtype: Dtype) -> bool:

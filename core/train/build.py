@@ -16,7 +16,7 @@ from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
 from core.train.events import EventWriter
 from core.train.files import remembered_sha256
-from core.train.limits import limits_here, pad_ranks
+from core.train.limits import pad_ranks
 from core.train.load import context_length, load_model, packed_as
 from core.train.placement import Placement
 
@@ -176,7 +176,7 @@ def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
             from core.train.methods.lora import adapt_lora
 
             adapted = adapt_lora(model, spec.method, autocast=placement.autocast is not None)
-            if (multiple := limits_here(placement.arch).rank_multiple) > 1:
+            if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
             return adapted
         case Full():

@@ -11,7 +11,7 @@ from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
 from core.train.data.helpers import HelperKilled
 from core.train.disk import disk_full
-from core.train.placement import DeviceMissing
+from core.train.placement import DeviceMissing, DeviceRefused
 
 _OOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
@@ -37,6 +37,8 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         return _event("memory", "host_out_of_memory", f"{words} jobs run beside this one, or give it more memory")
     if isinstance(error, DeviceMissing):
         return _event("machine", "device_missing", str(error))
+    if isinstance(error, DeviceRefused):
+        return _event("machine", "device_refused", str(error))
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS):
         return _event("machine", "device_error", str(error).splitlines()[0])
     return _event("internal", "internal", f"{type(error).__name__}: {error}")

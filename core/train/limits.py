@@ -7,7 +7,6 @@ libraries can store is refused before the first of them, since what follows woul
 
 from __future__ import annotations
 
-import os
 from typing import assert_never
 
 import torch
@@ -16,17 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import SpecError
-from core.hardware import faults
 from core.hardware.faults import Limits
 from core.spec.job import JobSpec
 from core.spec.runtime import HeldOut
 from core.spec.training import Packed, Rows, Tokens
-
-
-def limits_here(arch: str) -> Limits:
-    """Those of this process, whose environment may lift some."""
-    return faults.limits(arch, os.environ)
-
 
 # --- ranks -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any, assert_never
 
 import torch
 
+from core.hardware import faults
+from core.hardware.faults import Limits
 from core.hardware.precision import TF32, choose_precision
 from core.hardware.selftest import Choice, Dtype
 from core.spec.runtime import Resources
@@ -38,6 +40,8 @@ class Placement:
     """Of the base model while it trains."""
     attention: Attention
     tf32: bool
+    limits: Limits
+    """Of matrix products: known faults of the architecture, and what the self-test found."""
     threads: int
     notice: str | None
     """Why the precision is not what was asked for."""
@@ -91,7 +95,19 @@ def place(resources: Resources, training: Training, method: Method, choice: Choi
             assert_never(never)
     notices = [("attention_fallback", attention.notice)] if attention.notice else []
     notices += [("tf32_unavailable", told)] if told else []
-    return Placement(device, name, arch, precision, weights, attention, tf32, threads, notice, tuple(notices))
+    return Placement(
+        device=device,
+        device_name=name,
+        arch=arch,
+        precision=precision,
+        weights=weights,
+        attention=attention,
+        tf32=tf32,
+        limits=faults.limits(arch, os.environ).tighter(choice.limits),
+        threads=threads,
+        notice=notice,
+        notices=tuple(notices),
+    )
 
 
 def _set_threads() -> int:

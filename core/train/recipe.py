@@ -33,7 +33,7 @@ from core.train.export.compare import probes
 from core.train.failures import describe
 from core.train.feed import Data, build_feed, read_data
 from core.train.lifeline import Stop
-from core.train.limits import check_products, limits_here
+from core.train.limits import check_products
 from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
@@ -113,7 +113,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
     computed = placement.autocast or placement.weights
     whole = loss_record["kernel"] == "logits"
-    check_products(spec, engine.model, limits_here(placement.arch), computed, data.longest, whole)
+    check_products(spec, engine.model, placement.limits, computed, data.longest, whole)
     record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
     record |= {"quantization": built.quantization, "loss": loss_record, "packing": packing}
     events.write("run_record", record=record)

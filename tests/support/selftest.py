@@ -11,7 +11,7 @@ from pathlib import Path
 from core.hardware import selftest
 from core.hardware.selftest import Verdict
 from worker.environment import child_environment
-from worker.selftest import Device, examine, remembered
+from worker.trial import Device, examine, remembered
 
 HOME = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "selftest"
 

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from core.hardware import faults, selftest
+from core.hardware.faults import Limits
 from core.hardware.selftest import Choice, Part, Verdict, choose
 from core.hardware.visible import Gpu
 from core.spec.run import ORDER_FILE, RunOrder
 from tests.support.selftest import verdict as this_machines
 from tests.support.trainer import ROOT, events, log, pairs, start, write_rows, write_run
 from worker.environment import child_environment
-from worker.selftest import Device, SelfTests, examine, key_of, remembered
+from worker.selftest import SelfTests
+from worker.trial import Device, examine, key_of, remembered
 
 BROKEN = str(ROOT / "tests" / "support" / "broken")
 CARD = Gpu(0, "amd", "GPU-00c0ffee", "0000:03:00.0", "made up", "gfx942", 1 << 30)
@@ -100,7 +102,9 @@ def test_a_hang_and_wrong_16_bits_leave_float32_or_nothing(tmp_path: Path) -> No
     assert found.pop("loss.logits.bf16") == "hung"
     assert "killed after 5 s" in (verdict.parts["loss.logits.bf16"].error or "")
     assert found["matmul.bf16"] == "failed"
-    assert found.keys() == {f"{what}.bf16" for what in ("matmul", "lora.r8", "lora.r16", "qlora.nf4", "qlora.int8")}
+    assert found.keys() == {
+        f"{what}.bf16" for what in ("matmul", "lora.r8", "lora.r16", "lora.r64", "qlora.nf4", "qlora.int8")
+    }
     assert choose(verdict).precisions == ("fp16", "fp32")
 
 
@@ -159,7 +163,9 @@ CRASHED = Part(status="crashed", error="was ended by SIGSEGV")
     ("parts", "expected"),
     [
         ({"matmul_bf16": WRONG}, {"precisions": ("fp16", "fp32")}),
-        ({"lora_r16_fp16": CRASHED}, {"precisions": ("bf16", "fp32")}),
+        ({"lora_r16_fp16": CRASHED}, {"limits": Limits(rank_multiple=64)}),
+        ({"lora_r8_bf16": WRONG, "lora_r64_bf16": WRONG}, {"precisions": ("fp16", "fp32")}),
+        ({"rows_fp32": WRONG}, {"limits": Limits(fp32_rows=1 << 19)}),
         ({"loss_logits_bf16": WRONG, "matmul_fp16": WRONG}, {"precisions": ("fp32",)}),
         ({"attention_flash_bf16": WRONG}, {"precisions": ("bf16", "fp16", "fp32")}),
         ({"dequantize_native_nf4": WRONG}, {"veto": {"native:dequantize"}}),
@@ -176,7 +182,7 @@ def test_what_failed_is_not_used_and_all_of_it_is_told(parts: dict[str, Part], e
     verdict = changed(**parts)
     choice, sound = choose(verdict), choose(this_machines())
     assert choice.refused is None and not verdict.ok
-    for name in ("precisions", "veto", "packed_weights"):
+    for name in ("precisions", "veto", "packed_weights", "limits"):
         if name in expected:
             found = getattr(choice, name)
             assert (set(found) if name == "veto" else found) == expected[name]
@@ -191,7 +197,7 @@ def test_what_failed_is_not_used_and_all_of_it_is_told(parts: dict[str, Part], e
     "verdict",
     [
         changed(optimizer_adamw=WRONG),
-        changed(matmul_bf16=WRONG, matmul_fp16=CRASHED, lora_r8_fp32=WRONG),
+        changed(matmul_bf16=WRONG, matmul_fp16=CRASHED, lora_r64_fp32=WRONG),
         this_machines().model_copy(update={"fault": "torch sees no GPU here"}),
     ],
     ids=["optimizer", "no precision", "no device"],

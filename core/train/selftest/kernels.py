@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.hardware.selftest import WIDE_RANK
 from core.train.kernels import interface
 from core.train.kernels.autograd import Member, lora_linear
 from core.train.kernels.interface import Backend, Format
@@ -91,8 +92,8 @@ def _qlora(format: Format, dtype: str, device: torch.device) -> Measured:
     weight = _weight(format)
     outer, inner = SHAPE
     x, exact_x = rounded(draw(2, 40, inner), dtype, device)
-    a, exact_a = rounded(draw(3, 16, inner, scale=inner**-0.5), dtype, device)
-    b, exact_b = rounded(draw(4, outer, 16, scale=0.5), dtype, device)
+    a, exact_a = rounded(draw(3, WIDE_RANK, inner, scale=inner**-0.5), dtype, device)
+    b, exact_b = rounded(draw(4, outer, WIDE_RANK, scale=0.25), dtype, device)
     up, exact_up = rounded(draw(5, 40, outer), dtype, device)
     leaves = [t.requires_grad_() for t in (x, a.float(), b.float())]
     exact = [t.requires_grad_() for t in (exact_x, exact_a, exact_b)]

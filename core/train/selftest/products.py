@@ -7,15 +7,16 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from core.hardware.selftest import MANY_ROWS, WIDE_RANK
 from core.train.selftest.measure import DTYPES, Check, Measured, difference, draw, rounded, rounding
 
-MANY_ROWS = 2**19 + 2**10
+TALL = MANY_ROWS + 2**10
 """gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/faults.py)."""
 
 
 def checks(device: torch.device) -> list[Check]:
     found = [Check(f"matmul.{dtype}", partial(_matmul, dtype)) for dtype in DTYPES]
-    found += [Check(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16) for dtype in DTYPES]
+    found += [Check(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16, WIDE_RANK) for dtype in DTYPES]
     if device.type != "cpu":
         found.append(Check("rows.fp32", many_rows))
     return [*found, Check("optimizer.adamw", adamw)]
@@ -69,7 +70,7 @@ def _lora(r: int, dtype: str, device: torch.device) -> Measured:
 def many_rows(device: torch.device) -> Measured:
     """The last rows of a very tall product; the first ones were never wrong."""
     x, w = draw(1, 1024, 32), draw(2, 32, 32)
-    tall = x.float().to(device).repeat(MANY_ROWS // 1024, 1)
+    tall = x.float().to(device).repeat(TALL // 1024, 1)
     found = (tall @ w.float().to(device)).view(-1, 1024, 32)
     exact = x.float().double() @ w.float().double()
     pairs = [(found[block], exact) for block in (0, found.shape[0] // 2, found.shape[0] - 1)]
