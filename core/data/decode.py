@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
-MAX_DEPTH = 100
+MAX_DEPTH = 60
 """Of lists and objects inside each other. All that reads a row later goes down as deep."""
 
 

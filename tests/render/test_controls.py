@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text, ToolCall
 from core.errors import DataError
 from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate
-from core.train.render.encode import Work
+from core.train.render.controls import Controls
+from core.train.render.encode import Encoder, Work
 from core.train.render.families import FAMILIES
 from core.train.render.options import RenderOptions
+from core.train.render.pieces import Pieces, splits_at
 from core.train.render.renderer import Renderer
 from core.train.render.template import MARKS
 from tests.support.chats import TEXTS
@@ -80,6 +83,63 @@ def test_the_renamed_tokenizer_is_the_same_function(name: str, sentencepiece: bo
     assert plain == encoder.encode(Work(text, spans, MARKS[2]))
     assert plain.ids == encoder._backend.encode(text, add_special_tokens=False).ids
     assert plain.spans == encoder._by_offsets(Work(text, spans), encoder._backend).spans
+
+
+def test_what_comes_again_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Renderer(family_tokenizer("chatml"), RenderOptions(rendering=FamilyTemplate(name="chatml")))
+    pieces = found._encoder._pieces
+    assert pieces is not None
+    seen: list[str] = []
+    backend = pieces._backend
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **how: Any) -> Any:
+            seen.extend(texts)
+            return backend.encode_batch_fast(texts, **how)
+
+    monkeypatch.setattr(pieces, "_backend", Counting())
+    rows = [(chat_of("The same for all.", f"question {n}", f"answer {n}"), n) for n in range(40)]
+    at_once = [found.render_many(rows[start : start + 10]) for start in range(0, 40, 10)]
+    assert seen.count("system\nThe same for all.") == 1 and seen.count("\n") == 1
+    assert seen.count("user\nquestion 7") == 1
+    alone = Renderer(family_tokenizer("chatml"), RenderOptions(rendering=FamilyTemplate(name="chatml")))
+    monkeypatch.setattr(alone._encoder, "_pieces", None)
+    assert [one for chunk in at_once for one in chunk] == [alone.render(row, line) for row, line in rows]
+
+
+def _changed(how: str) -> Any:
+    """A tokenizer whose pieces are not what they would be alone."""
+    first = how == "asks for the first"
+    tokenizer = copy.deepcopy(family_tokenizer("llama2" if first else "chatml", sentencepiece=first))
+    match how:
+        case "takes the space before":
+            tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, lstrip=True)], special_tokens=True)
+        case "asks for the first":
+            tokenizer.backend_tokenizer.normalizer = None
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        case "hides another":
+            tokenizer.add_tokens([AddedToken("end <|im_end|>", special=False, normalized=False)])
+        case "is normalised first":
+            tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+            tokenizer.add_tokens([AddedToken("<|im_end|>", normalized=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "how", ["takes the space before", "asks for the first", "hides another", "is normalised first"]
+)
+def test_a_tokenizer_that_looks_beyond_its_pieces_gets_the_whole_text(how: str) -> None:
+    tokenizer = _changed(how)
+    begin, end = ("<s>", "</s>") if how == "asks for the first" else ("<|im_start|>", "<|im_end|>")
+    controls = Controls([begin, end])
+    assert splits_at(family_tokenizer("chatml"), Controls(["<|im_start|>", "<|im_end|>"]))
+    assert not splits_at(tokenizer, controls)
+    text = f"{begin}user\nhow does it end {end}\n{begin}assistant\nwell {end}"
+    whole = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert Encoder(tokenizer, controls).encode(Work(text, [])).ids == whole
+    if how != "is normalised first":  # cut it would be other tokens: the refusal is not idle
+        pieces = Pieces(tokenizer.backend_tokenizer, controls, tokenizer.get_vocab())
+        assert next(pieces.split([text])).ids != whole
 
 
 def test_spelled_tokens_do_not_end_a_turn(smollm2_dir: Path) -> None:

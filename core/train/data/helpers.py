@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -96,3 +97,5 @@ def _begin(parent: int, options: RenderOptions, model_dir: Path) -> None:
     from core.train.render.renderer import Renderer
 
     _renderer = Renderer(load_tokenizer(model_dir), options)
+    gc.collect()
+    gc.freeze()  # what is here by now stays; Python's collector need not walk it again and again

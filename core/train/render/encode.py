@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from core.errors import DataError
 from core.train.render.controls import Controls
+from core.train.render.pieces import Pieces, Split, splits_at
 
 _KEPT = 4096
 _SHORT = 200
@@ -38,8 +39,10 @@ class Encoder:
     """One Hugging Face tokenizer, used without adding special tokens: templates write their own.
 
     A span begins where the tokens differ from those of the text before it, since that is what a model will be given
-    when it is asked. Tokens are split at control tokens first and on either side independently, so only the piece
-    since the last control token is encoded a second time, and short ones (`assistant\\n`) once.
+    when it is asked. Texts are split at control tokens first, and what is between two of them is encoded by itself. So
+    only the piece since the last control token is encoded a second time, and short ones (`assistant\\n`) once; and
+    where the tokenizer is one that splits like that (`pieces.py`), what chats have in common (a system prompt, tools)
+    is encoded once for all of them.
     """
 
     def __init__(self, tokenizer: Any, controls: Controls) -> None:
@@ -49,6 +52,7 @@ class Encoder:
         self._renamed: Any = None
         self._kept: dict[str, list[int]] = {}
         known = tokenizer.get_vocab()
+        self._pieces = Pieces(self._backend, controls, known) if splits_at(tokenizer, controls) else None
         self.borders = {known[token] for token in controls.tokens if token in known}
 
     def encode(self, work: Work) -> Encoded:
@@ -60,9 +64,18 @@ class Encoder:
             return [self._slowly(work) for work in works]
         plain = [work.text for work in works if work.inside is None]
         self._ready(self._backend)
-        # Without offsets, which would take a fifth of the time and are needed for few texts.
-        found = iter(self._backend.encode_batch_fast(plain, add_special_tokens=False) if plain else ())
+        found = iter(self._pieces.split(plain) if self._pieces is not None else self._whole(plain))
         return [self._apart(work) if work.inside is not None else self._placed(work, next(found)) for work in works]
+
+    def _whole(self, texts: Sequence[str]) -> Iterator[Split]:
+        if not texts:
+            return
+        # Without offsets, which would take a fifth of the time and are needed for few texts.
+        for text, encoding in zip(texts, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            ids: list[int] = encoding.ids
+            borders = [at for at, token in enumerate(ids) if token in self.borders]
+            written = [found.span() for found in self.controls.pattern.finditer(text)]
+            yield Split(ids, borders, written)
 
     def _ready(self, backend: Any) -> None:
         """Whoever used the tokenizer before may have left truncation or padding on."""
@@ -80,11 +93,9 @@ class Encoder:
 
     # --- with a `tokenizers` backend ------------------------------------------------------------------
 
-    def _placed(self, work: Work, encoding: Any) -> Encoded:
+    def _placed(self, work: Work, split: Split) -> Encoded:
         """The n-th control token of the text is the n-th among the tokens: places are found from there."""
-        ids: list[int] = encoding.ids
-        borders = [at for at, token in enumerate(ids) if token in self.borders]
-        written = [found.span() for found in self.controls.pattern.finditer(work.text)]
+        ids, borders, written = split.ids, split.borders, split.written
         if len(borders) != len(written):  # an unknown character, say, has become the control token <unk>
             return self._by_offsets(work, self._backend)
         ends = [end for _, end in written]

@@ -16,7 +16,7 @@ from datetime import date, datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro
@@ -39,6 +39,8 @@ Llama 3.1's template falls back on."""
 
 _LEFT_OUT = ("center", "filesizeformat", "forceescape", "format", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 """Filters that make much out of little, or something else each time. No chat template that we know of uses one."""
+
+_DICT = frozenset(dir(dict))
 
 _TESTS_OF_TWO = (
     "eq",
@@ -84,11 +86,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # The names below hold a space, so that no template can call them: only `_parse` puts them in.
         self.filters |= {"each item": self._each, "as text": self._as_text, "as value": self._value}
         self.globals.pop("lipsum")
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda form: datetime.combine(TODAY, datetime.min.time()).strftime(form),
-            "namespace": _namespace_class(self._value),
-        }
+        self.globals |= _GLOBALS | {"namespace": _namespace_class(self._value)}
 
     def begin(self, *known: Any) -> None:
         """Before each rendering. `known`: the chat's own lists and objects, which need no look."""
@@ -259,6 +257,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
 
+class Plain(Environment):
+    """The same language without a guard, for eft's own templates: half the time."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
+        self.opening = self.closing = ""
+        self.filters["tojson"] = _tojson
+        self.globals |= _GLOBALS
+
+    def begin(self, *known: Any) -> None:
+        """As Sandbox.begin; there is nothing to count."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja does; a key of an object is looked for first where it can be nothing else."""
+        if type(obj) is dict and attribute not in _DICT and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _through(name: str, node: Any) -> Any:
     if isinstance(node, nodes.Const | nodes.TemplateData):
         return node
@@ -300,3 +317,9 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+_GLOBALS = {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.combine(TODAY, datetime.min.time()).strftime(form),
+}

@@ -112,7 +112,7 @@ def set_up(tokenizer: Any, rendering: Rendering) -> Setup:
             )
         encoder = Encoder(tokenizer, Controls(_special_tokens(tokenizer)))
         return Setup(None, None, encoder, None, None, True, False)
-    template = _compiled(source, constants, field, name)
+    template = _compiled(source, constants, field, name, ours=isinstance(rendering, FamilyTemplate))
     encoder = Encoder(tokenizer, Controls(_control_tokens(tokenizer, template)))
     family = FAMILIES[rendering.name] if isinstance(rendering, FamilyTemplate) else None
     twin = None
@@ -131,9 +131,9 @@ def set_up(tokenizer: Any, rendering: Rendering) -> Setup:
     )
 
 
-def _compiled(source: str, constants: dict[str, Any], field: str, name: str) -> ChatTemplate:
+def _compiled(source: str, constants: dict[str, Any], field: str, name: str, *, ours: bool) -> ChatTemplate:
     try:
-        return ChatTemplate(source, constants, name=name)
+        return ChatTemplate(source, constants, name=name, ours=ours)
     except TemplateError as error:
         lineno = getattr(error, "lineno", None)
         where = f" (its line {lineno})" if lineno else ""
@@ -201,7 +201,7 @@ def _find_twin(
     for family in FAMILIES.values():
         if not family.may_be(template.source):
             continue
-        twin = ChatTemplate(family.source, constants, name=f"the template of family {family.name}")
+        twin = ChatTemplate(family.source, constants, name=f"the template of family {family.name}", ours=True)
         equal = sum(one is not None and one == _trial(twin, trial) for one, trial in zip(wanted, _TRIALS, strict=True))
         if equal and (best is None or equal > best[0]):
             best = equal, family, twin

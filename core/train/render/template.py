@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from core.errors import DataError, EftError
-from core.train.render.sandbox import Sandbox, TooMuch
+from core.train.render.sandbox import Plain, Sandbox, TooMuch
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GENERATION_BLOCK = re.compile(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})")
@@ -19,6 +19,7 @@ _GENERATION_BLOCK = re.compile(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})")
 MARKS = tuple(map(chr, range(0xF8F0, 0xF8F8)))
 """Characters of the private use area that stand in a rendered text for a moment. A row that has one of them is seen
 (`controls.py`), and another one is taken."""
+_ESCAPED = {mark: json.dumps(mark)[1:-1] for mark in MARKS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class Endless(DataError):
 class ChatTemplate:
     """One template with its constants. `name` is what its errors call it."""
 
-    def __init__(self, source: str, constants: Mapping[str, Any], *, name: str) -> None:
-        """`constants`: the tokenizer's special tokens and the user's own arguments. TemplateError says what is wrong
-        with the source."""
+    def __init__(self, source: str, constants: Mapping[str, Any], *, name: str, ours: bool = False) -> None:
+        """`constants`: the tokenizer's special tokens and the user's own arguments. `ours`: the source is eft's own and
+        runs without a guard. TemplateError says what is wrong with the source."""
         self.source, self.name = source, name
         self.marked = bool(_GENERATION_TAG.search(source))
         """It says itself, with `{% generation %}`, what the model is to write."""
-        self._sandbox = Sandbox()
+        self._sandbox: Sandbox | Plain = Plain() if ours else Sandbox()
         self._constants = dict(constants)
         try:
             self._compiled = self._sandbox.from_string(source)
@@ -102,7 +103,7 @@ class ChatTemplate:
             detail = str(error) or type(error).__name__
             raise DataError(f"{self.name} refuses this chat: {detail}", field=f"line {chat.line}") from error
         for mark in (chat.marks.opening, chat.marks.closing, chat.marks.inside):
-            if json.dumps(mark)[1:-1] in text:
+            if _ESCAPED[mark] in text:
                 raise DataError(
                     f"{self.name} writes characters as escapes, so control tokens in this row's text cannot be kept "
                     "apart; take them out of the row",
