@@ -37,14 +37,15 @@ def training(batch: int, accumulation: int, steps: int = 8) -> dict[str, Any]:
 
 
 class StopAt(Stop):
-    """Asked to leave at the n-th place where the run looks whether it should."""
+    """Asked to leave at the n-th place in training where the run looks whether it should: before each batch of a
+    window, and before its update."""
 
-    def __init__(self, place: int) -> None:
-        self.left = place
+    def __init__(self, place: int, run_dir: Path) -> None:
+        self.left, self.run_dir = place, run_dir
 
     @property  # type: ignore[override]
     def requested(self) -> bool:
-        self.left -= 1
+        self.left -= any(event["phase"] == "training" for event in events(self.run_dir, "phase"))
         return self.left < 0
 
 
@@ -79,19 +80,30 @@ def test_a_place_in_a_window_is_translated_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "place"),
-    [((4, 1), (2, 2), 42), ((4, 2), (2, 4), 44), ((4, 2), (1, 8), 47), ((4, 3), (6, 2), 45)],
+    ("before", "after", "place", "left_at"),
+    [
+        ((4, 1), (2, 2), 6, (3, 0)),
+        ((4, 2), (2, 4), 7, (2, 1)),
+        ((4, 2), (1, 8), 10, (3, 1)),  # the last window of the epoch has one batch of three rows
+        ((4, 3), (6, 2), 5, (1, 1)),
+    ],
     ids=["between steps", "in a window", "in a short window", "not to be translated"],
 )
 def test_a_run_goes_on_with_smaller_batches(
-    tiny_dir: Path, rows: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], place: int
+    tiny_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    place: int,
+    left_at: tuple[int, int],
 ) -> None:
     calm = write_run(tmp_path / "calm", tiny_dir, rows, training=training(*before))
     assert run(calm) == EXIT_OK
     first = write_run(tmp_path / "first", tiny_dir, rows, training=training(*before))
-    assert run(first, StopAt(place)) == EXIT_CHECKPOINTED
+    assert run(first, StopAt(place, first)) == EXIT_CHECKPOINTED
     (left,) = store.newest_first([first / "checkpoints"])
-    assert left.step > 0
+    assert (left.step, left.micro) == left_at
     second = write_run(tmp_path / "second", tiny_dir, rows, training=training(*after), resume_from=[first])
     assert run(second) == EXIT_OK, log(second)
     there = losses(first) | losses(second)
