@@ -33,13 +33,19 @@ def doctor(
     return subprocess.run(command, cwd=HOME, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixture: str, seconds: float = 20.0) -> dict[str, Any]:
+def examined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixture: str | None, seconds: float = 20.0, **environ: str
+) -> dict[str, Any]:
     """The report, without a process start."""
-    box = unpack(fixture, tmp_path / "box")
+    box = tmp_path / "box"
+    (box / "sys").mkdir(parents=True, exist_ok=True)
+    if fixture is not None:
+        unpack(fixture, box)
     for name in [name for name in os.environ if name.startswith(("EFT_", "CUDA_", "HIP_"))]:
         monkeypatch.delenv(name)
-    for name, value in {"EFT_SYSFS": box / "sys", "EFT_DATA": tmp_path / "data", "EFT_NODE": "box"}.items():
-        monkeypatch.setenv(name, str(value))
+    set_here = {"EFT_SYSFS": str(box / "sys"), "EFT_DATA": str(tmp_path / "data"), "EFT_NODE": "box"} | environ
+    for name, value in set_here.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{box / 'bin'}:{os.environ['PATH']}")
     return examine(seconds=seconds).as_dict()
 
@@ -167,11 +173,18 @@ def test_what_is_set_against_known_faults_is_told(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_stops_jobs_is_named(tmp_path: Path, environ: dict[str, str], what: str, words: str) -> None:
-    done = doctor(tmp_path, "--json", **environ)
-    assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout
-    assert "hunter2" not in done.stdout + done.stderr
-    assert words in problems(json.loads(done.stdout))[what]
+def test_what_stops_jobs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], what: str, words: str
+) -> None:
+    report = examined(monkeypatch, tmp_path, None, **environ)
+    assert not report["ok"] and words in problems(report)[what]
+    assert "hunter2" not in json.dumps(report)
+
+
+def test_a_problem_is_an_exit_status_and_no_trace(tmp_path: Path) -> None:
+    done = doctor(tmp_path, EFT_DATABASE_URL="postgresql+psycopg://eft:hunter2@127.0.0.1:1/eft")
+    assert done.returncode == 1 and "problems to mend first" in done.stdout
+    assert not [word for word in ("Traceback", "hunter2") if word in done.stdout + done.stderr]
 
 
 def test_an_old_schema_is_a_problem(tmp_path: Path) -> None:
