@@ -210,6 +210,8 @@ def test_it_prepares_and_trains_and_frees_the_slots(box: Box, caplog: pytest.Log
     assert steps == [1, 2, 3, 4]
     assert [(a.kind, a.slot, a.exit_code) for a in attempts] == [("prepare", "prepare-0", 0), ("train", "cpu", 0)]
     assert attempts[1].run_record is not None
+    assert attempts[1].run_record["selftest"]["key"] == selftest.verdict().key, "known from an earlier start"
+    assert attempts[1].run_record["environment"]["attention"] == {"kernels": ["flash", "math"]}
     assert attempts[1].events_offset == (box.layout.attempt(job_id, 2) / "events.jsonl").stat().st_size
 
 

@@ -81,7 +81,7 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
             if not eager:
                 raise _nothing(precision)
         case "math" | "flash" | "efficient":
-            last = tuple(kernel for kernel in ("math",) if kernel in passed)
+            last = tuple(kernel for kernel in ("math", "efficient") if kernel in passed)[:1]
             allowed = (wanted, *last) if wanted in passed and wanted != "math" else last
             if wanted not in passed:
                 allowed = allowed or kernels
@@ -89,6 +89,9 @@ def choose_attention(wanted: Wanted, arch: str, precision: Dtype, choice: Choice
             eager = not allowed
     if eager and "eager" not in passed:
         raise _nothing(precision)
+    if set(allowed) == {"flash"} and arch != "cpu" and "eager" in passed:
+        allowed, eager = (), True
+        notice = "GPUs' flash kernels take no mask of padding, and of those that do only the plain form is right here"
     if notice is not None:
         notice += f": it is computed by {', '.join(allowed) or 'eager'}"
     return Attention(
