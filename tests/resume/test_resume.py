@@ -269,7 +269,7 @@ def test_asked_before_anything_was_done(tiny_dir: Path, rows: tuple[Path, Path],
 def test_the_same_folder_goes_on(tiny_dir: Path, rows: tuple[Path, Path], undisturbed: Any, tmp_path: Path) -> None:
     """By hand there is one folder: its events go on counting."""
     run_dir = write_run(tmp_path / "run", tiny_dir, rows[0], held_out=rows[1], **AXES)
-    assert run(run_dir, StopAt(34 + 22)) == EXIT_CHECKPOINTED
+    assert run(run_dir, StopAt(22, run_dir)) == EXIT_CHECKPOINTED
     assert run(run_dir) == EXIT_OK
     assert [event["seq"] for event in events(run_dir)] == list(range(1, len(events(run_dir)) + 1))
     assert weights(run_dir) == undisturbed["lora"][0]
