@@ -85,9 +85,8 @@ def discover(
         if why := _hopeless(gpu):
             notes.append(f"GPU {gpu.index} ({gpu.name}): served because --gpus names it, and {why}")
         if lookup(gpu.arch) is None:
-            notes.append(
-                f"GPU {gpu.index} ({gpu.name}): {gpu.arch} is not in the table of architectures; no bf16 there"
-            )
+            arch = gpu.arch or "its architecture is not known, and so"
+            notes.append(f"GPU {gpu.index} ({gpu.name}): {arch} is not in the table of architectures; no bf16 there")
     return Box(chosen, notes + [one.words for one in excluded], excluded)
 
 

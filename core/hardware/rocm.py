@@ -10,6 +10,7 @@ matched by the KFD number, then by PCI address. From ROCm 6.4 `amd-smi list -e` 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,21 +97,24 @@ def join(found: Found, told: list[Told], notes: list[str]) -> None:
 def listing(told: list[Told]) -> Found:
     """GPUs from a tool alone, in HIP's order as far as it is told: the kernel's list is out of reach."""
     order = sorted(range(len(told)), key=lambda at: (told[at].hip_id is None, told[at].hip_id or 0, told[at].node, at))
+    shared = Counter(one.uuid for one in told if one.uuid)
     gpus = []
     for index, one in enumerate(told[at] for at in order):
         row = lookup(one.arch)
+        partition = one.partition if shared[one.uuid] > 1 or one.partition else None
+        uuid = one.uuid or f"BDF-{one.bdf}"
         gpus.append(
             Gpu(
                 index=index,
                 vendor="amd",
-                uuid=one.uuid or f"BDF-{one.bdf}",
+                uuid=uuid if partition is None else f"{uuid}-{partition}",
                 bdf=one.bdf,
-                name=one.name or f"AMD {one.arch}",
+                name=one.name or f"AMD {one.arch or 'GPU'}",
                 arch=one.arch,
                 memory_bytes=one.memory_bytes,
                 integrated=row.integrated if row else False,
                 compute_units=one.compute_units,
-                partition=one.partition,
+                partition=partition,
                 render=one.render,
                 kfd_id=one.kfd_id,
                 node=one.node,
@@ -148,7 +152,7 @@ def _amd_smi(entry: dict[str, Any], static: dict[str, Any]) -> Told:
         kfd_id=_number(entry.get("kfd_id")),
         node=_number(entry.get("node_id"), -1),
         hip_id=hip if isinstance(hip, int) else None,
-        partition=partition if isinstance(partition, int) and partition > 0 else None,
+        partition=partition if isinstance(partition, int) else None,
         render=_words(entry.get("render")),
         name=_words(asic.get("market_name")),
         arch=_arch(asic.get("target_graphics_version")),

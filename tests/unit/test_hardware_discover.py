@@ -115,6 +115,17 @@ def test_partitions_have_names_of_their_own(tmp_path: Path) -> None:
     assert gpu.partition == 3 and gpu.memory_bytes == 24 << 30 and gpu.name.endswith(", partition 3")
 
 
+def test_partitions_as_amd_smi_alone_tells_them(tmp_path: Path) -> None:
+    root = unpack("mi300x-cpx", tmp_path)
+    by_kernel = look(root).gpus
+    shutil.rmtree(root / "sys")
+    (root / "sys").mkdir()
+    found = look(root).gpus
+    assert [(gpu.index, gpu.uuid, gpu.bdf, gpu.partition) for gpu in found] == [
+        (gpu.index, gpu.uuid, gpu.bdf, gpu.partition) for gpu in by_kernel
+    ]
+
+
 def test_a_kernel_that_does_not_number_partitions(tmp_path: Path) -> None:
     root = unpack("mi300x-cpx", tmp_path)
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
