@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.hardware import determinism, wheels
+from core.hardware import determinism, selftest_docs, wheels
 from core.hardware.arch import ROWS, ArchRow, Attention
 from core.hardware.faults import FAULTS, NO_LIMITS, READ, KnownFault, Limits
 from core.hardware.wheels import BUILDS, Build
@@ -16,7 +16,8 @@ ATTENTION: dict[Attention, str] = {
 
 
 def render() -> str:
-    return "\n".join([*_head(), *_arches(), *_found(), *_builds(), *_faults(), *_determinism(), *_recording()])
+    parts = (_head, _arches, _found, selftest_docs.section, _builds, _faults, _determinism, _recording)
+    return "\n".join(line for part in parts for line in part())
 
 
 def _head() -> list[str]:
