@@ -1,4 +1,5 @@
-"""`method: qlora` on a real service: from POST to a merged model that plain transformers loads, and what is refused."""
+"""`method: qlora` on a real service: from POST, with the rows of a hub's data set, to a merged model that plain
+transformers loads; and what is refused."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.client import EFT
+from tests.support.hub import Hub, serving
 from tests.support.service import ROOT, Service, running
 
 TRAINING = {"max_steps": 4, "per_device_train_batch_size": 4, "max_length": 64}
@@ -30,8 +32,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
-    yield from running(tmp_path_factory.mktemp("qlora"), {"EFT_MODEL_ROOTS": str(models)})
+def hub() -> Iterator[Hub]:
+    """What huggingface_hub, in the child that prepares a job, takes for the hub."""
+    with serving() as state:
+        state.repo, state.kind = "team/numbers", "dataset"
+        rows = [json.dumps({"question": f"say {n}", "answer": f" {n}"}).encode() + b"\n" for n in range(24)]
+        state.files = {
+            "README.md": b"# never read",
+            "main/train-00000.jsonl": b"".join(rows[:14]),
+            "main/train-00001.jsonl": b"".join(rows[14:]),
+            "loader.py": b"raise SystemExit('code of the data set ran')",
+        }
+        yield state
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path, hub: Hub) -> Iterator[Service]:
+    environment = {"EFT_MODEL_ROOTS": str(models), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    yield from running(tmp_path_factory.mktemp("qlora"), environment)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +63,14 @@ def upload(service: Service, name: str, numbers: range) -> str:
     return service.upload(rows)
 
 
-def test_from_post_to_a_merged_model(service: Service, models: Path, file: str, tmp_path: Path) -> None:
+def test_from_post_to_a_merged_model(service: Service, models: Path, hub: Hub, tmp_path: Path) -> None:
+    columns = {"prompt": "question", "completion": "answer"}
     spec: dict[str, Any] = {
         "model": str(models / "tiny"),
-        "data": {"train": file, "eval": upload(service, "held.jsonl", range(24, 30))},
+        "data": {
+            "train": {"type": "hub", "id": hub.repo, "columns": columns},
+            "eval": upload(service, "held.jsonl", range(24, 30)),
+        },
         "method": "qlora",
         "export": "merged",
         "training": TRAINING,
@@ -76,10 +98,15 @@ def test_from_post_to_a_merged_model(service: Service, models: Path, file: str, 
 
     again = service.submit(spec)  # reads what the first job has packed
     assert service.wait(again, "succeeded", "failed")["status"] == "succeeded", service.describe(again)
-    sources = [
-        json.loads(service.artifact(one, "run_record.json"))["quantization"]["source"] for one in (job_id, again)
-    ]
-    assert sources == ["quantised", "cache"]
+    records = [json.loads(service.artifact(one, "run_record.json")) for one in (job_id, again)]
+    assert [record["quantization"]["source"] for record in records] == ["quantised", "cache"]
+    train = records[0]["data"]["train"]
+    assert (train["rows"], train) == (24, records[1]["data"]["train"])
+    assert f"`{hub.repo}` at commit `{hub.commit[:12]}`" in service.artifact(job_id, "adapter/README.md").decode()
+    (source,) = train["sources"]
+    assert (source["id"], source["commit"]) == (hub.repo, hub.commit)
+    downloads = [line for line in hub.seen if line.startswith("GET") and ".jsonl" in line]
+    assert len(downloads) == 2 and not hub.asked("loader.py"), "each file once, for both jobs; and nobody's code"
     assert service.artifact(job_id, "adapter/adapter_model.safetensors") == service.artifact(
         again, "adapter/adapter_model.safetensors"
     )

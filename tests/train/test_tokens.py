@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from core import caches
 from core.data.rows import Numbered, PromptCompletion
 from core.spec.rendering import ModelTemplate
 from core.spec.run import ORDER_FILE, DataOrder, RunOrder
 from core.train.data.cache import ARRAYS, TokenCache, Tokens
 from core.train.data.dataset import TokenDataset
+from core.train.data.helpers import HelperKilled
+from core.train.data.preview import preview
 from core.train.data.tokenise import render_rows, render_rows_in_parallel
+from core.train.data.truncate import truncate
+from core.train.failures import describe
 from core.train.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
@@ -59,6 +67,71 @@ def test_the_second_job_reads_no_row(tmp_path: Path, cached: Any, monkeypatch: p
     assert not events(second, "notice")
     third = cached("third", max_length=16, truncation="split")
     assert events(third, "run_record")[0]["record"]["data"]["train"]["pieces"] > 0
+
+
+def test_a_preview_fills_the_cache_of_the_job(tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", pairs(20))
+    runs = [
+        write_run(tmp_path / name, tiny_dir, rows, training=TRAINING, cache_dir=tmp_path / "cache")
+        for name in ("preview", "job", "again")
+    ]
+    orders = [RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes()) for folder in runs]
+    first = preview(orders[0], load_tokenizer(tiny_dir))
+    assert len(entries(tmp_path)) == 1
+    monkeypatch.setattr("core.train.data.tokens.rows_of", lambda *_: pytest.fail("the rows were read again"))
+    assert run(runs[1]) == 0, events(runs[1])[-1]
+    record = events(runs[1], "run_record")[0]["record"]["data"]["train"]
+    assert (record["rows"], record["tokens"]) == (first["rows"]["used"], first["epoch"]["tokens"])
+    assert preview(orders[2], load_tokenizer(tiny_dir)) == first
+    assert caches.make_room(tmp_path / "cache", 0), "after the run nobody holds it any more"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize("row", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}, CHAT], ids=["pair", "fault"])
+def test_what_a_job_would_refuse_is_not_kept(tmp_path: Path, tiny_dir: Path, row: dict[str, Any]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [row])
+    folder = write_run(tmp_path / "preview", tiny_dir, rows, training=TRAINING, cache_dir=tmp_path / "cache")
+    tokenizer = load_tokenizer(tiny_dir)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    found = preview(RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes()), tokenizer)
+    assert found["ok"] == ("chosen" in row), found
+    assert not list((tmp_path / "cache").glob("tokens/*/*"))
+
+
+def test_a_mixture_in_the_run_record_and_on_the_card(tmp_path: Path, tiny_dir: Path) -> None:
+    files = [write_rows(tmp_path / f"{name}.jsonl", pairs(8)) for name in "ab"]
+    sources = [{"source": str(path), "weight": weight} for path, weight in zip(files, (3, 1), strict=True)]
+    folder = write_run(
+        tmp_path / "run",
+        tiny_dir,
+        files[0],
+        data={"train": {"type": "mixture", "sources": sources}},
+        training=TRAINING,
+        batching={"type": "packed", "tokens_per_batch": 96},
+    )
+    assert run(folder) == 0, events(folder)[-1]
+    (record,) = events(folder, "run_record")
+    assert [one["weight"] for one in record["record"]["data"]["train"]["sources"]] == [3, 1]
+    card = (folder / "artifacts" / "adapter" / "README.md").read_text()
+    assert ", weight 3, SHA-256 `" in card and ", weight 1 |" in card and "at most 96 tokens, packed," in card
+
+
+def test_rows_in_use_are_held(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", pairs(3))
+    dataset = TokenDataset(
+        np.arange(8, dtype=np.int32), np.ones(8, dtype=np.bool_), np.array([0, 4]), np.array([4, 8]), np.array([1, 2])
+    )
+    store = TokenCache(tmp_path / "cache")
+    kept = store.keep(store.source_key(DataOrder.of(path)), "how", Tokens(dataset, "text", 0, 2))
+    used, _ = truncate(kept.dataset, 3, "cut_right")
+    del kept
+    assert caches.make_room(tmp_path / "cache", 0) == []
+    assert used[1][0].tolist() == [4, 5, 6]
+    del used
+    gc.collect()
+    assert len(caches.make_room(tmp_path / "cache", 0)) == 1
 
 
 def test_other_rows_and_other_rendering_are_other_entries(tmp_path: Path, cached: Any) -> None:
@@ -140,6 +213,24 @@ def test_several_processes_give_the_same_tokens(tiny_dir: Path) -> None:
         assert np.array_equal(getattr(alone.dataset(), name), getattr(together.dataset(), name)), name
     assert (alone.cut_prompts, alone.rows) == (together.cut_prompts, together.rows)
     assert told == sorted(told) and told[-1] > 0
+
+
+def test_a_helper_that_the_kernel_kills_is_told_as_want_of_memory(tiny_dir: Path) -> None:
+    rows = (Numbered(n + 1, PromptCompletion(f"count to {n}", " x")) for n in itertools.count())
+    killed: list[int] = []
+
+    def between(done: int) -> None:
+        if done > 0 and not killed:
+            child = multiprocessing.active_children()[0]
+            assert child.pid is not None
+            killed.append(child.pid)
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(HelperKilled) as caught:
+        render_rows_in_parallel(rows, RenderOptions("completions", ModelTemplate()), tiny_dir, 1, between)
+    told = describe(caught.value, "loading")
+    assert (told["failure"], told["code"], told["field"]) == ("memory", "host_out_of_memory", None)
+    assert "SIGKILL" in told["message"] and "memory" in told["message"]
 
 
 def test_a_fault_in_another_process_is_the_same_fault(tiny_dir: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import yaml
 
 from core.spec.job import JobSpec
-from core.spec.training import Full, LoRA, QLoRA
+from core.spec.training import Full, LoRA, Packed, QLoRA, Rows, Tokens
 
 CARD_SAMPLES, CARD_CHARS = 5, 600
 
@@ -56,6 +56,8 @@ def model_card(
     }
     if not base.startswith(("/", ".")):
         meta["base_model"] = base
+    if datasets := [one["id"] for one in record["data"]["train"].get("sources", ()) if one.get("type") == "hub"]:
+        meta["datasets"] = list(dict.fromkeys(datasets))
     data, training = record["data"], spec.training
     lines = [
         "---",
@@ -74,8 +76,8 @@ def model_card(
         "",
         "| | |",
         "|---|---|",
-        f"| rows | {data['train']['rows']} (`{data['train']['format']}`), SHA-256 `{data['train']['sha256'][:16]}…` |",
-        f"| steps | {result['steps']} of {training.per_device_train_batch_size} rows "
+        f"| rows | {data['train']['rows']} (`{data['train']['format']}`){_whence(data['train'])} |",
+        f"| steps | {result['steps']} of {_batch(spec)} "
         f"× {training.gradient_accumulation_steps}, {result['total_tokens']} tokens |",
         f"| optimizer | {spec.optimizer.type}, peak learning rate {spec.optimizer.learning_rate:g}, "
         f"{spec.schedule.type} schedule |",
@@ -137,6 +139,31 @@ def _quoted(text: str) -> list[str]:
     """As an indented block, in which nothing is markup."""
     cut = text if len(text) <= CARD_CHARS else text[:CARD_CHARS] + "…"
     return [f"    {line}" for line in cut.splitlines()] or ["    (nothing)"]
+
+
+def _whence(train: dict[str, Any]) -> str:
+    """Where the training rows are from: each source's file by its hash, or a hub's data set by its commit."""
+    told = []
+    for source in train.get("sources") or [{"sha256": [train["sha256"]]}]:
+        weight = f", weight {source['weight']:g}" if "weight" in source else ""
+        if source.get("type") == "hub":
+            told.append(f"`{source['id']}` at commit `{source['commit'][:12]}`{weight}")
+        else:
+            hashes = ", ".join(f"`{digest[:16]}…`" for digest in source["sha256"])
+            told.append(f"SHA-256 {hashes}{weight}")
+    return "".join(f", {one}" for one in told)
+
+
+def _batch(spec: JobSpec) -> str:
+    match spec.batching:
+        case Rows():
+            return f"{spec.training.per_device_train_batch_size} rows"
+        case Tokens(tokens_per_batch=tokens):
+            return f"at most {tokens} tokens, padding counted,"
+        case Packed(tokens_per_batch=tokens):
+            return f"at most {tokens} tokens, packed,"
+        case _ as never:
+            assert_never(never)
 
 
 def _figure(values: dict[str, float] | None, name: str) -> str:
