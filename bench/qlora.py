@@ -3,9 +3,10 @@
 `--layers N` cuts a random shape down to what fits the machine, and the report says so. A batch of 1k tokens is the
 default (4 rows of 256), one of 8k is `--rows 8 --tokens 1024`.
 
-All contenders (bench/qlora_peers.py says what each is) sit in one process and take turns on the same batches of random
-ids; the order is swapped every run, and ratios are taken pair by pair. The memory of each is measured in a process of
-its own: the peak of two steps over what the loaded model takes. The same command runs on CPU and GPU.
+All contenders (bench/qlora_peers.py says what each is) sit in one process (Unsloth, which changes the others' code, in
+one of its own) and take turns on the same batches of random ids; the order is swapped every run, and ratios are taken
+pair by pair. The memory of each is measured in a process of its own: the peak of two steps over what the loaded model
+takes. The same command runs on CPU and GPU.
 
 The machine's load is told beside the figures, and each ratio is given in wall time and, on a CPU, in processor time:
 other programs disturb the second less. `interval` is the middle 95 % of 2,000 bootstrapped medians of the pairs.
@@ -19,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -30,69 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.qlora_children import APART, Apart, memory_in_child, memory_of, serve
 from bench.qlora_models import ROOT, SHAPES, folder_of, vocabulary_of
-from bench.qlora_peers import NAMES, Missing, Shape, Step, build
+from bench.qlora_peers import NAMES, Missing, Shape, Step, batches, build
 from bench.report import compare, finish, show
-
-MEMORY_STEPS = 2
-
-
-def batches(shape: Shape, count: int, vocabulary: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    low = min(100, vocabulary // 2)
-    return [
-        torch.randint(low, vocabulary, (shape.rows, shape.tokens), generator=generator).to(shape.device)
-        for _ in range(count)
-    ]
-
-
-# --- memory, in a process of its own ---------------------------------------------------------------
-
-
-def memory_of(name: str, folder: Path, shape: Shape) -> dict[str, float]:
-    """MiB: the loaded model with adapters and optimizer, and the peak of the steps over it."""
-    ids = batches(shape, MEMORY_STEPS, vocabulary_of(folder))
-    step = build(name, folder, shape, ids)
-    gc.collect()
-    _touch()
-    on_gpu = shape.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is in use
-    loaded = torch.cuda.memory_allocated() if on_gpu else _status("VmRSS")
-    for batch in ids:
-        step(batch)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
-    return {"loaded": loaded / 2**20, "over_load": (peak - loaded) / 2**20}
-
-
-def _touch() -> None:
-    """Read a byte of every page of every tensor: what a loader has only mapped is of the load, and not of a step."""
-    for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
-            storage = torch.empty(0, dtype=torch.uint8).set_(thing.detach().untyped_storage())
-            storage[:: os.sysconf("SC_PAGE_SIZE")].sum()
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
-def _memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.qlora", "--model", arguments.model, "--memory-of", name,
-               "--rows", str(arguments.rows), "--tokens", str(arguments.tokens), "--r", str(arguments.r),
-               "--device", arguments.device, "--threads", str(arguments.threads),
-               *(["--layers", str(arguments.layers)] if arguments.layers else [])]  # fmt: skip
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-# --- time ------------------------------------------------------------------------------------------
 
 
 def _timed(step: Step, ids: Tensor, device: torch.device) -> tuple[float, float]:
@@ -100,7 +41,8 @@ def _timed(step: Step, ids: Tensor, device: torch.device) -> tuple[float, float]
     step(ids)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started, time.process_time() - processor
+    seconds = time.perf_counter() - started
+    return seconds, step.processor if isinstance(step, Apart) else time.process_time() - processor
 
 
 def _interval(mine: list[float], theirs: list[float]) -> tuple[float, float]:
@@ -121,7 +63,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=["ours", "trl", "tuned", "bare", "lora", "unsloth"], choices=NAMES)
-    parser.add_argument("--memory-of", choices=NAMES)
+    parser.add_argument("--apart", nargs="*", default=list(APART), choices=NAMES, help="in a process of their own")
+    parser.add_argument("--memory-of", choices=NAMES, help="of a child")
+    parser.add_argument("--serve", choices=NAMES, help="of a child")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--report", type=Path, help="default bench/results/qlora-<model>-<device>-<day>.txt")
     arguments = parser.parse_args()
@@ -132,6 +76,9 @@ def main() -> None:
     folder = folder_of(arguments.model, arguments.layers)
     if arguments.memory_of:
         print(json.dumps(memory_of(arguments.memory_of, folder, shape)))
+        return
+    if arguments.serve:
+        serve(arguments.serve, folder, shape, arguments.runs)
         return
     day = datetime.now(UTC).date()
     kind = torch.cuda.get_device_name() if shape.device.type == "cuda" else "cpu"
@@ -152,7 +99,8 @@ def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: st
     steps: dict[str, Step] = {}
     for name in [name for name in NAMES if name in arguments.only]:
         try:
-            steps[name] = build(name, folder, shape, all_batches)
+            alone = name in arguments.apart
+            steps[name] = Apart(name, arguments) if alone else build(name, folder, shape, all_batches)
         except Missing as missing:
             print(f"{name:<10} left out: {missing}")
     names = list(steps)
@@ -165,10 +113,13 @@ def _compare(arguments: argparse.Namespace, folder: Path, shape: Shape, kind: st
             wall[name].append(seconds)
             cpu[name].append(processor)
     print(f"load average {os.getloadavg()[0]:.2f} after the steps")
+    for step in steps.values():
+        if isinstance(step, Apart):
+            step.close()
     steps.clear()
     gc.collect()
     if not arguments.no_memory:
-        memory = {name: _memory_in_child(name, arguments) for name in names}
+        memory = {name: memory_in_child(name, arguments) for name in names}
 
     tokens = shape.rows * shape.tokens
     for name in names:

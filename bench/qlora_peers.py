@@ -46,6 +46,16 @@ class Shape:
     device: torch.device
 
 
+def batches(shape: Shape, count: int, vocabulary: int) -> list[Tensor]:
+    """The same for everybody who asks with the same shape."""
+    generator = torch.Generator().manual_seed(7)
+    low = min(100, vocabulary // 2)
+    return [
+        torch.randint(low, vocabulary, (shape.rows, shape.tokens), generator=generator).to(shape.device)
+        for _ in range(count)
+    ]
+
+
 class Missing(Exception):
     """A peer that cannot run here; the words say why."""
 
