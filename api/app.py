@@ -27,6 +27,8 @@ from api.jobs.schemas import openapi_schemas
 from api.limits import Limits
 from api.middleware import RequestContext
 from api.nodes.router import router as nodes_router
+from api.queue.gpus import router as gpus_router
+from api.queue.router import router as queue_router
 from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
@@ -40,6 +42,7 @@ Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, m
 TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "files", "description": "Training data."},
+    {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
     {"name": "access", "description": "Users, projects, roles, keys, and who changed what (docs/security.md)."},
     {"name": "service", "description": "For probes and monitors; no key needed."},
@@ -82,6 +85,8 @@ def create_app(settings: Settings) -> FastAPI:
         files_router,
         preview_router,
         nodes_router,
+        queue_router,
+        gpus_router,
         access_router,
         people_router,
         audit_router,

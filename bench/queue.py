@@ -1,6 +1,7 @@
 """What the queue costs: `python -m bench.queue [--db postgresql|URL] [--runs N]`.
 
-- a claim with 10,000 and 100,000 jobs waiting against one with 100 (flat is a ratio near 1), with the query plan;
+- a claim with 10,000 and 100,000 jobs of 50 owners waiting against one with 100 (flat is a ratio near 1), with the
+  query plan;
 - events relayed from a trainer against a bare executemany of the same rows;
 - outbox rows relayed per second against the same number of bare deletes.
 
@@ -19,19 +20,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, text
 from sqlalchemy.orm import Session
 
 from bench.report import compare, finish, in_turn, show
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Base, Event, Job, OutboxMessage, Project, User
+from core.db.tables import Base, Event, Job, OutboxMessage, Project, Usage, User
 from core.ids import new_id
-from core.jobs import claims, outbox, relay
+from core.jobs import claims, line, outbox, relay
 from core.jobs.claims import Slot
 from tests.support import postgres
 
 OWNED = {"owner_id": "user-1", "project_id": "project-1"}
+OWNERS = 50
 
 
 def _empty(database: Database) -> None:
@@ -50,8 +52,13 @@ def fill(database: Database, count: int) -> None:
     """Empty the database, then queue `count` jobs that are ready for a slot."""
     _empty(database)
     with database.write() as session:
-        session.execute(insert(User).values(id="user-1", name="bench"))
+        owners = [{"id": f"user-{number}", "name": f"bench-{number}"} for number in range(OWNERS)]
+        session.execute(insert(User), owners)
         session.execute(insert(Project).values(id="project-1", name="bench"))
+        session.execute(
+            insert(Usage),
+            [{"owner_id": one["id"], "project_id": "project-1", "billed": 100.0, "at": 0.0} for one in owners],
+        )
         row = {
             "spec": {},
             "accelerator": "any",
@@ -59,12 +66,16 @@ def fill(database: Database, count: int) -> None:
             "reason": "",
             "prepared": {"model_dir": "/m"},
             "resume_from": [],
-            **OWNED,
+            "project_id": "project-1",
         }
         for start in range(0, count, 1000):
             times = range(start, min(start + 1000, count))
             session.execute(
-                insert(Job), [{"id": new_id("job"), "created_at": float(number), **row} for number in times]
+                insert(Job),
+                [
+                    {"id": new_id("job"), "created_at": float(number), "owner_id": f"user-{number % OWNERS}", **row}
+                    for number in times
+                ],
             )
         session.execute(text("ANALYZE"))
 
@@ -84,7 +95,7 @@ def claim_seconds(database: Database, count: int, offset: int) -> float:
 
 def plan(database: Database) -> list[str]:
     """The database's own account of how it finds the next job."""
-    query = select(Job.id).where(*claims._eligible(Slot("gpu-0", "gpu"))).order_by(Job.created_at, Job.id).limit(1)
+    query = line.heads("train", line.ready(0.0, None, None))
     compiled = str(query.compile(database._writer, compile_kwargs={"literal_binds": True}))
     with database.read() as session:
         prefix = "EXPLAIN QUERY PLAN " if database.is_sqlite else "EXPLAIN "

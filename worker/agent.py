@@ -29,6 +29,7 @@ from worker.attempt import DATABASE_AWAY, Attempt, Site
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.housekeeping import BrokerAway, Housekeeper
+from worker.others import Others
 from worker.room import Room
 from worker.selftest import SelfTests
 from worker.spare import Spares
@@ -53,7 +54,10 @@ class Agent:
         for arch in sorted({gpu.arch for gpu in box.gpus}):
             self.notes += [f"{arch}: {change.words}" for change in faults.route(os.environ, arch).changes]
         gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
-        train_slots = [Slot(uuid, "gpu") for uuid in gpus] or cpu_slots(settings.cpu_slots)
+        labels = frozenset(settings.node_labels)
+        train_slots = [
+            Slot(uuid, "gpu", gpu.vendor, gpu.arch, gpu.memory_bytes, labels) for uuid, gpu in gpus.items()
+        ] or cpu_slots(settings.cpu_slots, labels)
         if gpus and settings.cpu_slots > 1:
             self.notes.append(
                 f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
@@ -83,6 +87,7 @@ class Agent:
         self._train_slots = train_slots
         self._room = Room(database, layout.root, settings.min_free_bytes)
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
+        self._others = Others(gpus, settings.sysfs)
         self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
         """What the node's row says, as far as it changes."""
         self._showing = threading.Lock()
@@ -100,10 +105,12 @@ class Agent:
         """Take the box over. `publish` rings the workers' bell, `backlog` counts rings that nobody has heard yet."""
         database, name = self.site.database, self.settings.node
         node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
+        self._others.look()
         with database.write() as session:
             self._quarantine.restore(nodes.slots(session, name))
             notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
-            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + notes)
+            labels = self.settings.node_labels
+            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + notes, labels)
             self._row = (notes, slots)
         if drained:
             log.warning("node %s is drained: it claims nothing until `eft worker undrain %s`", name, name)
@@ -178,7 +185,7 @@ class Agent:
             {"id": slot.id, "kind": slot.kind}
             | ({} if gpu is None else {"gpu": asdict(gpu)})
             | self._selftests.as_slot(slot.id)
-            | ({} if gpu is None else self._quarantine.as_slot(slot.id))
+            | ({} if gpu is None else self._quarantine.as_slot(slot.id) | self._others.as_slot(slot.id))
         )
 
     # -- work
@@ -204,8 +211,8 @@ class Agent:
             for slot in self.slots:
                 if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
                     continue
-                if not self._selftests.offered(slot.id):
-                    continue
+                if not self._selftests.offered(slot.id) or slot.id in self._others:
+                    continue  # not fit, or somebody uses it beside eft
                 if self._room.left() < 0:
                     return None
                 began = _clock()
@@ -218,6 +225,7 @@ class Agent:
                             slot,
                             self.settings.lease_seconds,
                             room=self._room.left(),
+                            half_life=self.settings.fairshare_half_life_hours * 3600.0,
                         )
                 except DATABASE_AWAY as error:
                     log.warning("cannot claim, database: %s", error)
@@ -258,6 +266,7 @@ class Agent:
                 self._room.tell()
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
+                self._others.look()
                 self._show()
             except DATABASE_AWAY as error:
                 log.warning("cannot tell of room and slots, database: %s", error)
@@ -348,8 +357,9 @@ class Agent:
         os.close(self._lock_file)
 
 
-def cpu_slots(count: int) -> list[Slot]:
-    return [Slot("cpu", "cpu")] if count == 1 else [Slot(f"cpu-{number}", "cpu") for number in range(count)]
+def cpu_slots(count: int, labels: frozenset[str] = frozenset()) -> list[Slot]:
+    names = ["cpu"] if count == 1 else [f"cpu-{number}" for number in range(count)]
+    return [Slot(name, "cpu", labels=labels) for name in names]
 
 
 def _clock() -> float:

@@ -6,6 +6,7 @@ they are. The kernel (AMD) and nvidia-smi (NVIDIA) are asked.
 
 from __future__ import annotations
 
+import logging
 import os
 import pwd
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 from core.hardware import kfd, nvidia
 from core.hardware.discover import Gpu
 from worker import processes
+
+log = logging.getLogger("eft.worker")
 
 MOST = 8
 """Processes that are shown of one GPU."""
@@ -30,11 +33,10 @@ class Others:
     def __init__(self, gpus: Mapping[str, Gpu], sysfs: Path) -> None:
         self._gpus, self._sysfs = gpus, sysfs
         self._found: Mapping[str, list[dict[str, Any]]] = {}
+        self._failed: str | None = None
 
-    def look(self) -> str | None:
-        """Ask anew. Why the answer may not be whole, or None."""
-        if not self._gpus:
-            return None
+    def look(self) -> None:
+        """Ask anew. What cannot be asked is told to the log, once."""
         told: dict[str, dict[int, int]] = {}
         failed = None
         if any(gpu.vendor == "nvidia" for gpu in self._gpus.values()):
@@ -50,7 +52,9 @@ class Others:
             if outside:
                 found[slot] = [_described(pid, count) for pid, count in outside[:MOST]]
         self._found = found
-        return failed
+        if failed is not None and failed != self._failed:
+            log.warning("cannot see who else uses the GPUs: %s", failed)
+        self._failed = failed
 
     def __contains__(self, slot: str) -> bool:
         return slot in self._found

@@ -18,9 +18,11 @@ from api.deps import After, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
+from api.queue.desk import desk
+from api.queue.schemas import place_view
 from api.ranges import FileReply
 from core.errors import Fault, NotFound
-from core.jobs import queries
+from core.jobs import explain, queries
 from core.jobs.states import Status
 from core.jobs.submit import cancel, find, pause, resume
 from core.spec.run import LOG_FILE
@@ -142,9 +144,11 @@ def list_jobs(
     responses=responses(404),
 )
 def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
-    """Status with its reason, progress, and in the end result or failure."""
+    """Status with its reason, progress, and in the end result or failure; while it waits, its place in the queue."""
     with here.database.read() as session:
-        return JSONResponse(schemas.job_view(find(session, asking, job_id)))
+        job = find(session, asking, job_id)
+        told = explain.job(session, desk(here), job)
+        return JSONResponse(schemas.job_view(job, None if told is None else place_view(told)))
 
 
 @router.post(

@@ -62,6 +62,8 @@ _JOB: dict[str, Any] = {
     "adjusted": {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 8},
     "node": "box-1",
     "retry_of": None,
+    "priority": 0,
+    "queue": None,
     "links": {"self": f"/jobs/{_ID}", **_LINKS},
 }
 
@@ -97,6 +99,10 @@ class JobView(BaseModel):
     """The box that has it now."""
     retry_of: str | None
     """The job that this one tries again."""
+    priority: int
+    """Among jobs that wait; a higher one goes first."""
+    queue: dict[str, Any] | None
+    """While it waits, from `GET /jobs/{id}` alone: position, code, reason, estimated_start (docs/queue.md)."""
     links: dict[str, str]
 
 
@@ -151,7 +157,7 @@ class ArtifactList(BaseModel):
     data: list[ArtifactView]
 
 
-def job_view(job: Job) -> dict[str, Any]:
+def job_view(job: Job, queue: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "id": job.id,
         "name": job.name,
@@ -168,6 +174,8 @@ def job_view(job: Job) -> dict[str, Any]:
         "adjusted": job.adjusted,
         "node": job.node,
         "retry_of": job.retry_of,
+        "priority": job.priority,
+        "queue": queue,
         "links": {
             "self": f"/jobs/{job.id}",
             **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS},

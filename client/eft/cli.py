@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from eft import commands, commands_access, commands_box, commands_data, commands_files, commands_worker
+from eft import (
+    commands,
+    commands_access,
+    commands_box,
+    commands_data,
+    commands_files,
+    commands_gpu,
+    commands_queue,
+    commands_worker,
+)
 from eft.client import Client
 from eft.config import load_config, write_config
 from eft.errors import EXIT_MEANINGS, ConfigError
@@ -37,6 +46,8 @@ for verb in (
     commands.resume,
     commands.retry,
     commands.cancel,
+    commands_queue.queue,
+    commands_queue.usage,
     commands_access.whoami,
     commands_access.audit,
 ):
@@ -44,6 +55,9 @@ for verb in (
 app.add_typer(commands_files.app, name="files")
 app.add_typer(commands_data.app, name="data", rich_help_panel="On the box itself")
 app.add_typer(commands_worker.app, name="worker")
+app.add_typer(commands_gpu.gpu, name="gpu")
+app.add_typer(commands_gpu.maintenance, name="maintenance")
+app.add_typer(commands_queue.quota, name="quota")
 app.add_typer(commands_access.keys, name="keys")
 app.add_typer(commands_access.users, name="users")
 app.add_typer(commands_access.projects, name="projects")

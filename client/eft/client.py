@@ -20,6 +20,7 @@ from eft import download as downloads
 from eft.access import Access
 from eft.config import load_config
 from eft.errors import EftClientError, LocalError, Unreachable, UsageFault
+from eft.queue import Queue
 from eft.sse import messages
 from eft.transport import FIRST_DELAY, LONGEST_DELAY, Param, T, Transport, backoff
 from eft.types import FINAL, Artifact, Event, File, Job, Node, Page
@@ -64,6 +65,8 @@ class Client:
         self._transport = Transport(self.config, timeout=timeout, patience=patience, user_agent=f"eft-client/{VERSION}")
         self.access = Access(self._transport)
         """Users, projects, keys, the audit."""
+        self.queue = Queue(self._transport)
+        """The order, GPUs and holds, usage and quotas."""
 
     def __enter__(self) -> Client:
         return self

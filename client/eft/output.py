@@ -112,11 +112,14 @@ def files_table(files: list[File], width: int) -> Table:
 
 def job_lines(job: Job) -> list[str]:
     """`eft show`, as markup."""
+    place = job.queue or {}
     rows: list[tuple[str, str | None]] = [
         ("id", job.id),
         ("name", job.name),
         ("status", status_markup(job.status)),
         ("reason", job.reason and escape(job.reason)),
+        ("queue", escape(place.get("reason") or "")),
+        ("starts about", place.get("estimated_start")),
         ("attempt", str(job.attempt)),
         ("node", job.node and escape(job.node)),
         ("created", job.created_at),

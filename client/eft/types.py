@@ -49,6 +49,8 @@ class Job:
     adjusted: dict[str, int]
     """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     node: str | None
+    queue: dict[str, Any] | None
+    """While it waits, of `get` alone: position, code, reason, estimated_start."""
     raw: dict[str, Any] = field(repr=False)
 
     @property
@@ -91,6 +93,7 @@ class Job:
             spec=raw.get("spec") or {},
             adjusted=raw.get("adjusted") or {},
             node=raw.get("node"),
+            queue=raw.get("queue"),
             raw=raw,
         )
 

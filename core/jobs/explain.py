@@ -90,6 +90,8 @@ class _Clerk:
         self._seats = places.seats(session, self.now, desk.silent_after)
         self._free_at = self._when_free()
         self._order: line.Order | None = None
+        self._ends: list[line.Order] = []
+        """Of the positions counted last: the state after the last job of each line, where what is left is held."""
 
     def explain(self, phase: Phase, limit: int) -> list[Explanation]:
         positions = self._positions(phase, limit)
@@ -122,6 +124,7 @@ class _Clerk:
         With `until` nobody is counted who comes after that job.
         """
         found: dict[str, int] = {}
+        self._ends = []
         for fits, billing, ends_before in self._kinds(phase):
             conditions = line.ready(self.now, self._desk.room, ends_before if phase == "train" else None)
             order = line.look(self._session, phase, self.now, conditions, half_life=self._desk.half_life, deep=most)
@@ -129,6 +132,8 @@ class _Clerk:
                 found[waiting.id] = min(position, found.get(waiting.id, position))
                 if position == most or waiting.id == until:
                     break
+            else:
+                self._ends.append(order)
         return found
 
     def _kinds(self, phase: Phase) -> list[tuple[Callable[[Key], bool], float, float | None]]:
@@ -172,15 +177,15 @@ class _Clerk:
         seats = self._fitting(phase, key)
         if not [seat for seat in self._seats if seat.state != "silent"]:
             return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
-        if not seats:
+        if not seats and phase == "train":
             return "requirements", self._unmet(key)
         turn = f"; {ordinal(position)} in line" if position is not None else ""
         if phase != "train":
             return "model", f"{room.WAITS_FOR_MODEL}{turn}"
+        held = self._out_of_line(row, key, seats, turn)
+        if held is not None:
+            return held
         if position is None:
-            held = self._out_of_line(row, key, seats)
-            if held is not None:
-                return held
             turn = f"; more than {MOST} jobs are before it"
         free = [seat for seat in seats if seat.free]
         closed = [seat for seat in seats if seat.closed is not None]
@@ -190,13 +195,20 @@ class _Clerk:
             count += f" ({shown}{f'; {len(closed) - 3} more' if len(closed) > 3 else ''})"
         return "closed" if len(closed) == len(seats) else "turn", count + turn
 
-    def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat]) -> tuple[Code, str] | None:
-        """Why no slot takes it though some could."""
+    def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat], turn: str) -> tuple[Code, str] | None:
+        """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
         if self._order is None:
             self._order = line.look(self._session, "train", self.now, half_life=self._desk.half_life)
-        quota = self._order.held(line.Waiting(row.id, key, row.created_at))
+        waiting = line.Waiting(row.id, key, row.created_at)
+        quota = self._order.held(waiting)
         if quota is not None:
-            return "quota", quota.words(names(self._session, [quota.subject_id]))
+            return "quota", quota.words(names(self._session, [quota.subject_id])) + turn
+        if turn:
+            return None
+        for order in self._ends:
+            if order.phase == "train" and (quota := order.held(waiting)) is not None:
+                words = quota.words(names(self._session, [quota.subject_id]))
+                return "quota", f"{words} once those before it have started"
         for seat in seats:
             if seat.ends_before is not None:
                 limit = row.spec["resources"].get("max_runtime_seconds")

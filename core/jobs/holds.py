@@ -102,7 +102,7 @@ def hold(
     kind: Literal["hold", "drain"] = "hold",
     now: bool = False,
     others_jobs: bool = False,
-) -> list[Hold]:
+) -> list[Held]:
     """Nothing is claimed on these slots until then, or until `release`. All of them or none.
 
     `now`: their jobs leave at once; those of another project only with `others_jobs`. Raises NotFound, Conflict for a
@@ -114,7 +114,7 @@ def hold(
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
     found = list({(one.node, one.slot): one for one in (place(session, name) for name in names)}.values())
     _let_go_of_expired(session, moment)
-    made = []
+    made: list[Held] = []
     for one in found:
         row = {
             "id": new_id("hold"),
@@ -131,7 +131,7 @@ def hold(
                 session.execute(insert(Hold).values(**row))
         except IntegrityError:
             raise _held_already(session, one) from None
-        made.append(session.get_one(Hold, row["id"]))
+        made.append(_shown(session, session.get_one(Hold, row["id"])))
         data = {"for": held_for, "why": why, "until": until, "now": now}
         audit.record(session, actor, f"gpu.{kind}", one.label, data, project_id=None)
         if now:
@@ -147,6 +147,10 @@ def _held_already(session: Session, one: Place) -> Conflict:
 
 
 _KINDS: Mapping[str, str] = {"hold": "held", "drain": "drained"}
+
+
+def _shown(session: Session, row: Hold) -> Held:
+    return Held(row, session.execute(select(User.name).where(User.id == row.user_id)).scalar_one())
 
 
 def _active(one: Place) -> Any:
@@ -172,10 +176,10 @@ def _let_go_of_expired(session: Session, moment: float) -> None:
     session.execute(over.values(released_at=Hold.until).execution_options(synchronize_session=False))
 
 
-def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: bool = False) -> list[Hold]:
+def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: bool = False) -> list[Held]:
     """End the holds on these slots. Their maker may, and with `anybodys` an admin of the box.
 
-    Raises NotFound, Conflict for a slot that is not held, Forbidden for somebody else's hold.
+    Raises NotFound, and Conflict for a slot that is not held or is somebody else's.
     """
     moment = take_turn(session)
     _let_go_of_expired(session, moment)
@@ -186,11 +190,12 @@ def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: b
             raise Conflict(f"GPU {one.label} is not held", field="gpus", code="not_held")
         if held.user_id != actor.user_id and not anybodys:
             by = session.execute(select(User.name).where(User.id == held.user_id)).scalar_one()
-            raise Forbidden(f"GPU {one.label} is held by {by}, who may release it; so may an admin of the box")
+            words = f"GPU {one.label} is held by {by}, who may release it; so may an admin of the box"
+            raise Conflict(words, field="gpus", code="held_by_another")
         session.execute(update(Hold).where(Hold.id == held.id).values(released_at=db_now()))
         session.refresh(held)
         audit.record(session, actor, "gpu.release", one.label, {"hold": held.id}, project_id=None)
-        done.append(held)
+        done.append(_shown(session, held))
     _ring(session)
     return done
 

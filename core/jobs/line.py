@@ -56,7 +56,7 @@ def ready(now: float, room: int | None, ends_before: float | None) -> list[Colum
     that reaches beyond it is not started."""
     conditions = [due(now)]
     if room is not None:
-        conditions.append(or_(Job.needs_bytes.is_(None), Job.needs_bytes <= room))
+        conditions.append(func.coalesce(Job.needs_bytes, 0) <= room)  # below 0 nothing is started
     if ends_before is not None:
         limit = time_limit()
         conditions.append(or_(limit.is_(None), now + limit - spent(now) <= ends_before))

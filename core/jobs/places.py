@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.db.tables import Allocation, Hold, Job, Maintenance, Node
+from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
 from core.jobs import holds
 from core.jobs.slots import Slot
 
@@ -92,7 +92,7 @@ def _seat(
     elif closed is not None:
         state, opens_at = "maintenance", windows[0].ends_at
     elif entry.get("quarantined"):
-        closed, state = "in quarantine: its memory was not given back", "quarantined"
+        closed, state = f"in quarantine: {entry['quarantined']}", "quarantined"
     elif processes:
         closed, state = f"used by {_people(processes)}", "outside"
     return Seat(node.name, slot, label, gpu, None, None, closed, state, processes, hold, opening.ends_before, opens_at)
@@ -110,3 +110,42 @@ def running(session: Session, seats: Sequence[Seat]) -> dict[str, Job]:
     ids = [seat.busy for seat in seats if seat.busy is not None]
     rows = session.execute(select(Job).where(Job.id.in_(ids))).scalars() if ids else ()
     return {job.id: job for job in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time in which a slot was not free."""
+
+    what: str
+    """job, hold or drain."""
+    job_id: str | None
+    project_id: str | None
+    user: str
+    why: str | None
+    began: float
+    ended: float | None
+
+
+def history(session: Session, node: str, slot: str, limit: int) -> list[Span]:
+    """Newest first."""
+    taken = session.execute(
+        select(Allocation, User.name)
+        .join(User, User.id == Allocation.owner_id)
+        .where(Allocation.node == node, Allocation.slot == slot)
+        .order_by(Allocation.created_at.desc(), Allocation.job_id.desc())
+        .limit(limit)
+    )
+    spans = [
+        Span("job", row.job_id, row.project_id, user, None, row.created_at, row.released_at) for row, user in taken
+    ]
+    held = session.execute(
+        select(Hold, User.name)
+        .join(User, User.id == Hold.user_id)
+        .where(Hold.node == node, Hold.slot == slot)
+        .order_by(Hold.created_at.desc(), Hold.id.desc())
+        .limit(limit)
+    )
+    for row, user in held:
+        words = " ".join(part for part in (f"for {row.held_for}" if row.held_for else "", row.why) if part)
+        spans.append(Span(row.kind, None, None, user, words or None, row.created_at, row.released_at or row.until))
+    return sorted(spans, key=lambda span: span.began, reverse=True)[:limit]

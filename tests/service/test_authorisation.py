@@ -137,6 +137,12 @@ def body(here: World, route: tuple[str, str], project: Project) -> dict[str, Any
             return {"json": {"model": MODEL}}
         case ("POST", "/keys"):
             return {"json": {"name": here.fresh("key")}}
+        case ("POST", "/limits"):
+            return {"json": {"scope": "project", "name": "lab", "max_running": 1000}}
+        case ("POST", "/maintenance"):
+            return {"json": {"from": "2099-12-30T08:00:00Z", "until": "2099-12-30T10:00:00Z", "node": "box"}}
+        case ("POST", "/maintenance/cancel"):
+            return {"json": {"id": here.maintenance()}}
         case ("POST", "/users") | ("POST", "/projects"):
             return {"json": {"name": here.fresh("name")}}
     operation = here.app.openapi()["paths"][path]["get" if method == "HEAD" else method.lower()]

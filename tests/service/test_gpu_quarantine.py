@@ -5,6 +5,8 @@ The box is made up (a tree like /sys, whose files this test changes); worker, da
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from sqlalchemy import insert, select
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Job, Node, Project, User
-from core.hardware.discover import discover
+from core.hardware.discover import Gpu, discover
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -26,6 +28,7 @@ from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker import gpu_memory
 from worker.agent import Agent
+from worker.others import Others
 
 ADA = Actor("user-ada", "proj-lab")
 GIB = 1 << 30
@@ -138,3 +141,55 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         assert status(database, second) == "failed", "it was tried"
     finally:
         agent.stop()
+
+
+# -- somebody uses it beside eft
+
+
+def test_nothing_is_claimed_on_a_gpu_that_somebody_uses(settings: Settings, used: Path, database: Database) -> None:
+    """Process 1 is nobody's of ours; a child of this process is as a trainer of the worker would be."""
+    settings = settings.model_copy(update={"data_roots": (settings.root,), "node_labels": ("fast",)})
+    (gpu,) = discover(sysfs=settings.sysfs).gpus
+    ours = subprocess.Popen(["/bin/sleep", "120"])
+    for pid in (1, ours.pid):
+        folder = settings.sysfs / "class/kfd/kfd/proc" / str(pid)
+        folder.mkdir(parents=True)
+        (folder / f"vram_{gpu.kfd_id}").write_text(f"{2 * GIB + 5}\n")
+    job_id = add_job(database, settings.root)
+    agent = Agent(settings)
+    try:
+        agent.start(lambda _: None, lambda: 0)
+        (process,) = node(database).slots[0]["processes"]
+        assert (process["pid"], process["user"], process["bytes"]) == (1, "root", 2 * GIB)
+        assert node(database).labels == ["fast"]
+        agent.serve()
+        assert status(database, job_id) == "queued"
+        (settings.sysfs / "class/kfd/kfd/proc/1" / f"vram_{gpu.kfd_id}").unlink()
+        wait_for(lambda: "processes" not in node(database).slots[0], 5, "the end of the other's work")
+        agent.serve()
+        assert status(database, job_id) == "failed", "its trainer began, and found no weights"
+    finally:
+        agent.stop()
+        ours.kill()
+        ours.wait()
+
+
+def test_nvidias_processes(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\necho 'GPU-a, 1, 700'\necho 'GPU-a, {os.getpid()}, 600'\necho 'GPU-b, 999999999, [N/A]'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    gpus = {
+        name: Gpu(index, "nvidia", name, "", name, "sm_90", 1) for index, name in enumerate(("GPU-a", "GPU-b", "GPU-c"))
+    }
+    others = Others(gpus, settings.sysfs)
+    others.look()
+    assert [name in others for name in gpus] == [True, True, False]
+    assert [(p["pid"], p["user"], p["bytes"]) for p in others.as_slot("GPU-a")["processes"]] == [(1, "root", 512 << 20)]
+    assert others.as_slot("GPU-b")["processes"] == [{"pid": 999999999, "user": None, "name": None, "bytes": 0}]
+    program.write_text("#!/bin/sh\nexit 9\n")
+    others.look()
+    assert "GPU-a" not in others

@@ -18,7 +18,7 @@ from api.auth import people, service
 from api.auth.policy import Role, Scope
 from core.db.engine import db_now
 from core.db.migrate import upgrade
-from core.db.tables import ApiKey, File, User
+from core.db.tables import ApiKey, File, Maintenance, User
 from core.ids import new_id
 from core.jobs import nodes, previews
 from core.jobs.claims import Slot, claim, running
@@ -126,6 +126,14 @@ class World:
             )
         self.secrets.append(key)
         return row.id
+
+    def maintenance(self) -> str:
+        """One that is planned for long after."""
+        number = self.fresh("maint")
+        with self.database.write() as session:
+            times = {"starts_at": 4e9, "ends_at": 4.1e9}
+            session.add(Maintenance(id=number, node=None, why="", user_id=self.root, **times))
+        return number
 
     def member(self, project: Project) -> str:
         """The id of a new member."""

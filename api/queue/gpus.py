@@ -1,0 +1,254 @@
+"""`/gpus`, `/holds`, `/maintenance`: people and eft on the same GPUs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.orm import Session
+
+from api.auth.policy import Operating, Principal, ReadingOrOperating, Writing
+from api.body import json_body, read_json
+from api.deps import Here, Installation
+from api.errors import responses
+from api.jobs.schemas import iso
+from api.queue import schemas
+from core.db.engine import db_now
+from core.jobs import holds, places
+
+router = APIRouter(tags=["queue"])
+
+
+@router.get(
+    "/gpus",
+    summary="List GPUs",
+    response_model=schemas.GpuList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_gpus(asking: ReadingOrOperating, here: Here) -> Response:
+    """Every slot that trains: what it is, whether it is free, and if not, who has it: a job, a hold, somebody's own
+    process outside eft (with its number and user)."""
+    with here.database.read() as session:
+        seats = places.seats(session, _now(session), here.settings.lease_seconds)
+    data = [schemas.gpu_view(seat, asking.project_id) for seat in seats if seat.slot.phase == "train"]
+    return JSONResponse({"data": data})
+
+
+@router.get(
+    "/gpus/history",
+    summary="History of a GPU",
+    response_model=schemas.SpanList,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 422),
+)
+def gpu_history(
+    asking: ReadingOrOperating,
+    here: Here,
+    gpu: Annotated[str, Query(max_length=400, pattern=r"^[^\x00]+$", description="NODE/INDEX: see `GET /gpus`.")],
+    limit: Annotated[int, Query(ge=1, le=1000, description="Spans.")] = 100,
+) -> Response:
+    """What it was used for, newest first: jobs and holds."""
+    with here.database.read() as session:
+        one = holds.place(session, gpu, "gpu")
+        spans = places.history(session, one.node, one.slot, limit)
+    data = []
+    for span in spans:
+        shown = span.what != "job" or span.project_id == asking.project_id
+        data.append(
+            {
+                "what": span.what,
+                "job": span.job_id if shown else None,
+                "by": span.user if shown or asking.operates else None,
+                "why": span.why,
+                "since": iso(span.began),
+                "until": iso(span.ended),
+            }
+        )
+    return JSONResponse({"data": data})
+
+
+@router.get(
+    "/holds",
+    summary="List held GPUs",
+    response_model=schemas.HoldList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_holds(asking: ReadingOrOperating, here: Here) -> Response:
+    """GPUs that are held or drained now: for whom, until when, why."""
+    with here.database.read() as session:
+        return JSONResponse({"data": _shown(session, holds.active(session, _now(session)))})
+
+
+@router.post(
+    "/holds",
+    status_code=201,
+    summary="Hold GPUs",
+    response_model=schemas.HoldList,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 413, 415, 422),
+    openapi_extra=json_body(
+        schemas.NewHold,
+        {"gpus": ["box/cpu"], "until": "2099-12-31T18:00:00+01:00", "for": "bob", "why": "notebook", "now": False},
+    ),
+)
+async def hold_gpus(request: Request, asking: Writing, here: Here) -> Response:
+    """Leave GPUs to somebody: nothing is claimed on them until then. All of them are held, or none.
+
+    On a busy GPU it counts from the end of its job on; with `now` the job writes a checkpoint and goes on elsewhere.
+    """
+    wish = await read_json(request, schemas.NewHold, here.settings.max_body_bytes)
+    until = None if wish.until is None else wish.until.timestamp()
+    return await _held(here, asking, wish.gpus, "hold", wish.held_for, wish.why, until, wish.now)
+
+
+@router.post(
+    "/gpus/drain",
+    summary="Drain GPUs",
+    response_model=schemas.HoldList,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 413, 415, 422),
+    openapi_extra=json_body(schemas.NewDrain, {"gpus": ["box/cpu"], "why": "a new fan"}),
+)
+async def drain_gpus(request: Request, asking: Operating, here: Here) -> Response:
+    """Take GPUs out of service as `POST /nodes/{name}/drain` does whole nodes: what runs there writes a checkpoint and
+    goes on elsewhere; nothing is claimed there until `POST /gpus/undrain`, also over restarts."""
+    wish = await read_json(request, schemas.NewDrain, here.settings.max_body_bytes)
+    return await _held(here, asking, wish.gpus, "drain", "", wish.why, None, True)
+
+
+@router.post(
+    "/holds/release",
+    summary="Release GPUs",
+    response_model=schemas.HoldList,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 413, 415, 422),
+    openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
+)
+async def release_gpus(request: Request, asking: Writing, here: Here) -> Response:
+    """eft may use them again. Who asked for the hold may, and an admin of the box."""
+    return await _released(request, asking, here)
+
+
+@router.post(
+    "/gpus/undrain",
+    summary="Put GPUs back into service",
+    response_model=schemas.HoldList,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 413, 415, 422),
+    openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
+)
+async def undrain_gpus(request: Request, asking: Operating, here: Here) -> Response:
+    """They take jobs again; whoever held or drained them."""
+    return await _released(request, asking, here)
+
+
+async def _released(request: Request, asking: Principal, here: Installation) -> Response:
+    wish = await read_json(request, schemas.Release, here.settings.max_body_bytes)
+
+    def write() -> list[dict[str, Any]]:
+        with here.database.write() as session:
+            done = holds.release(session, asking, wish.gpus, anybodys=asking.operates)
+            return _shown(session, done)
+
+    return JSONResponse({"data": await run_in_threadpool(write)})
+
+
+async def _held(
+    here: Installation,
+    asking: Principal,
+    gpus: list[str],
+    kind: Literal["hold", "drain"],
+    held_for: str,
+    why: str,
+    until: float | None,
+    now: bool,
+) -> Response:
+    def write() -> list[dict[str, Any]]:
+        with here.database.write() as session:
+            made = holds.hold(
+                session,
+                asking,
+                gpus,
+                held_for=held_for,
+                why=why,
+                until=until,
+                kind=kind,
+                now=now,
+                others_jobs=asking.operates,
+            )
+            return _shown(session, made)
+
+    return JSONResponse({"data": await run_in_threadpool(write)}, 201 if kind == "hold" else 200)
+
+
+def _shown(session: Session, held: list[holds.Held]) -> list[dict[str, Any]]:
+    labels = {(one.node, one.slot): one.label for one in holds.places(session)}
+    return [schemas.hold_view(one, labels) for one in held]
+
+
+def _now(session: Session) -> float:
+    return float(session.execute(db_now().select()).scalar_one())
+
+
+# -- maintenance
+
+
+@router.get(
+    "/maintenance",
+    summary="List maintenance",
+    response_model=schemas.MaintenanceList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_maintenance(asking: ReadingOrOperating, here: Here) -> Response:
+    """What is planned, and what is under way."""
+    with here.database.read() as session:
+        return JSONResponse({"data": [schemas.maintenance_view(row) for row in holds.planned(session, _now(session))]})
+
+
+@router.post(
+    "/maintenance",
+    status_code=201,
+    summary="Plan maintenance",
+    response_model=schemas.MaintenanceView,
+    response_class=JSONResponse,
+    responses=responses(404, 413, 415, 422),
+    openapi_extra=json_body(
+        schemas.NewMaintenance,
+        {"node": "box", "from": "2099-12-30T08:00:00+01:00", "until": "2099-12-30T10:00:00+01:00", "why": "new fans"},
+    ),
+)
+async def plan_maintenance(request: Request, asking: Operating, here: Here) -> Response:
+    """A time in which nothing runs on a node: jobs whose time limit reaches into it are not started there, and what
+    still runs when it begins writes a checkpoint and goes on elsewhere, or there once it is over."""
+    wish = await read_json(request, schemas.NewMaintenance, here.settings.max_body_bytes)
+
+    def write() -> dict[str, Any]:
+        with here.database.write() as session:
+            times = wish.starts_at.timestamp(), wish.until.timestamp()
+            return schemas.maintenance_view(holds.plan(session, asking, wish.node, *times, wish.why))
+
+    return JSONResponse(await run_in_threadpool(write), 201)
+
+
+@router.post(
+    "/maintenance/cancel",
+    summary="Cancel maintenance",
+    response_model=schemas.MaintenanceView,
+    response_class=JSONResponse,
+    responses=responses(404, 413, 415, 422),
+    openapi_extra=json_body(schemas.CancelMaintenance, {"id": "maint-01kar3v8x5m2h6n9qst4wyz0bc"}),
+)
+async def cancel_maintenance(request: Request, asking: Operating, here: Here) -> Response:
+    """It does not take place, or is over now. Asking twice is fine."""
+    wish = await read_json(request, schemas.CancelMaintenance, here.settings.max_body_bytes)
+
+    def write() -> dict[str, Any]:
+        with here.database.write() as session:
+            return schemas.maintenance_view(holds.cancel(session, asking, wish.id))
+
+    return JSONResponse(await run_in_threadpool(write))

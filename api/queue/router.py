@@ -1,0 +1,139 @@
+"""`/queue`, `/usage`, `/limits`: the order, why each job waits, who has used how much, and what each may use."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, date, datetime, timedelta
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy import or_, select
+
+from api.auth.policy import Operating, ReadingOrOperating
+from api.body import json_body, read_json
+from api.deps import Here
+from api.errors import BadRequest, responses
+from api.queue import schemas
+from api.queue.desk import desk
+from core.db.tables import Limit
+from core.jobs import explain, limits, usage
+
+router = APIRouter(tags=["queue"])
+_EPOCH = date(1970, 1, 1)
+
+
+@router.get(
+    "/queue",
+    summary="Show the queue",
+    response_model=schemas.QueueView,
+    response_class=JSONResponse,
+    responses=responses(422),
+)
+def show_queue(
+    asking: ReadingOrOperating,
+    here: Here,
+    limit: Annotated[
+        int, Query(ge=1, le=1000, description="Jobs that wait for training, and as many to prepare.")
+    ] = 100,
+) -> Response:
+    """Jobs in the order in which they will be taken up: position, why each waits, and about when it will start.
+
+    Everybody sees every place of the line; whose job of another project stands there, only admins of the box see.
+    """
+    with here.database.read() as session:
+        told = explain.queue(session, desk(here), limit)
+        ids = {one.job.owner_id for one in told} | {one.job.project_id for one in told}
+        names = limits.names(session, ids)
+    data = [schemas.waiting_view(one, names, asking.project_id, asking.operates) for one in told]
+    return JSONResponse({"data": data})
+
+
+@router.get(
+    "/usage",
+    summary="Report the usage",
+    response_model=schemas.UsageList,
+    response_class=Response,
+    responses={
+        200: {
+            "description": "By owner and project.",
+            "content": {
+                "text/csv": {
+                    "schema": {"type": "string"},
+                    "example": "owner,project,gpu_hours,cpu_hours\nada,voice,41.5,0\n",
+                }
+            },
+        },
+        **responses(400, 422),
+    },
+)
+def report_usage(
+    request: Request,
+    asking: ReadingOrOperating,
+    here: Here,
+    since: Annotated[date | None, Query(description="First day, UTC. Default: six days before the last.")] = None,
+    until: Annotated[date | None, Query(description="Last day, UTC. Default: today.")] = None,
+    format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
+) -> Response:
+    """GPU hours, jobs and disk, by owner and project: of this project, and for an admin of the box of all."""
+    last = until or datetime.now(UTC).date()
+    first = since or last - timedelta(days=6)
+    if first > last:
+        raise BadRequest("`since` is after `until`", field="since")
+    with here.database.read() as session:
+        only = None if asking.operates else asking.project_id
+        rows = usage.report(session, (first - _EPOCH).days, (last - _EPOCH).days, only)
+        names = limits.names(session, {row.owner_id for row in rows} | {row.project_id for row in rows})
+    data = [schemas.usage_view(row, names) for row in rows]
+    if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(schemas.UsageView.model_fields), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(data)
+        return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
+    return JSONResponse({"since": first.isoformat(), "until": last.isoformat(), "data": data})
+
+
+@router.get(
+    "/limits",
+    summary="List quotas and shares",
+    response_model=schemas.LimitList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_limits(asking: ReadingOrOperating, here: Here) -> Response:
+    """Your own and your project's; all of them for an admin of the box."""
+    query = select(Limit).order_by(Limit.scope.desc(), Limit.subject_id)
+    if not asking.operates:
+        project = (Limit.scope == "project") & (Limit.subject_id == asking.project_id)
+        query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == asking.user_id)))
+    with here.database.read() as session:
+        rows = session.execute(query).scalars().all()
+        names = limits.names(session, [row.subject_id for row in rows])
+        return JSONResponse({"data": [schemas.limit_view(row, names) for row in rows]})
+
+
+@router.post(
+    "/limits",
+    summary="Set quotas and shares",
+    response_model=schemas.LimitView,
+    response_class=JSONResponse,
+    responses=responses(404, 413, 415, 422),
+    openapi_extra=json_body(schemas.NewLimit, {"scope": "project", "name": "lab", "max_running": 2}),
+)
+async def set_limits(request: Request, asking: Operating, here: Here) -> Response:
+    """Of a project or an owner: what is named is set, what is null is taken away, the rest stays.
+
+    A quota refuses no job: it holds the job in the queue, with its reason.
+    """
+    wish = await read_json(request, schemas.NewLimit, here.settings.max_body_bytes)
+    values: dict[str, Any] = {name: getattr(wish, name) for name in limits.FIELDS if name in wish.model_fields_set}
+
+    def write() -> dict[str, Any]:
+        with here.database.write() as session:
+            row = limits.change(session, asking, wish.scope, wish.name, values)
+            return schemas.limit_view(row, limits.names(session, [row.subject_id]))
+
+    return JSONResponse(await run_in_threadpool(write))

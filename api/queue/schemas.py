@@ -1,0 +1,461 @@
+"""What is told of the queue, of the GPUs and of the people who share them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from api.body import Body
+from api.jobs.schemas import iso
+from core.db.tables import Hold, Limit, Maintenance
+from core.jobs.explain import Explanation
+from core.jobs.holds import Held
+from core.jobs.limits import FIELDS
+from core.jobs.places import Seat
+from core.jobs.usage import Row
+
+_JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
+
+# -- the queue
+
+_PLACE: dict[str, Any] = {
+    "position": 3,
+    "code": "turn",
+    "reason": "needs 1 GPU with bf16; 0 of 2 free; 3rd in line",
+    "estimated_start": "2026-11-21T11:40:00.000000Z",
+    "priority": 0,
+}
+
+
+class PlaceView(BaseModel):
+    """Why a job waits, and for how long about."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_PLACE]})
+    position: int | None
+    """Among the jobs that the same slots can serve; null: it is not in line, or a thousand jobs are before it."""
+    code: str
+    """turn, model, requirements, closed, quota, maintenance, disk, later or no_worker (docs/queue.md)."""
+    reason: str
+    """The same in words."""
+    estimated_start: str | None
+    """By the steps that running jobs have left, time limits, and how long jobs of the project have taken; null: nobody
+    can tell."""
+    priority: int
+
+
+_WAITING: dict[str, Any] = {
+    **_PLACE,
+    "phase": "train",
+    "job": _JOB,
+    "name": "voice intents",
+    "owner": "ada",
+    "project": "voice",
+    "waiting_since": "2026-11-21T09:20:55.004000Z",
+}
+
+
+class WaitingView(PlaceView):
+    """A job in the queue."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_WAITING]})
+    phase: Literal["train", "prepare", "preview"]
+    """What it waits to have done."""
+    job: str | None
+    """Null for a job of another project."""
+    name: str | None
+    owner: str | None
+    """Of another project's job only for admins of the box."""
+    project: str | None
+    waiting_since: str
+
+
+class QueueView(BaseModel):
+    """In line first, then what is held."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_WAITING]}]})
+    data: list[WaitingView]
+
+
+def place_view(told: Explanation) -> dict[str, Any]:
+    return {
+        "position": told.position,
+        "code": told.code,
+        "reason": told.reason,
+        "estimated_start": iso(told.estimated_start),
+        "priority": told.key.priority,
+    }
+
+
+def waiting_view(told: Explanation, names: Mapping[str, str], project_id: str, operates: bool) -> dict[str, Any]:
+    """Of another project's job: its place, and nothing that tells whose it is or what it does."""
+    row, mine = told.job, told.job.project_id == project_id
+    shown = place_view(told)
+    if not mine and not operates and told.code == "quota":
+        shown["reason"] = "a quota is used up"
+    return {
+        **shown,
+        "phase": told.phase,
+        "job": row.id if mine else None,
+        "name": row.name if mine else None,
+        "owner": names.get(row.owner_id) if mine or operates else None,
+        "project": names.get(row.project_id) if mine or operates else None,
+        "waiting_since": iso(row.created_at),
+    }
+
+
+# -- GPUs
+
+_PROCESS = {"pid": 4711, "user": "bob", "name": "python", "bytes": 8589934592}
+_HOLD: dict[str, Any] = {
+    "gpu": "box-1/3",
+    "node": "box-1",
+    "slot": "GPU-5b8f1c",
+    "kind": "hold",
+    "for": "bob",
+    "why": "notebook",
+    "by": "ada",
+    "since": "2026-11-21T09:20:57.120000Z",
+    "until": "2026-11-21T18:00:00.000000Z",
+    "released_at": None,
+}
+_GPU: dict[str, Any] = {
+    "gpu": "box-1/3",
+    "node": "box-1",
+    "slot": "GPU-5b8f1c",
+    "kind": "gpu",
+    "vendor": "amd",
+    "arch": "gfx942",
+    "name": "AMD Instinct MI300X",
+    "memory_bytes": 206141652992,
+    "bf16": True,
+    "labels": ["fast"],
+    "state": "held",
+    "reason": "held until 18:00 UTC for bob (notebook)",
+    "job": None,
+    "processes": [],
+}
+
+
+class ProcessView(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    pid: int
+    user: str | None
+    name: str | None
+    bytes: int
+    """Of the GPU's memory, in steps of 256 MiB."""
+
+
+class GpuView(BaseModel):
+    """A slot that trains: a GPU, or the CPU of a box without one."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_GPU]})
+    gpu: str
+    """Its name for `eft gpu`: NODE/INDEX."""
+    node: str
+    slot: str
+    kind: Literal["gpu", "cpu"]
+    vendor: str
+    arch: str
+    name: str
+    memory_bytes: int
+    bf16: bool
+    labels: list[str]
+    state: str
+    """free, busy, held, drained, maintenance, quarantined, outside (used by somebody beside eft) or silent."""
+    reason: str | None
+    """Why nothing is claimed on it."""
+    job: str | None
+    """The job that has it, if it is of this project."""
+    processes: list[ProcessView]
+    """Of people who use it beside eft."""
+
+
+class GpuList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_GPU]}]})
+    data: list[GpuView]
+
+
+class SpanView(BaseModel):
+    """A time in which a GPU was not free."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    what: Literal["job", "hold", "drain"]
+    job: str | None
+    """If it is of this project."""
+    by: str | None
+    """Owner of the job (of this project's), or who asked for the hold."""
+    why: str | None
+    since: str
+    until: str | None
+    """Null: it goes on."""
+
+
+_SPAN: dict[str, Any] = {
+    "what": "job",
+    "job": _JOB,
+    "by": "ada",
+    "why": None,
+    "since": "2026-11-21T09:20:57.120000Z",
+    "until": "2026-11-21T10:02:11.500000Z",
+}
+
+
+class SpanList(BaseModel):
+    """Newest first."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_SPAN]}]})
+    data: list[SpanView]
+
+
+def gpu_view(seat: Seat, project_id: str) -> dict[str, Any]:
+    slot = seat.slot
+    return {
+        "gpu": seat.label,
+        "node": seat.node,
+        "slot": slot.id,
+        "kind": slot.kind,
+        "vendor": slot.vendor,
+        "arch": slot.arch,
+        "name": seat.gpu.get("name") or slot.id,
+        "memory_bytes": slot.memory_bytes,
+        "bf16": slot.bf16,
+        "labels": sorted(slot.labels),
+        "state": seat.state,
+        "reason": seat.closed,
+        "job": seat.busy if seat.busy_project == project_id else None,
+        "processes": [{key: process.get(key) for key in _PROCESS} for process in seat.processes],
+    }
+
+
+# -- holds
+
+
+class NewHold(Body):
+    """GPUs that eft is to leave alone."""
+
+    gpus: list[str] = Field(min_length=1, max_length=64)
+    """NODE/INDEX, NODE/UUID, or INDEX alone where one node has it."""
+    until: AwareDatetime | None = None
+    """ISO 8601 with its offset; null: until it is released."""
+    held_for: str = Field(default="", max_length=100, alias="for", pattern=r"^[^\x00-\x1f]*$")
+    """Who works there."""
+    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+    now: bool = False
+    """Ask the job that has it to leave: it writes a checkpoint and goes on elsewhere. Another project's job leaves
+    only for an admin of the box."""
+
+
+class NewDrain(Body):
+    """GPUs to take out of service."""
+
+    gpus: list[str] = Field(min_length=1, max_length=64)
+    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+
+
+class Release(Body):
+    """GPUs that eft may use again."""
+
+    gpus: list[str] = Field(min_length=1, max_length=64)
+
+
+class HoldView(BaseModel):
+    """A GPU that somebody has taken out of the queue."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_HOLD]})
+    gpu: str
+    node: str
+    slot: str
+    kind: Literal["hold", "drain"]
+    held_for: str = Field(alias="for")
+    why: str
+    by: str
+    """Who asked."""
+    since: str
+    until: str | None
+    released_at: str | None
+
+
+class HoldList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_HOLD]}]})
+    data: list[HoldView]
+
+
+def hold_view(held: Held, labels: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    row: Hold = held.hold
+    return {
+        "gpu": labels.get((row.node, row.slot), f"{row.node}/{row.slot}"),
+        "node": row.node,
+        "slot": row.slot,
+        "kind": row.kind,
+        "for": row.held_for,
+        "why": row.why,
+        "by": held.user,
+        "since": iso(row.created_at),
+        "until": iso(row.until),
+        "released_at": iso(row.released_at),
+    }
+
+
+# -- maintenance
+
+_MAINTENANCE: dict[str, Any] = {
+    "id": "maint-01kar3v8x5m2h6n9qst4wyz0bc",
+    "node": "box-1",
+    "from": "2026-11-22T08:00:00.000000Z",
+    "until": "2026-11-22T10:00:00.000000Z",
+    "why": "new fans",
+    "cancelled_at": None,
+}
+
+
+class NewMaintenance(Body):
+    """A time in which nothing runs on a node."""
+
+    node: str | None = Field(default=None, max_length=255)
+    """Null: all of them."""
+    starts_at: AwareDatetime = Field(alias="from")
+    """ISO 8601 with its offset."""
+    until: AwareDatetime
+    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+
+
+class CancelMaintenance(Body):
+    id: str = Field(max_length=40)
+
+
+class MaintenanceView(BaseModel):
+    """No job whose time limit reaches into it is started, and what runs when it begins goes on later or elsewhere."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_MAINTENANCE]})
+    id: str
+    node: str | None
+    """Null: all."""
+    starts_at: str = Field(alias="from")
+    until: str
+    why: str
+    cancelled_at: str | None
+
+
+class MaintenanceList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_MAINTENANCE]}]})
+    data: list[MaintenanceView]
+
+
+def maintenance_view(row: Maintenance) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "node": row.node,
+        "from": iso(row.starts_at),
+        "until": iso(row.ends_at),
+        "why": row.why,
+        "cancelled_at": iso(row.cancelled_at),
+    }
+
+
+# -- usage and limits
+
+_USAGE: dict[str, Any] = {
+    "owner": "ada",
+    "project": "voice",
+    "gpu_hours": 41.5,
+    "cpu_hours": 0.0,
+    "running": 1,
+    "queued": 3,
+    "disk_bytes": 73014444032,
+}
+
+
+class UsageView(BaseModel):
+    """Of an owner in a project."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    owner: str
+    project: str
+    gpu_hours: float
+    """In the days asked for (UTC)."""
+    cpu_hours: float
+    """Of training on CPU slots."""
+    running: int
+    """Jobs now."""
+    queued: int
+    """Now, with those that are being prepared or are paused."""
+    disk_bytes: int
+    """Files and run folders, measured every ten minutes."""
+
+
+class UsageList(BaseModel):
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"since": "2026-11-15", "until": "2026-11-21", "data": [_USAGE]}]}
+    )
+    since: str
+    until: str
+    data: list[UsageView]
+
+
+def usage_view(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "owner": names.get(row.owner_id, row.owner_id),
+        "project": names.get(row.project_id, row.project_id),
+        "gpu_hours": round(row.gpu_hours, 4),
+        "cpu_hours": round(row.cpu_hours, 4),
+        "running": row.running,
+        "queued": row.queued,
+        "disk_bytes": row.disk_bytes,
+    }
+
+
+_LIMIT: dict[str, Any] = {
+    "scope": "project",
+    "name": "voice",
+    "shares": None,
+    "max_priority": 10,
+    "max_running": 2,
+    "max_queued": None,
+    "gpu_hours_week": 100.0,
+    "disk_bytes": None,
+}
+
+
+class NewLimit(Body):
+    """What is given is set; null takes a quota away."""
+
+    scope: Literal["project", "owner"]
+    name: str = Field(max_length=100)
+    """Of the project or user."""
+    shares: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Of an owner; null: 1. Twice the shares, twice the GPU time before others go first."""
+    max_priority: int | None = Field(default=None, ge=-100, le=100)
+    """Of a project; null: 10."""
+    max_running: int | None = Field(default=None, ge=0, le=1_000_000)
+    max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
+    gpu_hours_week: float | None = Field(default=None, ge=0)
+    disk_bytes: int | None = Field(default=None, ge=0)
+
+
+class LimitView(BaseModel):
+    """Shares and quotas of a project or an owner; null: none."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_LIMIT]})
+    scope: str
+    name: str
+    shares: float | None
+    max_priority: int | None
+    max_running: int | None
+    max_queued: int | None
+    gpu_hours_week: float | None
+    disk_bytes: int | None
+
+
+class LimitList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_LIMIT]}]})
+    data: list[LimitView]
+
+
+def limit_view(row: Limit, names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "scope": row.scope,
+        "name": names.get(row.subject_id, row.subject_id),
+        **{field: getattr(row, field) for field in FIELDS},
+    }

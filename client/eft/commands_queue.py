@@ -1,0 +1,163 @@
+"""`eft queue`, `eft usage`, `eft quota …`: the order, who has used how much, and what each may use."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from eft.errors import UsageFault
+from eft.output import Output, age, size
+from eft.session import JsonOption, UrlOption, session
+
+quota = typer.Typer(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
+NONE = "none"
+"""What `eft quota set` takes for: no quota."""
+
+
+def queue(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 100,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What waits, in the order of its turns: why, and about when it will start."""
+    with session(as_json, url) as (client, output):
+        rows = client.queue.show(limit=limit)
+        if as_json:
+            output.json({"data": rows})
+            return
+        table = Table(box=None, pad_edge=False)
+        for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", "STARTS", "WHY"):
+            table.add_column(name, no_wrap=name != "WHY", justify="right" if name in ("", "PRIORITY") else "left")
+        for row in rows:
+            place = str(row["position"]) if row["position"] is not None else "-"
+            job = row["job"] or "[dim]another project's[/]"
+            starts = _starts(row["estimated_start"])
+            cells = [place, job, escape(row["owner"] or ""), str(row["priority"]), age(row["waiting_since"]), starts]
+            table.add_row(*cells, escape(row["reason"]))
+        output.data.print(table)
+
+
+def _starts(time: str | None) -> str:
+    """Local time to the minute."""
+    if time is None:
+        return ""
+    then = datetime.fromisoformat(time).astimezone()
+    return f"{then:%H:%M}" if then.date() == datetime.now().astimezone().date() else f"{then:%a %d %b %H:%M}"
+
+
+def usage(
+    since: Annotated[str | None, typer.Option(help="First day, 2026-11-15. Default: six days before the last.")] = None,
+    until: Annotated[str | None, typer.Option(help="Last day. Default: today (UTC).")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """GPU hours, jobs and disk by owner and project: your project's, and for an admin of the box all."""
+    if csv and as_json:
+        raise UsageFault("--csv or --json, not both")
+    with session(as_json, url) as (client, output):
+        if csv:
+            output.text(client.queue.usage_csv(since=since, until=until))
+            return
+        report = client.queue.usage(since=since, until=until)
+        if as_json:
+            output.json(report)
+            return
+        output.note(f"{report['since']} to {report['until']} (UTC)")
+        _table(
+            output,
+            ("OWNER", "PROJECT", "GPU HOURS", "CPU HOURS", "RUNNING", "QUEUED", "DISK"),
+            [
+                (
+                    row["owner"],
+                    row["project"],
+                    f"{row['gpu_hours']:.2f}",
+                    f"{row['cpu_hours']:.2f}",
+                    str(row["running"]),
+                    str(row["queued"]),
+                    size(row["disk_bytes"]),
+                )
+                for row in report["data"]
+            ],
+        )
+
+
+@quota.command("list")
+def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Your own and your project's; all of them for an admin of the box."""
+    with session(as_json, url) as (client, output):
+        rows = client.queue.limits()
+        if as_json:
+            output.json({"data": rows})
+            return
+        _table(
+            output,
+            ("", "NAME", "SHARES", "PRIORITY", "RUNNING", "QUEUED", "GPU HOURS/WEEK", "DISK"),
+            [_quota(row) for row in rows],
+        )
+
+
+@quota.command("set")
+def set_quota(
+    scope: Annotated[str, typer.Argument(help="project or owner.")],
+    name: Annotated[str, typer.Argument(help="Name of the project or user.")],
+    shares: Annotated[str | None, typer.Option(help="Of an owner: twice as many, twice the GPU time.")] = None,
+    max_priority: Annotated[str | None, typer.Option(help="Highest priority that jobs of a project may have.")] = None,
+    max_running: Annotated[str | None, typer.Option(help="Jobs that run at once.")] = None,
+    max_queued: Annotated[str | None, typer.Option(help="Jobs that stand in line at once.")] = None,
+    gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
+    disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set what is named; `none` takes a quota away. It holds jobs, with their reasons, and refuses none."""
+    given: dict[str, str | None] = {
+        "shares": shares,
+        "max_priority": max_priority,
+        "max_running": max_running,
+        "max_queued": max_queued,
+        "gpu_hours_week": gpu_hours_week,
+        "disk_bytes": disk_gb,
+    }
+    values = {field: _figure(field, text) for field, text in given.items() if text is not None}
+    if not values:
+        raise UsageFault("say what to set, e.g. --max-running 2")
+    with session(as_json, url) as (client, output):
+        row = client.queue.set_limits(scope, name, **values)
+        output.json(row) if as_json else output.text(f"{row['scope']} {row['name']}: {_words(row)}\n")
+
+
+def _figure(field: str, text: str) -> float | None:
+    if text == NONE:
+        return None
+    try:
+        figure = float(text)
+    except ValueError:
+        raise UsageFault(f"{text!r} is no number; `{NONE}` takes a quota away") from None
+    if field == "disk_bytes":
+        return round(figure * 1e9)
+    return figure if field in ("shares", "gpu_hours_week") else round(figure)
+
+
+def _quota(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = [row[name] for name in ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week")]
+    disk = "" if row["disk_bytes"] is None else size(row["disk_bytes"])
+    return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk
+
+
+def _words(row: dict[str, Any]) -> str:
+    names = ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week", "disk_bytes")
+    return ", ".join(f"{name} {row[name]:g}" for name in names if row[name] is not None) or "no quotas"
+
+
+def _table(output: Output, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("", "NAME", "OWNER", "PROJECT") else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    output.data.print(table)

@@ -1,0 +1,191 @@
+"""The queue, GPUs, holds, maintenance, usage and quotas over HTTP and by the `eft` command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from eft.times import point
+from sqlalchemy import delete, update
+
+from api.queue import schemas
+from core.db.engine import db_now
+from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, Usage, UsageDay
+from core.jobs import nodes, usage
+from core.jobs.finish import Succeeded
+from tests.support.client import eft
+from tests.support.lab import gpu
+
+PREPARE = {"id": "prepare-0", "kind": "prepare"}
+
+
+@pytest.fixture
+def api(sqlite_api: Any) -> Any:
+    """What lies below runs on both databases in tests/db."""
+    return sqlite_api
+
+
+@pytest.fixture
+def box(api: Any) -> Iterator[str]:
+    """A node `qbox` with two GPUs, one of them used by somebody; nothing waits, nobody has a quota."""
+
+    def clear() -> None:
+        with api.database.write() as session:
+            for table in (Hold, Maintenance, Limit, Usage, UsageDay):
+                session.execute(delete(table))
+            session.execute(update(Allocation).values(charged_at=db_now()))
+            session.execute(update(Job).where(Job.status == "queued").values(status="cancelled"))
+            session.execute(update(Node).values(heartbeat_at=db_now() - 3600))
+
+    clear()
+    process = {"pid": 4711, "user": "bob", "name": "python", "bytes": 1 << 30}
+    with api.database.write() as session:
+        slots = [gpu(0), {**gpu(1), "processes": [process]}, PREPARE]
+        nodes.register(session, "qbox", "worker-of-qbox", "0.1.0", slots, [], ["fast"])
+    yield "qbox"
+    clear()
+
+
+def ready(api: Any, client: Any = None, **spec: Any) -> str:
+    """A job that waits for a GPU with its model there."""
+    job_id: str = api.submit(client, **spec)["id"]
+    with api.database.write() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(prepared={"model_dir": "m"}))
+    return job_id
+
+
+def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
+    first = ready(api, priority=3)
+    job_id = ready(api, resources={"requirements": {"bf16": True, "labels": ["fast"]}})
+    job = api.http.get(f"/jobs/{job_id}").json()
+    assert job["priority"] == 0 and job["queue"]["position"] == 2
+    assert job["queue"]["reason"] == (
+        "needs 1 slot with bf16 and label fast; 1 of 2 free (qbox/1 used by bob, outside eft (pid 4711, python)); "
+        "2nd in line"
+    )
+    schemas.PlaceView.model_validate(job["queue"], extra="forbid")
+    listed = api.http.get("/queue").json()
+    schemas.QueueView.model_validate(listed, extra="forbid")
+    assert [(row["job"], row["position"], row["owner"]) for row in listed["data"]] == [
+        (first, 1, "ada"),
+        (job_id, 2, "ada"),
+    ]
+    assert listed["data"][1]["reason"] == job["queue"]["reason"]
+    theirs = api.client("another-lab", "cyd").get("/queue").json()["data"]
+    assert [(row["job"], row["owner"], row["project"], row["name"]) for row in theirs] == [(None,) * 4] * 2
+    assert [row["position"] for row in theirs] == [1, 2]
+    shown = eft(api, "queue")
+    assert first in shown.stdout and "2nd in line" in shown.stdout.replace("\n", " "), shown.stderr
+    by_command = json.loads(eft(api, "queue", "--json").stdout)["data"]
+    assert [{**row, "estimated_start": None} for row in by_command] == [
+        {**row, "estimated_start": None} for row in listed["data"]
+    ]
+    assert "in line" in eft(api, "show", job_id).stdout
+    refused = api.http.post("/jobs", json={"model": "a/b", "data": job["spec"]["data"], "priority": 11})
+    assert (refused.status_code, refused.json()["error"]["faults"][0]["code"]) == (422, "priority_too_high")
+    many = api.http.post("/jobs", json={"model": "a/b", "data": job["spec"]["data"], "resources": {"gpus": 4}})
+    assert many.status_code == 422 and "several GPUs" in many.text
+
+
+def test_gpus_and_holds(api: Any, box: str) -> None:
+    shown = {row["gpu"]: row for row in api.http.get("/gpus").json()["data"]}
+    assert (shown["qbox/0"]["state"], shown["qbox/0"]["bf16"], shown["qbox/0"]["labels"]) == ("free", True, ["fast"])
+    assert shown["qbox/1"]["state"] == "outside"
+    assert shown["qbox/1"]["processes"] == [{"pid": 4711, "user": "bob", "name": "python", "bytes": 1 << 30}]
+    done = eft(api, "gpu", "hold", "qbox/0", "--until", "2h", "--for", "bob", "--why", "notebook")
+    assert done.stdout.startswith("qbox/0 held until ") and done.stdout.endswith(" for bob\n"), done.stderr
+    (held,) = api.http.get("/holds").json()["data"]
+    schemas.HoldList.model_validate({"data": [held]}, extra="forbid")
+    assert (held["gpu"], held["by"], held["for"], held["kind"]) == ("qbox/0", "ada", "bob", "hold")
+    row = next(row for row in api.http.get("/gpus").json()["data"] if row["gpu"] == "qbox/0")
+    schemas.GpuList.model_validate({"data": [row]}, extra="forbid")
+    assert row["state"] == "held" and "for bob (notebook)" in row["reason"]
+    again = api.http.post("/holds", json={"gpus": ["qbox/0"]})
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "already_held")
+    theirs = api.client("another-lab", "cyd").post("/holds/release", json={"gpus": ["qbox/0"]})
+    assert (theirs.status_code, theirs.json()["error"]["code"]) == (409, "held_by_another")
+    assert "held" in eft(api, "gpu", "list").stdout
+    assert eft(api, "gpu", "release", "qbox/0").stdout == "qbox/0 released for bob\n"
+    assert eft(api, "gpu", "drain", "qbox/0", "--why", "a fan").stdout == "qbox/0 drained\n"
+    member = api.client("lab", "mel").post("/gpus/undrain", json={"gpus": ["qbox/0"]})
+    assert (member.status_code, member.json()["error"]["code"]) == (403, "box_admin_only")
+    assert eft(api, "gpu", "undrain", "qbox/0").returncode == 0
+    history = api.http.get("/gpus/history", params={"gpu": "qbox/0"}).json()
+    schemas.SpanList.model_validate(history, extra="forbid")
+    assert [(span["what"], span["by"], span["why"]) for span in history["data"][:2]] == [
+        ("drain", "ada", "a fan"),
+        ("hold", "ada", "for bob notebook"),
+    ]
+    unknown = api.http.get("/gpus/history", params={"gpu": "qbox/9"})
+    assert unknown.status_code == 404 and "qbox/0" in unknown.text
+    late = api.http.post("/holds", json={"gpus": ["qbox/0"], "until": "2001-01-01T00:00:00Z"})
+    assert (late.status_code, late.json()["error"]["field"]) == (422, "until")
+    naive = api.http.post("/holds", json={"gpus": ["qbox/0"], "until": "2099-01-01T00:00:00"})
+    assert naive.status_code == 422 and "timezone" in naive.text
+
+
+def test_maintenance(api: Any, box: str) -> None:
+    job_id = ready(api, resources={"max_runtime_seconds": 36_000})
+    done = eft(api, "maintenance", "plan", "--from", "3h", "--until", "5h", "--why", "new fans", "qbox")
+    assert done.returncode == 0 and "qbox" in done.stdout and "new fans" in done.stdout, done.stderr
+    (planned,) = api.http.get("/maintenance").json()["data"]
+    schemas.MaintenanceView.model_validate(planned, extra="forbid")
+    told = api.http.get(f"/jobs/{job_id}").json()["queue"]
+    assert (told["code"], told["position"]) == ("maintenance", None)
+    assert planned["id"] in eft(api, "maintenance", "list").stdout
+    assert eft(api, "maintenance", "cancel", planned["id"]).stdout == f"{planned['id']} cancelled\n"
+    assert api.http.get(f"/jobs/{job_id}").json()["queue"]["position"] == 1
+    assert eft(api, "maintenance", "plan", "--from", "nonsense", "--until", "5h").returncode == 2
+
+
+def test_quotas_and_usage(api: Any, box: str) -> None:
+    done = eft(api, "quota", "set", "project", "lab", "--max-running", "0", "--disk-gb", "1.5")
+    assert done.stdout == "project lab: max_running 0, disk_bytes 1.5e+09\n", done.stderr
+    job_id = ready(api)
+    told = api.http.get(f"/jobs/{job_id}").json()["queue"]
+    assert (told["code"], told["reason"]) == ("quota", "project lab: quota of 0 running jobs is used")
+    theirs = api.client("another-lab", "cyd").get("/queue").json()["data"]
+    assert [row["reason"] for row in theirs] == ["a quota is used up"]
+    assert eft(api, "quota", "set", "project", "lab", "--max-running", "none").stdout == (
+        "project lab: disk_bytes 1.5e+09\n"
+    )
+    (row,) = api.http.get("/limits").json()["data"]
+    schemas.LimitView.model_validate(row, extra="forbid")
+    assert (row["scope"], row["name"], row["max_running"], row["disk_bytes"]) == ("project", "lab", None, 1_500_000_000)
+    assert api.client("another-lab", "cyd").get("/limits").json()["data"] == []
+    token = api.go_on(job_id)
+    with api.database.write() as session:
+        session.execute(update(Allocation).where(Allocation.job_id == job_id).values(gpus=1))
+        session.execute(
+            update(Allocation).where(Allocation.job_id == job_id).values(created_at=Allocation.created_at - 7200)
+        )
+    api.end(token, Succeeded({"ok": True}))
+    with api.database.write() as session:
+        assert usage.charge(session) == 1
+    since = (datetime.now(UTC) - timedelta(days=2)).date().isoformat()
+    report = api.http.get("/usage", params={"since": since}).json()
+    schemas.UsageList.model_validate(report, extra="forbid")
+    (mine,) = [row for row in report["data"] if row["project"] == "lab" and row["owner"] == "ada"]
+    assert mine["gpu_hours"] == pytest.approx(2.0, abs=0.01)
+    text = eft(api, "usage", "--csv", "--since", since).stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert float(next(row for row in rows if row["owner"] == "ada" and row["project"] == "lab")["gpu_hours"]) == (
+        pytest.approx(2.0, abs=0.01)
+    )
+    assert {row["project"] for row in api.client("another-lab", "cyd").get("/usage").json()["data"]} <= {"another-lab"}
+    assert "2.00" in eft(api, "usage", "--since", since).stdout
+
+
+def test_times_as_people_type_them() -> None:
+    now = datetime(2026, 11, 21, 15, 30, tzinfo=UTC)
+    for text, after in {"2h": 7200, "1.5h": 5400, "3d": 259_200, "10m": 600}.items():
+        assert datetime.fromisoformat(point(text, now)).timestamp() == now.timestamp() + after
+    clock = datetime.fromisoformat(point("18:00", now))
+    assert (clock.hour, clock.minute) == (18, 0) and 0 < (clock - now).total_seconds() <= 86_400
+    assert point("2026-11-22T08:00:00+01:00", now) == "2026-11-22T08:00:00+01:00"
+    assert datetime.fromisoformat(point("2026-11-22 08:00", now)).tzinfo is not None
