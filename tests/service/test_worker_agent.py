@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from core import HOME
 from core.db import migrate
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, User
+from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, UsageDay, User
 from core.ids import new_id
-from core.jobs import claims, lost
+from core.jobs import claims, holds, lost
 from core.jobs.claims import Slot
 from core.jobs.lost import LossPolicy
 from core.jobs.submit import Actor, cancel, submit
@@ -351,6 +351,40 @@ def half_a_checkpoint(folder: Path) -> Path:
     unfinished.mkdir(parents=True)
     (unfinished / "optimizer.safetensors").write_bytes(b"half")
     return unfinished
+
+
+def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
+    """A hold with `now`, then a maintenance that begins: both times the trainer saves and its job goes on by itself."""
+    box.migrate()
+    box.settings = box.settings.model_copy(update={"sweep_seconds": 0.5})
+    job_id = box.long()
+    agent = box.agent()
+    working = serving(agent)
+    box.wait_for_steps(job_id)
+    with box.database.write() as session:
+        holds.hold(session, ADA, ["box/cpu"], held_for="bob", why="notebook", now=True)
+    assert box.wait(job_id, "queued").reason == "waits to go on: slot cpu of box is held"
+    working.join(20)
+    assert box.statuses(job_id)[-3:] == ["starting", "running", "queued"], "and it was not claimed again"
+    with box.database.write() as session:
+        holds.release(session, ADA, ["cpu"])
+    working = serving(agent)
+    box.wait(job_id, "running")
+    now = box.database.now()
+    with box.database.write() as session:
+        holds.plan(session, ADA, "box", now - 1, now + 3600, "new fans")
+    wait_for(lambda: box.job(job_id).reason == "waits to go on: the maintenance of box begins", 60, "the maintenance")
+    working.join(20)
+    job = box.job(job_id)
+    assert (job.machine_failures, job.losses, job.stop_requested) == (0, 0, None)
+    with box.database.write() as session:
+        cancel(session, ADA, job_id)
+
+    def charged() -> float:
+        with box.database.read() as session:
+            return session.execute(select(func.sum(UsageDay.cpu_seconds))).scalar_one() or 0.0
+
+    assert wait_for(charged, 20, "the books") > 1.0
 
 
 def test_half_a_checkpoint_goes_with_its_trainer(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
