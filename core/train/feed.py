@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import SpecError
@@ -66,7 +67,11 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
     stream: StreamFeed | None = None
     if spec.data.streaming:
         stream = StreamFeed(
-            order.train, spec, lambda row_format: renderer_of(spec, row_format, tokenizer), between=between
+            order.train,
+            spec,
+            lambda row_format: renderer_of(spec, row_format, tokenizer),
+            between=between,
+            model_dir=Path(order.model_dir),
         )
         renderer = stream.renderer
     else:

@@ -62,6 +62,29 @@ def test_left_between_and_in_blocks(tmp_path: Path, tiny_dir: Path, batching: st
     assert weights(attempts[-1]) == weights(calm)
 
 
+def test_blocks_made_ahead_are_the_same(tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process of its own; and what it began is gone on with by a run that has none."""
+    train = write_rows(tmp_path / "train.jsonl", pairs(27))
+    axes: dict[str, Any] = {
+        "training": {"max_steps": 14, "per_device_train_batch_size": 3, "max_length": 64, "precision": "fp32"},
+        "data": {"train": str(train), "streaming": True},
+    }
+    here = write_run(tmp_path / "here", tiny_dir, train, **axes)
+    assert run(here) == EXIT_OK, events(here)[-1]
+    monkeypatch.setattr(streaming, "AHEAD_SECONDS", 0.0)
+    made: list[Any] = []
+    kept = streaming._made
+    monkeypatch.setattr(streaming, "_made", lambda *about: made.append(about[1]) or kept(*about))
+    first = write_run(tmp_path / "first", tiny_dir, train, **axes)
+    assert run(first, StopAfter(first, 9)) == EXIT_CHECKPOINTED
+    assert made == [], "only the helper made blocks behind the first"
+    monkeypatch.setattr(streaming, "AHEAD_SECONDS", 1e9)
+    second = write_run(tmp_path / "second", tiny_dir, train, resume_from=[first], **axes)
+    assert run(second) == EXIT_OK, events(second)[-1]
+    assert made
+    assert weights(second) == weights(here)
+
+
 def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [{"prompt": f"{n}:", "completion": "x"} for n in range(27)])
     job = {"model": str(tiny_dir), "data": {"train": str(train), "streaming": True}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,12 @@ class TokenDataset:
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             _before_labels(labels),
         )
+
+    def blank(self, row: int, pad_token_id: int, *, packed: bool) -> Batch:
+        """A batch that nothing is learned from, for a rank that has no rows while the others compute."""
+        batch = self.pack([row]) if packed else self.collate([row], pad_token_id)
+        nothing = torch.full_like(batch.labels, IGNORE_INDEX)
+        return replace(batch, labels=nothing, label_tokens=0, before_labels=torch.empty(0, dtype=torch.int64))
 
     def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         start, end = self.starts[index], self.ends[index]

@@ -5,7 +5,8 @@ Nothing is drawn on the way, so a cursor is two numbers and resuming needs no re
 - each epoch holds every row exactly once, in a fresh arrangement;
 - the rows of a step depend on the size of the step alone (batch × accumulation × world): a run may be gone on with
   smaller batches and more of them;
-- a step's batches are dealt out to the ranks in turn: each batch is one rank's, and ranks differ by at most one batch.
+- a step's batches are dealt out to the ranks in turn: each batch is one rank's, and all ranks have as many, since they
+  wait for each other in every one. Where the rows are too few for that a batch is empty.
 """
 
 from __future__ import annotations
@@ -99,11 +100,17 @@ class Order(ABC):
         return self._planned(epoch)[place]
 
     def window(self, step: int) -> list[list[int]]:
-        """Row numbers of every batch of this rank in a 0-based step."""
+        """Row numbers of every batch of this rank in a 0-based step; with several ranks the last may be empty."""
         return self._dealt(step, self.batch_size)
 
     def _dealt(self, step: int, batch_size: int) -> list[list[int]]:
-        return self.cut(self.rows_of(step), batch_size)[self.rank :: self.world]
+        batches = self.cut(self.rows_of(step), batch_size)
+        while len(batches) % self.world:
+            fullest = max(range(len(batches)), key=lambda at: len(batches[at]))
+            rows = batches[fullest]
+            batches[fullest] = rows[: (len(rows) + 1) // 2]
+            batches.append(rows[(len(rows) + 1) // 2 :])  # empty where no batch has two rows
+        return batches[self.rank :: self.world]
 
     def _planned(self, epoch: int) -> Sequence[Sequence[int]]:
         if epoch != self._epoch:

@@ -3,13 +3,20 @@
 A block is BLOCK_ROWS rows of the stream, shuffled and cut into steps as if it were an epoch. Which rows it holds is
 decided by the cursor before it, and its order by seed and number: both go into a checkpoint, and resuming reads that
 one block again. The last step of a block may be smaller. After the last row the stream begins anew.
+
+Where a block takes longer than a process of its own is worth, one makes the next block while the steps of this one
+compute. It makes what would be made here, so nothing but time depends on it. (A thread would not do: rendering is
+Python, and every operation of a step would wait for it.)
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from core.data.rows import Numbered
@@ -18,14 +25,18 @@ from core.spec.data import RowFormat
 from core.spec.job import JobSpec
 from core.spec.run import DataOrder
 from core.spec.training import Packed
+from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
+from core.train.data.helpers import Helpers
 from core.train.data.order import Order, build_order
-from core.train.data.tokenise import render_rows
+from core.train.data.tokenise import Part, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, truncate
 from core.train.data.windows import RowFeed, Window
 from core.train.render.renderer import Renderer
 
 BLOCK_ROWS = 10_000
+AHEAD_SECONDS = 2.0
+"""A block that takes longer is made ahead; a process that can do so takes some seconds to start."""
 
 
 class StreamFeed:
@@ -38,13 +49,20 @@ class StreamFeed:
         renderer_of: Callable[[RowFormat], Renderer],
         *,
         between: Callable[[], None],
+        model_dir: Path | None = None,
     ) -> None:
+        """`model_dir`: where a process that works ahead finds the tokenizer; None: there is none."""
         self.pad_token_id = 0
-        self._stream, self._spec, self._between, self._block_rows = RowStream(data), spec, between, BLOCK_ROWS
-        rows, end = self._read(None)
-        self.format: RowFormat = next(iter(self._stream.formats()))
+        self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
+        began = time.monotonic()
+        rows, end, formats = _read(data, None, self._block_rows, between)
+        self.format: RowFormat = min(formats)
         self.renderer = renderer_of(self.format)
-        self._block = self._made(rows, _Place(0, 0, 0, None), end)
+        writer = render_rows(rows, self.renderer, lambda _: between())
+        slow = time.monotonic() - began >= AHEAD_SECONDS
+        self._helpers = Helpers(1, self.renderer.options, model_dir) if slow and model_dir is not None else None
+        self._ahead: Future[_Made] | None = None
+        self._block = self._taken(_Made(writer.part(), end, False), _Place(0, 0, 0, None))
 
     @property
     def report(self) -> DataReport:
@@ -85,8 +103,11 @@ class StreamFeed:
         if state["block_rows"] != self._block_rows:
             raise ValueError(f"its blocks had {state['block_rows']} rows, those of this run have {self._block_rows}")
         place = _Place(state["number"], state["epoch"], state["first_step"], state["start"])
-        rows, end = self._read(place.start)
-        self._block = self._made(rows, place, end)
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+        made = _made(self._data, place.start, self._block_rows, self.renderer, self._between)
+        self._block = self._taken(made, place)
         self._block.order.load_state_dict(state["order"])
 
     # --- blocks --------------------------------------------------------------------------------------
@@ -94,35 +115,73 @@ class StreamFeed:
     def _go_to(self, step: int) -> None:
         """Steps are asked for in order. A request to stop in the midst of it leaves the block at hand as it is."""
         while step >= self._block.place.first_step + self._block.order.steps_of(0):
-            before = self._block.place
-            first_step = before.first_step + self._block.order.steps_of(0)
-            place = _Place(before.number + 1, before.epoch, first_step, self._block.end)
-            rows, end = self._read(place.start)
-            if not rows:
-                place = _Place(place.number, place.epoch + 1, first_step, None)
-                rows, end = self._read(None)
-            self._block = self._made(rows, place, end)
+            place = self._next()
+            if self._ahead is not None and self._helpers is not None:
+                made = self._helpers.result(self._ahead, self._between)
+            else:
+                made = _made(self._data, place.start, self._block_rows, self.renderer, self._between)
+            if made.anew:
+                place = _Place(place.number, place.epoch + 1, place.first_step, None)
+            self._block = self._taken(made, place)
 
-    def _read(self, start: Cursor | None) -> tuple[list[Numbered], Cursor | None]:
-        rows: list[Numbered] = []
-        end = start
-        for cursor, numbered in self._stream.rows(start):
-            self._between()
-            rows.append(numbered)
-            end = cursor
-            if len(rows) == self._block_rows:
-                break
-        return rows, end
+    def _next(self) -> _Place:
+        before = self._block.place
+        first_step = before.first_step + self._block.order.steps_of(0)
+        return _Place(before.number + 1, before.epoch, first_step, self._block.end)
 
-    def _made(self, rows: list[Numbered], place: _Place, end: Cursor | None) -> _Block:
+    def _taken(self, made: _Made, place: _Place) -> _Block:
+        """A block, and the next one begun."""
         training = self._spec.training
-        writer = render_rows(rows, self.renderer, lambda _: self._between())
+        writer = TokenWriter()
+        writer.extend(made.part)
         dataset, report = truncate(writer.dataset(), training.max_length, training.truncation)
         report.cut_prompts = writer.cut_prompts
         order = build_order(self._spec, dataset.lengths)
         text = f"block {training.seed} {place.number}"
         order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        return _Block(place, end, dataset, report, order)
+        if self._helpers is not None:
+            self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)
+        return _Block(place, made.end, dataset, report, order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The tokens of a block, on their way between processes."""
+
+    part: Part
+    end: Cursor | None
+    anew: bool
+    """The stream had come to its end and begins anew with this block."""
+
+
+def _made(
+    data: DataOrder, start: Cursor | None, count: int, renderer: Renderer, between: Callable[[], None] = lambda: None
+) -> _Made:
+    rows, end, _ = _read(data, start, count, between)
+    if anew := not rows:
+        rows, end, _ = _read(data, None, count, between)
+    return _Made(render_rows(rows, renderer, lambda _: between()).part(), end, anew)
+
+
+def _made_ahead(data: DataOrder, start: Cursor | None, count: int) -> _Made:
+    """In a helper."""
+    return _made(data, start, count, helpers.renderer())
+
+
+def _read(
+    data: DataOrder, start: Cursor | None, count: int, between: Callable[[], None]
+) -> tuple[list[Numbered], Cursor | None, set[RowFormat]]:
+    """So many rows from a cursor on, the cursor behind them, and their formats."""
+    stream = RowStream(data)
+    rows: list[Numbered] = []
+    end = start
+    for cursor, numbered in stream.rows(start):
+        between()
+        rows.append(numbered)
+        end = cursor
+        if len(rows) == count:
+            break
+    return rows, end, stream.formats()
 
 
 @dataclass(frozen=True, slots=True)

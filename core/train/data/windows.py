@@ -48,11 +48,13 @@ class RowFeed:
         self.dataset, self.order, self.packed, self.pad_token_id = dataset, order, packed, pad_token_id
 
     def window(self, step: int) -> Window:
-        counts = self.dataset.label_counts
-        label_tokens = sum(counts[row] for row in self.order.rows_of(step))
-        return Window(label_tokens, tuple(self._batch(rows) for rows in self.order.window(step)))
+        counts, all_rows = self.dataset.label_counts, self.order.rows_of(step)
+        label_tokens = sum(counts[row] for row in all_rows)
+        return Window(label_tokens, tuple(self._batch(rows, all_rows[0]) for rows in self.order.window(step)))
 
-    def _batch(self, rows: list[int]) -> Callable[[], Batch]:
+    def _batch(self, rows: list[int], any_row: int) -> Callable[[], Batch]:
+        if not rows:
+            return lambda: self.dataset.blank(any_row, self.pad_token_id, packed=self.packed)
         if self.packed:
             return lambda: self.dataset.pack(rows)
         return lambda: self.dataset.collate(rows, self.pad_token_id)
