@@ -25,6 +25,7 @@ from core.train.events import EventWriter
 from core.train.export.compare import Comparison, compare, logits_of
 from core.train.export.merge import write_merged
 from core.train.failures import is_out_of_memory
+from core.train.kernels.scratch import clear_scratch
 from core.train.load import load_model, saved_dtype
 from core.train.loop import StopRequested
 from core.train.memory import available_bytes
@@ -101,6 +102,7 @@ def _merged(
 ) -> dict[str, Any]:
     """Merge, write, read again with plain transformers, compare."""
     dtype = _dtype(item, model_dir)
+    clear_scratch()  # the dense weights of the last step: up to half a GiB on a GPU
     check_memory(model, dtype)
     original = item.merge_onto == "original"
     if not original:

@@ -89,7 +89,6 @@ class Scratch:
 
 _local = threading.local()
 _streams: dict[tuple[str, int | None, int], Scratch] = {}
-_budgets: dict[str, int] = {}
 _gpu_budgets: dict[int, int] = {}
 
 
@@ -108,8 +107,6 @@ def scratch_for(device: torch.device) -> Scratch:
 
 
 def _budget(device: torch.device) -> int:
-    if device.type in _budgets:
-        return _budgets[device.type]
     if device.type != "cuda":
         return DEFAULT_BUDGET
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -117,11 +114,6 @@ def _budget(device: torch.device) -> int:
         total = torch.cuda.get_device_properties(index).total_memory
         _gpu_budgets[index] = max(DEFAULT_BUDGET, min(GPU_BUDGET, total // 64))
     return _gpu_budgets[index]
-
-
-def set_budget(device_type: str, nbytes: int) -> None:
-    """How many bytes of dense weights each scratch on such devices may keep."""
-    _budgets[device_type] = nbytes
 
 
 def clear_scratch() -> None:
