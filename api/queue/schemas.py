@@ -94,6 +94,8 @@ def waiting_view(told: Explanation, names: Mapping[str, str], project_id: str, o
     shown = place_view(told)
     if not mine and not operates and told.code == "quota":
         shown["reason"] = "a quota is used up"
+    if not mine and told.code == "later":
+        shown["reason"] = "is tried again later"  # what went wrong is the project's own affair
     return {
         **shown,
         "phase": told.phase,

@@ -27,7 +27,9 @@ from api.events.router import while_allowed
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Audit, Job, Project, User
 from core.errors import Conflict
-from core.jobs.submit import submit
+from core.jobs.claims import Slot, claim
+from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.submit import Actor, cancel, submit
 from tests.support.client import eft
 from tests.support.world import MODEL, Caller, World, world
 
@@ -461,6 +463,42 @@ def test_the_audits_filters_and_pages(here: World, admin: Caller, boss: Caller) 
     foreign = ask(boss.key, project="rivals")[0]["id"]
     for cursor in (foreign, "audit-" + "0" * 26):
         assert code(here.ask("GET", f"/audit?after={cursor}", admin.key), 400) == "unknown_cursor"
+
+
+# -- lists
+
+
+def test_no_list_tells_of_another_projects_things(here: World, admin: Caller, boss: Caller) -> None:
+    """Of every list that the application has: with jobs of the other project that wait, run and are over."""
+    rivals = here.rivals
+    with here.database.write() as session:
+        spec = here.spec(rivals.file).model_copy(update={"name": "SECRET name"})
+        for job in session.execute(select(Job).where(Job.status == "queued", Job.kind == "train")).scalars():
+            cancel(session, Actor(job.owner_id, job.project_id), job.id)
+        runs = submit(session, rivals.owner, spec).id
+    with here.database.write() as session:
+        won = claim(session, "worker-x", "box", Slot("prepare-9", "prepare"), 600)
+        assert won is not None and won.token.job_id == runs
+        finish(session, won.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
+        won = claim(session, "worker-x", "box", Slot("cpu", "cpu"), 600)
+        assert won is not None and won.token.job_id == runs
+        waits = submit(session, rivals.owner, spec).id
+        later = submit(session, rivals.owner, spec).id
+        values = {"reason": "SECRET reason", "not_before": db_now() + 600}
+        session.execute(update(Job).where(Job.id == later).values(**values))
+    secrets = {"SECRET", runs, waits, later, rivals.job, rivals.file, rivals.preview}
+    lists = sorted(path for method, path in here.app.state.policies if method == "GET" and "{" not in path)
+    for path in lists:
+        query = {"/gpus/history": "?gpu=box/cpu"}.get(path, "")
+        for who in (admin, boss):
+            text = here.ask("GET", path + query, who.key).text
+            shown = {secret for secret in secrets if secret in text}
+            if who is admin:
+                shown |= {word for word in ("rivals", rivals.id, rivals.owner.user_id, rivals.key) if word in text}
+            assert not shown, (path, who.name, shown)
+    assert {"/queue", "/gpus", "/gpus/history", "/nodes", "/jobs", "/files", "/keys", "/audit", "/usage"} <= set(lists)
+    waiting = ok(here.ask("GET", "/queue", admin.key))["data"]
+    assert len(waiting) >= 2, "its places are there, without names"
 
 
 # -- by the command
