@@ -74,6 +74,7 @@ def key_of(device: Device) -> str:
         device.arch,
         "" if device.gpu is None else device.gpu.uuid,
         _torch(),
+        _version("torchao"),
         os.uname().release if device.gpu is not None else "",
         *(_text(Path(path)) for path in DRIVERS if device.gpu is not None),
         *(f"{name}={value}" for name, value in sorted(device.environment.items()) if _matters(name)),
@@ -281,10 +282,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-@cache
 def _torch() -> str:
+    return _version("torch")
+
+
+@cache
+def _version(package: str) -> str:
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
         return "absent"
 

@@ -42,6 +42,16 @@ def choose_precision(
     raise SpecError(f"nothing computes rightly on this device: {', '.join(reasons)}", field="training.precision")
 
 
+def against_fp8(arch: str, *, installed: bool, found: str | None) -> str | None:
+    """What speaks against products in 8-bit floats; None: they are computed so. `found`: what the self-test says."""
+    row = table.lookup(arch)
+    if row is None or (row.fp8 == "none" and row.vendor != "cpu"):
+        return f"{arch} has no 8-bit floats"
+    if not installed:
+        return "torchao is not installed on this node (pip install torchao)"
+    return found
+
+
 def _order(wanted: Literal["auto", "bf16", "fp16"]) -> tuple[Dtype, ...]:
     match wanted:
         case "auto" | "bf16":

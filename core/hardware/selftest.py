@@ -91,6 +91,8 @@ class Choice:
     attention kernel of that name; `chunked`, the loss that never makes whole logits."""
     packed_weights: tuple[str, ...] = DTYPES
     """Precisions in which a run over packed weights may compute: without any backend but the portable one."""
+    fp8: str | None = None
+    """What speaks against products in 8-bit floats."""
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = NO_LIMITS
     """Of matrix products, beside those of the table of known faults."""
@@ -140,6 +142,7 @@ def choose(verdict: Verdict | None) -> Choice:
         attention=attention,
         veto=veto,
         packed_weights=packed_weights,
+        fp8=_against_fp8(verdict),
         environment=dict(verdict.environment),
         limits=limits,
         refused=refused,
@@ -150,6 +153,13 @@ def choose(verdict: Verdict | None) -> Choice:
 def _computes(verdict: Verdict, dtype: Dtype) -> bool:
     """Products, those of a LoRA that is wide enough, and the loss over whole logits: torch's own arithmetic."""
     return all(_passed(verdict, f"{what}.{dtype}") for what in ("matmul", "lora.r64", "loss.logits"))
+
+
+def _against_fp8(verdict: Verdict) -> str | None:
+    part = verdict.parts.get("fp8.linear")
+    if part is not None:
+        return None if part.status == "passed" else f"fp8.linear {describe(part)}"
+    return None if verdict.arch == "cpu" else "the self-test of this card has not tried fp8"
 
 
 def _limits(bad: Mapping[str, Part]) -> Limits:

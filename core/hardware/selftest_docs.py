@@ -51,10 +51,11 @@ def section() -> list[str]:
         "those variables, unless the operator has set them. bf16 falls back to fp16 under a loss scale, fp16 to fp32.",
         "A card that computes rightly in no precision is not offered.",
         "",
-        "A verdict holds for this card, its driver, the build of torch, the variables that steer its libraries, and our",
-        "source, and is kept in `cache/selftest/` below the data root; delete it to try again. What it means is in the",
-        "worker's log, the node's row (`GET /nodes`), `eft doctor`, a notice of each job that it touches, and, with all",
-        "figures, in the run record of every attempt. `EFT_SELFTEST_SECONDS=0` switches it off, and that is told, too.",
+        "A verdict holds for this card, its driver, the build of torch, the variables that steer its libraries, and",
+        "our source, and is kept in `cache/selftest/` below the data root; delete it to try again. What it means is",
+        "in the worker's log, the node's row (`GET /nodes`), `eft doctor`, a notice of each job that it touches, and,",
+        "with all figures, in the run record of every attempt. `EFT_SELFTEST_SECONDS=0` switches it off, and that is",
+        "told, too.",
         "",
     ]
 

@@ -17,7 +17,7 @@ from core.errors import Fault
 from core.spec.data import FORMATS, Data, format_of
 from core.spec.job import JobSpec
 from core.spec.runtime import SingleDevice
-from core.spec.training import Merged, Training
+from core.spec.training import Batching, Merged, Packed, Rows, Tokens, Training
 
 
 def _arms(annotation: Any) -> tuple[str, ...]:
@@ -31,6 +31,10 @@ def _field(name: str) -> tuple[str, ...]:
     return _arms(JobSpec.model_fields[name].annotation)
 
 
+def _batching(batching: Batching) -> str:
+    return "rows by length" if isinstance(batching, Rows) and batching.group_by_length else batching.type
+
+
 AXES: dict[str, tuple[str, ...]] = {
     "stage": _field("stage"),
     "loss on": ("default", "completions", "last", "turns", "all"),
@@ -39,6 +43,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "merged": ("no", "yes"),
     "optimizer": _field("optimizer"),
     "schedule": _field("schedule"),
+    "batching": tuple(_batching(arm) for arm in (Rows(), Rows(group_by_length=True), Tokens(), Packed())),
+    "truncation": get_args(Training.model_fields["truncation"].annotation),
+    "streaming": ("no", "yes"),
     "precision": get_args(Training.model_fields["precision"].annotation),
     "memory": _field("memory"),
     "strategy": _field("resources"),
@@ -133,6 +140,13 @@ RULES: tuple[Rule, ...] = (
         "leave `evaluation` out to evaluate on them, or leave them out",
     ),
     Rule(
+        "refuse_in_a_stream",
+        {"streaming": ("yes",), "truncation": ("refuse",)},
+        "training.truncation",
+        "a stream's rows are measured while the run goes on, so a long one would end a job that has trained for hours",
+        "let `training.truncation` cut or split them, or leave `data.streaming` out",
+    ),
+    Rule(
         "full_over_packed",
         {"method": ("full",), "quantization": ("nf4", "int8")},
         "quantization",
@@ -145,6 +159,20 @@ RULES: tuple[Rule, ...] = (
         "quantization",
         "QLoRA is LoRA over a packed base, and `none` packs nothing",
         "leave `quantization` out (nf4), or take `method: lora`",
+    ),
+    Rule(
+        "fp8_with_qlora",
+        {"precision": ("fp8",), "method": ("qlora",)},
+        "training.precision",
+        "fp8 is for dense linear layers, and packed weights are unpacked into 16 bits",
+        "take `method: lora`, or another precision",
+    ),
+    Rule(
+        "fp8_over_packed",
+        {"precision": ("fp8",), "quantization": ("nf4", "int8")},
+        "training.precision",
+        "fp8 is for dense linear layers, and packed weights are unpacked into 16 bits",
+        "set `quantization` to `none`, or take another precision",
     ),
     Rule(
         "nothing_to_merge",
@@ -168,6 +196,9 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "merged": "yes" if any(isinstance(item, Merged) for item in spec.export) else "no",
         "optimizer": spec.optimizer.type,
         "schedule": spec.schedule.type,
+        "batching": _batching(spec.batching),
+        "truncation": spec.training.truncation,
+        "streaming": "yes" if spec.data.streaming else "no",
         "precision": spec.training.precision,
         "memory": spec.memory.type,
         "strategy": spec.resources.type,

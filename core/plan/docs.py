@@ -15,7 +15,13 @@ _PAGES = (
     ("method", "merged"),
     ("method", "optimizer"),
     ("method", "strategy"),
+    ("batching", "streaming"),
+    ("batching", "truncation"),
+    ("truncation", "streaming"),
+    ("method", "batching"),
     ("precision", "accelerator"),
+    ("precision", "method"),
+    ("precision", "quantization"),
 )
 """Pairs of axes worth a picture; every rule must show in one of them."""
 

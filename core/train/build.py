@@ -19,6 +19,7 @@ from core.train.files import remembered_sha256
 from core.train.limits import pad_ranks
 from core.train.load import context_length, load_model, packed_as
 from core.train.placement import Placement
+from core.train.quant.fp8 import to_fp8
 
 if TYPE_CHECKING:
     from core.train.quant.model import QuantOptions
@@ -29,6 +30,8 @@ class Built:
     model: nn.Module
     quantization: dict[str, Any] | None
     """For the run record: what was packed, from where, and how it computes; None when nothing is."""
+    fp8: dict[str, Any] | None
+    """The same of layers that multiply in 8-bit floats."""
 
 
 def build_model(
@@ -47,6 +50,7 @@ def build_model(
     model, packed = _load(spec, model_dir, placement.weights, cache_dir, events, between)
     between()
     placement.attention.fit(model)
+    in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
     _check_fit(model, tokenizer, longest, events)
     seed_all(spec.training.seed)
     model = _adapt(model, spec, placement)
@@ -55,7 +59,7 @@ def build_model(
     model.to(placement.device)
     if spec.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    return Built(model, packed)
+    return Built(model, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import torch
 
 from core.hardware import faults
 from core.hardware.faults import Limits
-from core.hardware.precision import TF32, choose_precision
+from core.hardware.precision import TF32, against_fp8, choose_precision
 from core.hardware.selftest import Choice, Dtype
 from core.spec.runtime import Resources
 from core.spec.training import Full, LoRA, Method, QLoRA, Training
 from core.train.attention.backends import Attention, choose_attention
+from core.train.quant import fp8
 
 COMPUTE: dict[Dtype, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 UNTRIED = Choice()
@@ -36,6 +37,8 @@ class Placement:
     arch: str
     """`gfx942`, `sm_90` or `cpu`."""
     precision: Dtype
+    fp8: bool
+    """Dense linear layers multiply in 8-bit floats."""
     weights: torch.dtype
     """Of the base model while it trains."""
     attention: Attention
@@ -58,7 +61,7 @@ class Placement:
             "device": self.device.type,
             "device_name": self.device_name,
             "arch": self.arch,
-            "precision": self.precision,
+            "precision": "fp8" if self.fp8 else self.precision,
             "weights_dtype": str(self.weights).removeprefix("torch."),
             "attention": self.attention.as_dict(),
             "tf32": self.tf32,
@@ -78,9 +81,7 @@ def place(resources: Resources, training: Training, method: Method, choice: Choi
     threads = _set_threads()
     device = _device(resources)
     arch, name = _arch(device), _device_name(device)
-    precision, notice = choose_precision(
-        training.precision, arch, fast_bf16=_fast_bf16(device, arch), usable=choice.precisions
-    )
+    precision, in_fp8, notice = _precision(training, device, arch, choice)
     attention = choose_attention(training.attention, arch, precision, choice)
     attention.apply()
     tf32, told = _set_tf32(training.tf32, arch)
@@ -100,6 +101,7 @@ def place(resources: Resources, training: Training, method: Method, choice: Choi
         device_name=name,
         arch=arch,
         precision=precision,
+        fp8=in_fp8,
         weights=weights,
         attention=attention,
         tf32=tf32,
@@ -141,6 +143,19 @@ def _arch(device: torch.device) -> str:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _precision(training: Training, device: torch.device, arch: str, choice: Choice) -> tuple[Dtype, bool, str | None]:
+    """(of products, of dense layers in fp8?, why it is not what was asked for)."""
+    wanted = "bf16" if training.precision == "fp8" else training.precision
+    precision, notice = choose_precision(wanted, arch, fast_bf16=_fast_bf16(device, arch), usable=choice.precisions)
+    if training.precision != "fp8":
+        return precision, False, notice
+    reason = against_fp8(arch, installed=fp8.installed(), found=choice.fp8)
+    if reason is None and precision == "bf16":
+        return precision, True, None
+    told = "; ".join(filter(None, (reason and f"{reason}: no fp8, computing in {precision}", notice)))
+    return precision, False, told
 
 
 def _fast_bf16(device: torch.device, arch: str) -> bool:

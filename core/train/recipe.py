@@ -39,6 +39,7 @@ from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
+from core.train.quant.fp8 import dense_again
 from core.train.record import Environment
 from core.train.render.options import RenderOptions
 from core.train.scaler import LossScaler
@@ -115,7 +116,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     whole = loss_record["kernel"] == "logits"
     check_products(spec, engine.model, placement.limits, computed, data.longest, whole)
     record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
-    record |= {"quantization": built.quantization, "loss": loss_record, "packing": packing}
+    record |= {"quantization": built.quantization, "fp8": built.fp8, "loss": loss_record, "packing": packing}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None
@@ -151,6 +152,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         loop.save()  # making and checking formats may take a while: whoever is stopped in it goes on from here
     best = hand_back_best(engine, ledger.evaluations, held_out, _checkpoint_folders(order, run_dir), events)
     result = _result(ledger, engine, best, stopped_early=loop.stopped_early)
+    if placement.fp8:
+        dense_again(engine.model)
     result, artifacts = write_artifacts(
         run_dir,
         spec=spec,

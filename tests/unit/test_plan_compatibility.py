@@ -20,6 +20,7 @@ def spec_at(values: dict[str, str]) -> JobSpec:
     data: dict[str, Any] = {"train": {"type": "file", "id": TRAIN, "format": values["train rows"]}}
     if values["eval rows"] != "absent":
         data["eval"] = {"type": "file", "id": EVAL, "format": values["eval rows"]}
+    data["streaming"] = values["streaming"] == "yes"
     return JobSpec.model_validate(
         {
             "model": "a/b",
@@ -33,7 +34,12 @@ def spec_at(values: dict[str, str]) -> JobSpec:
             "export": ["merged"] if values["merged"] == "yes" else [],
             "optimizer": values["optimizer"],
             "schedule": values["schedule"],
-            "training": {"precision": values["precision"]},
+            "training": {"precision": values["precision"], "truncation": values["truncation"], "max_steps": 2},
+            "batching": (
+                {"type": "rows", "group_by_length": True}
+                if values["batching"] == "rows by length"
+                else values["batching"]
+            ),
             "memory": values["memory"],
             "resources": {"type": values["strategy"], "accelerator": values["accelerator"]},
             "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
@@ -76,8 +82,9 @@ def test_axes_follow_the_spec() -> None:
     assert AXES["method"] == ("full", "lora", "qlora")
     assert AXES["quantization"] == ("default", "none", "nf4", "int8")
     assert AXES["evaluation"] == ("default", "none", "held_out")
-    assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32")
+    assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32", "fp8")
     assert AXES["strategy"] == ("single",)
+    assert AXES["batching"] == ("rows", "rows by length", "tokens", "packed")
 
 
 def test_the_page_has_every_rule() -> None:

@@ -7,9 +7,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from core.hardware.arch import ROWS
 from core.hardware.selftest import MANY_ROWS, WIDE_RANK
+from core.train.quant import fp8
 from core.train.selftest.measure import DTYPES, Check, Measured, difference, draw, rounded, rounding
 
+FP8 = {row.arch for row in ROWS if row.fp8 != "none"}
 TALL = MANY_ROWS + 2**10
 """gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/faults.py)."""
 
@@ -19,6 +22,8 @@ def checks(device: torch.device) -> list[Check]:
     found += [Check(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16, WIDE_RANK) for dtype in DTYPES]
     if device.type != "cpu":
         found.append(Check("rows.fp32", many_rows))
+        if fp8.installed() and device_arch(device) in FP8:
+            found.append(Check("fp8.linear", fp8_linear))
     return [*found, Check("optimizer.adamw", adamw)]
 
 
@@ -75,6 +80,30 @@ def many_rows(device: torch.device) -> Measured:
     exact = x.float().double() @ w.float().double()
     pairs = [(found[block], exact) for block in (0, found.shape[0] // 2, found.shape[0] - 1)]
     return Measured(difference(pairs), *rounding("fp32", 16.0, "one sum of 32 products"))
+
+
+def fp8_linear(device: torch.device) -> Measured:
+    """A linear layer as torchao computes it, forward and backward."""
+    rows, inner, outer = _sizes(device)
+    x, exact_x = rounded(draw(1, rows, inner), "bf16", device)
+    w, exact_w = rounded(draw(2, outer, inner), "bf16", device)
+    up, exact_up = rounded(draw(3, rows, outer), "bf16", device)
+    layer = torch.nn.Sequential(torch.nn.Linear(inner, outer, bias=False, dtype=torch.bfloat16, device=device))
+    layer[0].weight.data.copy_(w)
+    fp8.to_fp8(layer, emulate=device.type == "cpu")
+    leaves, exact = [x.requires_grad_(), layer[0].weight], [exact_x.requires_grad_(), exact_w.requires_grad_()]
+    y, wanted = layer(x), exact_x @ exact_w.t()
+    gradients = torch.autograd.grad(y, leaves, up)
+    expected = torch.autograd.grad(wanted, exact, exact_up)
+    gap = difference([(y, wanted), *zip(gradients, expected, strict=True)])
+    return Measured(gap, 0.125, "operands of 3 (gradients: 2) bits of mantissa, errors that average out in a sum")
+
+
+def device_arch(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def adamw(device: torch.device) -> Measured:
