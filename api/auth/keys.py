@@ -18,7 +18,7 @@ from api.auth import people, service
 from api.auth.policy import Role, Scope, widest
 from core.db.engine import Database, db_now
 from core.db.tables import Project, User
-from core.errors import Conflict
+from core.errors import Conflict, EftError
 from core.jobs import audit
 from core.settings import settings
 from core.storage.layout import fsync_folder
@@ -75,6 +75,10 @@ def _create(
     where = where or people.add_project(session, None, project)
     if box_admin or not people.admins(session, None):
         people.change_user(session, None, whose, box_admin=True, disabled=False)
+    if whose.disabled_at is not None:
+        raise Conflict(
+            f"`{user}` is disabled: `--box-admin` makes them an admin of the box again", code="user_disabled"
+        )
     has = people.role(session, whose.id, where.id)
     given = role or has or (Role.MEMBER if people.admins(session, where.id) else Role.ADMIN)
     people.set_member(session, None, where.id, whose, given)
@@ -123,8 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--user", required=True, type=_name, help="who answers for them; made when new")
     make.add_argument("--name", default="key", type=_name, help="to tell keys apart")
     make.add_argument("--if-none", metavar="FILE", type=Path, help="only if there is no key yet; kept in FILE, too")
-    make.add_argument("--role", type=Role, choices=list(Role), help="of the user in the project; default: as they are")
-    make.add_argument("--scope", type=Scope, choices=list(Scope), help="of the key; default: all that its user may")
+    roles, scopes = [role.value for role in Role], [scope.value for scope in Scope]
+    make.add_argument("--role", choices=roles, help="of the user in the project; default: as they are")
+    make.add_argument("--scope", choices=scopes, help="of the key; default: all that its user may")
     make.add_argument("--days", type=_days, help="it expires after so many; default: never")
     make.add_argument("--box-admin", action="store_true", help="the user looks after the box, too")
     commands.add_parser("list", help="prefix, name, user and project of all keys")
@@ -145,8 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
                     user=asked.user,
                     name=asked.name,
                     if_none=asked.if_none,
-                    role=asked.role,
-                    scope=asked.scope,
+                    role=None if asked.role is None else Role(asked.role),
+                    scope=None if asked.scope is None else Scope(asked.scope),
                     days=asked.days,
                     box_admin=asked.box_admin,
                 )
@@ -168,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
                     print(f"no working key has the prefix {asked.prefix!r}; `list` shows them", file=sys.stderr)
                     return 1
         return 0
+    except EftError as error:
+        print(error.message, file=sys.stderr)
+        return 1
     except (OperationalError, ProgrammingError) as error:
         print(
             f"the database does not answer or has no tables yet (`python -m core.db.migrate`): {error.orig}",

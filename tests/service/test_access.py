@@ -279,6 +279,10 @@ def test_the_command_on_the_box_itself(here: World) -> None:
     assert made(project, first, scope=Scope.READ)["scope"] == "read"
     assert abs(seconds(made(project, first, days=1)["key_expires_at"]) - time.time() - DAY) < 60
     assert made(project, first, box_admin=True)["scope"] == "box"
+    gone = here.caller(here.fresh("gone"), Role.MEMBER, Scope.WRITE)
+    here.disable(gone)
+    with pytest.raises(Conflict, match="disabled"):
+        made("lab", gone.name)
     with here.database.read() as session:
         project_id = me["project"]["id"]
         told = session.execute(select(Audit).where(Audit.project_id == project_id).order_by(Audit.id)).scalars().all()
