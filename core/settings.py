@@ -108,6 +108,12 @@ class Settings(BaseSettings):
     time of one part of that. 0: no self-test, and devices are used untried."""
     gpu_clear_seconds: float = 30.0
     """A GPU whose memory has not been given back this long after its trainer's end is quarantined until it has."""
+    keep_checkpoints_days: float = Field(default=30.0, ge=0)
+    """Checkpoints of a job, and what it wrote and did not hand back, go so many days after its end. 0: never."""
+    keep_previews_days: float = Field(default=30.0, ge=0)
+    """Previews go so many days after their end. 0: never."""
+    keep_unused_files_days: float = Field(default=0.0, ge=0)
+    """Uploaded files that no job has ever named go after so many days. 0: never."""
 
     @field_validator("model_roots", "data_roots", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
-from core.jobs import claims, holds, leader, lost, nodes, outbox, usage
+from core.jobs import claims, holds, leader, lost, nodes, outbox, retention, usage
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
 from core.storage.layout import Layout
@@ -24,6 +24,7 @@ log = logging.getLogger("eft.housekeeping")
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
 CLEAR_SECONDS = 600.0
+COLLECT_SECONDS = 86_400.0
 BOOKS = 500
 """Rows charged in one transaction."""
 ORPHAN_SECONDS = 24 * 3600.0
@@ -78,6 +79,7 @@ class Housekeeper:
 
     def run(self) -> None:
         leads_until = next_lead = next_sweep = next_clear = 0.0
+        next_collect = time.monotonic() + CLEAR_SECONDS  # not in the first minutes, when everything begins again
         while not self._stopped.wait(RELAY_SECONDS):
             now = time.monotonic()
             if now >= next_lead:
@@ -94,6 +96,9 @@ class Housekeeper:
             if now >= next_clear:
                 next_clear = now + CLEAR_SECONDS
                 self._guarded("database", self._clear)
+            if now >= next_collect:
+                next_collect = now + COLLECT_SECONDS
+                self._guarded("database", self._collect)
             self._guarded("broker", self._relay)
 
     def stop(self) -> None:
@@ -114,6 +119,22 @@ class Housekeeper:
         for job_id, attempt in taken:
             log.warning("%s: taken back; its worker was silent for longer than its lease", job_id)
             leftovers.clear(self._layout.attempt(job_id, attempt))  # its trainer has ended itself before
+        return True
+
+    def _collect(self) -> bool:
+        """What the rules of retention let go (core/jobs/retention.py)."""
+        settings = self._settings
+        rules = retention.Rules(
+            settings.keep_checkpoints_days, settings.keep_previews_days, settings.keep_unused_files_days
+        )
+        retention.sweep(self._layout)
+        with self._database.read() as session:
+            found = list(retention.find(session, self._layout, rules))
+        for one in found:
+            if self._stopped.is_set():
+                break
+            if retention.remove(self._database, self._layout, None, one):
+                log.info("removed: %s of %s (%d MiB), since %s", one.kind, one.id, one.bytes >> 20, one.why)
         return True
 
     def _keep_books(self) -> bool:

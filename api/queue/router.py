@@ -1,4 +1,4 @@
-"""`/queue`, `/usage`, `/limits`: the order, why each job waits, who has used how much, and what each may use."""
+"""`/queue`, `/usage`, `/limits`, `/gc`: the order and why each job waits, use and quotas, what is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from api.errors import BadRequest, responses
 from api.queue import schemas
 from api.queue.desk import desk
 from core.db.tables import Limit
-from core.jobs import explain, limits, usage
+from core.jobs import explain, limits, retention, usage
 
 router = APIRouter(tags=["queue"])
 _EPOCH = date(1970, 1, 1)
@@ -137,3 +137,31 @@ async def set_limits(request: Request, asking: Operating, here: Here) -> Respons
             return schemas.limit_view(row, limits.names(session, [row.subject_id]))
 
     return JSONResponse(await run_in_threadpool(write))
+
+
+@router.post(
+    "/gc",
+    summary="Collect garbage",
+    response_model=schemas.Collected,
+    response_class=JSONResponse,
+    responses=responses(422),
+)
+def collect(
+    asking: Operating,
+    here: Here,
+    dry_run: Annotated[bool, Query(description="Only say what would go.")] = False,
+) -> Response:
+    """Checkpoints of jobs that ended long ago, old previews, files that were never used: by the settings
+    EFT_KEEP_…_DAYS. Nothing goes that a job in progress may need, nor what a job has handed back.
+    """
+    settings = here.settings
+    rules = retention.Rules(
+        settings.keep_checkpoints_days, settings.keep_previews_days, settings.keep_unused_files_days
+    )
+    with here.database.read() as session:
+        found = list(retention.find(session, here.layout, rules))
+    if not dry_run:
+        retention.sweep(here.layout)
+        found = [one for one in found if retention.remove(here.database, here.layout, asking, one)]
+    data = [{"kind": one.kind, "id": one.id, "bytes": one.bytes, "why": one.why} for one in found]
+    return JSONResponse({"dry_run": dry_run, "bytes": sum(one.bytes for one in found), "data": data})

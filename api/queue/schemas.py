@@ -461,3 +461,35 @@ def limit_view(row: Limit, names: Mapping[str, str]) -> dict[str, Any]:
         "name": names.get(row.subject_id, row.subject_id),
         **{field: getattr(row, field) for field in FIELDS},
     }
+
+
+# -- retention
+
+_REMOVAL: dict[str, Any] = {
+    "kind": "checkpoints",
+    "id": "job-01kar3v8x5m2h6n9qst4wyz0bc",
+    "bytes": 4294967296,
+    "why": "its job ended more than 30 days ago",
+}
+
+
+class RemovalView(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    kind: str
+    """checkpoints (with artifacts that no job lists), preview or file."""
+    id: str
+    """Of the job, the preview or the file."""
+    bytes: int
+    why: str
+
+
+class Collected(BaseModel):
+    """What went, or with `dry_run` would go."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"dry_run": True, "bytes": 4294967296, "data": [_REMOVAL]}]},
+    )
+    dry_run: bool
+    bytes: int
+    data: list[RemovalView]

@@ -48,6 +48,7 @@ for verb in (
     commands.cancel,
     commands_queue.queue,
     commands_queue.usage,
+    commands_queue.gc,
     commands_access.whoami,
     commands_access.audit,
 ):

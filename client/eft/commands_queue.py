@@ -86,6 +86,23 @@ def usage(
         )
 
 
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let go what the rules of retention allow: checkpoints of jobs that ended long ago, old previews, files never
+    used. It happens once a day anyway. For admins of the box."""
+    with session(as_json, url) as (client, output):
+        answer = client.queue.collect(dry_run=dry_run)
+        if as_json:
+            output.json(answer)
+            return
+        for row in answer["data"]:
+            output.text(f"{row['kind']:<12} {row['id']}  {size(row['bytes']):>10}  {row['why']}\n")
+        output.note(f"{size(answer['bytes'])} {'would go' if dry_run else 'gone'}")
+
+
 @quota.command("list")
 def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Your own and your project's; all of them for an admin of the box."""

@@ -81,6 +81,12 @@ class Queue:
         """Of a `project` or an `owner`; None takes a quota away. For admins of the box."""
         return self._post("/limits", {"scope": scope, "name": name, **values})
 
+    def collect(self, *, dry_run: bool = False) -> Raw:
+        """Let go what the rules of retention allow; for admins of the box."""
+        params: dict[str, Param] = {"dry_run": "true" if dry_run else None}
+        answer: Raw = self._transport.request("POST", "/gc", params=params, idempotent=False).json()
+        return answer
+
     # ---
 
     def _list(self, path: str, **params: Param) -> list[Raw]:

@@ -181,6 +181,20 @@ def test_quotas_and_usage(api: Any, box: str) -> None:
     assert "2.00" in eft(api, "usage", "--since", since).stdout
 
 
+def test_what_would_go(api: Any, box: str) -> None:
+    job_id, token = api.start_job()
+    api.end(token, Succeeded({"ok": True}))
+    (api.layout.attempt(job_id, token.attempt) / "checkpoints").mkdir(parents=True)
+    with api.database.write() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(finished_at=db_now() - 31 * 86_400))
+    told = json.loads(eft(api, "gc", "--dry-run", "--json").stdout)
+    schemas.Collected.model_validate(told, extra="forbid")
+    assert told["dry_run"] and job_id in {row["id"] for row in told["data"]}
+    assert job_id in eft(api, "gc").stdout
+    assert not (api.layout.attempt(job_id, token.attempt) / "checkpoints").exists()
+    assert api.client("lab", "mel").post("/gc").status_code == 403
+
+
 def test_times_as_people_type_them() -> None:
     now = datetime(2026, 11, 21, 15, 30, tzinfo=UTC)
     for text, after in {"2h": 7200, "1.5h": 5400, "3d": 259_200, "10m": 600}.items():
