@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from core.db.tables import IdempotencyKey, Job, OutboxMessage
+from core.plan.compatibility import Rule, cells
 
 
 def jsonl(rows: list[dict[str, Any]]) -> bytes:
@@ -131,6 +132,22 @@ def test_bad_specs_name_the_field_and_the_way_out(
     assert words in found["message"]
     assert found["message"].isprintable()
     assert found["faults"][0]["field"] == field
+
+
+REFUSED = [(values, rule) for values, refused in cells("batching", "truncation", "streaming") for rule in refused]
+
+
+@pytest.mark.parametrize(("cell", "rule"), REFUSED, ids=[values["batching"] for values, _ in REFUSED])
+def test_refused_cells_of_the_batches(api: Any, chat: str, cell: dict[str, str], rule: Rule) -> None:
+    grouped = cell["batching"] == "rows by length"
+    spec = {
+        "model": MODEL,
+        "data": {"train": chat, "streaming": cell["streaming"] == "yes"},
+        "batching": {"type": "rows", "group_by_length": True} if grouped else cell["batching"],
+        "training": {"truncation": cell["truncation"], "max_steps": 3},
+    }
+    found = error(api.http.post("/jobs", json=spec), 422)
+    assert (found["code"], found["field"]) == (rule.code, rule.field) and rule.reason in found["message"]
 
 
 def test_every_wrong_field_has_its_fault(api: Any, chat: str) -> None:

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import DataError
+from core.plan.compatibility import cells, check, values_of
+from core.spec.run import ORDER_FILE, RunOrder
 from core.train.attention.probe import prepare_packing
 from core.train.batch import IGNORE_INDEX
 from core.train.data.dataset import TokenDataset
@@ -21,8 +23,11 @@ from core.train.data.packing import best_fit, spread
 from core.train.data.truncate import truncate
 from core.train.data.windows import RowFeed
 from core.train.engine import Engine
-from core.train.load import load_model
+from core.train.events import EventWriter
+from core.train.feed import build_feed, read_data
+from core.train.load import load_model, load_tokenizer
 from core.train.stages.sft import chunked_sft_loss, head_of, sft_loss
+from tests.support.trainer import pairs, write_rows, write_run
 
 KINDS = ("rows", "grouped", "tokens", "packed")
 
@@ -250,6 +255,35 @@ def test_collate_and_pack_hold_the_same() -> None:
     rows = [row[:length].tolist() for row, length in zip(padded.labels, padded.lengths, strict=True)]
     assert packed.labels[0].tolist() == [label for row in rows for label in row]
     assert packed.labels[0, [0, 9, 14]].tolist() == [IGNORE_INDEX] * 3
+
+
+@pytest.mark.parametrize(("cell", "refused"), list(cells("batching", "truncation", "streaming")))
+def test_every_cell_of_the_table_that_is_allowed_makes_batches(
+    cell: dict[str, str], refused: tuple[Any, ...], tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Those that are refused are refused at the door: tests/service/test_api_jobs.py."""
+    if refused:
+        return
+    rows = write_rows(tmp_path / "rows.jsonl", pairs(9))
+    batching: Any = (
+        {"type": "rows", "group_by_length": True} if cell["batching"] == "rows by length" else cell["batching"]
+    )
+    if batching in ("tokens", "packed"):
+        batching = {"type": batching, "tokens_per_batch": 64}
+    training = {"truncation": cell["truncation"], "max_length": 64, "max_steps": 3, "per_device_train_batch_size": 2}
+    data = {"train": str(rows), "streaming": cell["streaming"] == "yes"}
+    folder = write_run(tmp_path / "run", tiny_dir, rows, data=data, batching=batching, training=training)
+    order = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
+    assert check(order.spec) == () and values_of(order.spec).items() >= cell.items()
+    events = EventWriter(folder / "events.jsonl")
+    found = read_data(order, load_tokenizer(tiny_dir), events, lambda: None)
+    feed, steps = build_feed(order.spec, found, 0, events)
+    assert steps == 3
+    for step in range(steps):
+        window = feed.window(step)
+        made = [make_batch() for make_batch in window.batches]
+        assert sum(batch.label_tokens for batch in made) == window.label_tokens > 0
+        assert all(batch.packed == (cell["batching"] == "packed") for batch in made)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import Any
 
@@ -47,13 +48,25 @@ def spec_at(values: dict[str, str]) -> JobSpec:
     )
 
 
+def together() -> list[set[str]]:
+    """Axes that some rule looks at, those in one set that rules connect."""
+    groups: list[set[str]] = []
+    for rule in RULES:
+        touched = [group for group in groups if group & rule.when.keys()]
+        groups = [group for group in groups if group not in touched] + [set(rule.when).union(*touched)]
+    return groups
+
+
 def test_every_combination_is_built_and_decided() -> None:
-    """Of the axes that some rule looks at, all of them; of the others, every value once."""
-    ruled = sorted({axis for rule in RULES for axis in rule.when})
+    """Of axes that rules connect, all of them; of the others, every value once; and some of everything at random."""
     base = {axis: values[0] for axis, values in AXES.items()}
-    combinations = [dict(zip(ruled, cell, strict=True)) for cell in product(*(AXES[axis] for axis in ruled))]
-    combinations += [{axis: value} for axis, values in AXES.items() for value in values]
-    assert len(combinations) > 250
+    combinations = [{axis: value} for axis, values in AXES.items() for value in values]
+    for group in together():
+        axes = sorted(group)
+        combinations += [dict(zip(axes, cell, strict=True)) for cell in product(*(AXES[axis] for axis in axes))]
+    chance = random.Random(0)
+    combinations += [{axis: chance.choice(values) for axis, values in AXES.items()} for _ in range(1000)]
+    assert len(combinations) > 2000
     for combination in combinations:
         values = base | combination
         spec = spec_at(values)
