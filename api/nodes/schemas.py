@@ -18,6 +18,7 @@ _NODE: dict[str, Any] = {
         {"id": "prepare-0", "kind": "prepare", "busy": False, "job": None, "quarantined": None},
     ],
     "notes": [],
+    "labels": ["fast"],
     "heartbeat_seconds": 3.2,
     "started_at": "2026-11-21T09:20:57.120000Z",
     "drained": {"since": "2026-11-21T10:02:11.500000Z", "by": "ada", "reason": "a new power supply"},
@@ -55,6 +56,8 @@ class NodeView(BaseModel):
     slots: list[SlotView]
     notes: list[str]
     """What its worker found noteworthy about the box."""
+    labels: list[str]
+    """That jobs may ask for (EFT_NODE_LABELS)."""
     heartbeat_seconds: float
     """Age of the last sign of life."""
     started_at: str
@@ -89,6 +92,7 @@ def node_view(box: Box, project_id: str, lease_seconds: float) -> dict[str, Any]
         "version": node.version,
         "slots": slots,
         "notes": list(node.notes),
+        "labels": list(node.labels),
         "heartbeat_seconds": round(box.heartbeat_age, 1),
         "started_at": iso(node.started_at),
         "drained": drained,

@@ -84,7 +84,8 @@ def report_usage(
         raise BadRequest("`since` is after `until`", field="since")
     with here.database.read() as session:
         only = None if asking.operates else asking.project_id
-        rows = usage.report(session, (first - _EPOCH).days, (last - _EPOCH).days, only)
+        half_life = here.settings.fairshare_half_life_hours * 3600.0
+        rows = usage.report(session, (first - _EPOCH).days, (last - _EPOCH).days, only, half_life)
         names = limits.names(session, {row.owner_id for row in rows} | {row.project_id for row in rows})
     data = [schemas.usage_view(row, names) for row in rows]
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):

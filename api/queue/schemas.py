@@ -366,6 +366,7 @@ _USAGE: dict[str, Any] = {
     "running": 1,
     "queued": 3,
     "disk_bytes": 73014444032,
+    "counted_hours": 18.2,
 }
 
 
@@ -385,6 +386,8 @@ class UsageView(BaseModel):
     """Now, with those that are being prepared or are paused."""
     disk_bytes: int
     """Files and run folders, measured every ten minutes."""
+    counted_hours: float
+    """Of the owner over all projects, as fair share counts them now: what was used long ago counts less."""
 
 
 class UsageList(BaseModel):
@@ -405,6 +408,7 @@ def usage_view(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
         "running": row.running,
         "queued": row.queued,
         "disk_bytes": row.disk_bytes,
+        "counted_hours": round(row.counted_hours, 4),
     }
 
 

@@ -70,7 +70,7 @@ def usage(
         output.note(f"{report['since']} to {report['until']} (UTC)")
         _table(
             output,
-            ("OWNER", "PROJECT", "GPU HOURS", "CPU HOURS", "RUNNING", "QUEUED", "DISK"),
+            ("OWNER", "PROJECT", "GPU HOURS", "CPU HOURS", "RUNNING", "QUEUED", "DISK", "COUNTS"),
             [
                 (
                     row["owner"],
@@ -80,6 +80,7 @@ def usage(
                     str(row["running"]),
                     str(row["queued"]),
                     size(row["disk_bytes"]),
+                    f"{row['counted_hours']:.2f}",
                 )
                 for row in report["data"]
             ],

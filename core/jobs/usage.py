@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, File, Job, Usage, UsageDay
-from core.jobs.shares import HALF_LIFE_SECONDS, Booked, Span, faded, weighed
+from core.jobs.shares import HALF_LIFE_SECONDS, Booked, Span, effective, faded, weighed
 from core.jobs.states import FINAL, Status
 
 DAY = 86_400
@@ -151,9 +151,17 @@ class Row:
     running: int
     queued: int
     disk_bytes: int
+    counted_hours: float
+    """Of the owner over all projects, as fair share counts them now."""
 
 
-def report(session: Session, first: int, last: int, project_id: str | None = None) -> list[Row]:
+def report(
+    session: Session,
+    first: int,
+    last: int,
+    project_id: str | None = None,
+    half_life: float = HALF_LIFE_SECONDS,
+) -> list[Row]:
     """Days `first` to `last` since 1970, both included; what runs and waits is as of now. By owner and project.
 
     Time that is not charged yet (what runs, and what ended seconds ago) is counted in its days.
@@ -173,7 +181,9 @@ def report(session: Session, first: int, last: int, project_id: str | None = Non
     )
     for owner, project, gpu, cpu in session.execute(charged):
         count((owner, project), gpu, cpu)
-    for span in open_spans(session):
+    spans = open_spans(session)
+    counted = effective(booked(session), spans, now, half_life)
+    for span in spans:
         for day, seconds in by_day(span.began, now if span.ended is None else span.ended):
             if first <= day <= last:
                 whose = (span.owner_id, span.project_id)
@@ -196,5 +206,7 @@ def report(session: Session, first: int, last: int, project_id: str | None = Non
         if project_id in (None, project):
             whose = (owner, project)
             gpu, cpu = hours.get(whose, [0.0, 0.0])
-            found.append(Row(*whose, gpu, cpu, running.get(whose, 0), queued.get(whose, 0), disk.get(whose, 0)))
+            at_work, waiting = running.get(whose, 0), queued.get(whose, 0)
+            taken, counts = disk.get(whose, 0), counted.get(owner, 0.0) / 3600
+            found.append(Row(*whose, gpu, cpu, at_work, waiting, taken, counts))
     return found

@@ -172,6 +172,7 @@ def test_quotas_and_usage(api: Any, box: str) -> None:
     schemas.UsageList.model_validate(report, extra="forbid")
     (mine,) = [row for row in report["data"] if row["project"] == "lab" and row["owner"] == "ada"]
     assert mine["gpu_hours"] == pytest.approx(2.0, abs=0.01)
+    assert 0 < mine["counted_hours"] < 2.0, "a CPU slot counts a tenth, and what is over fades"
     text = eft(api, "usage", "--csv", "--since", since).stdout
     rows = list(csv.DictReader(io.StringIO(text)))
     assert float(next(row for row in rows if row["owner"] == "ada" and row["project"] == "lab")["gpu_hours"]) == (
