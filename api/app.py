@@ -27,6 +27,8 @@ from api.jobs.schemas import openapi_schemas
 from api.limits import Limits
 from api.middleware import RequestContext
 from api.nodes.router import router as nodes_router
+from api.notices.router import router as notices_router
+from api.notices.sender import Sender
 from api.queue.gpus import router as gpus_router
 from api.queue.router import router as queue_router
 from core import __version__
@@ -44,6 +46,7 @@ TAGS = [
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
+    {"name": "webhooks", "description": "Be told what becomes of jobs (docs/notices.md)."},
     {"name": "access", "description": "Users, projects, roles, keys, and who changed what (docs/security.md)."},
     {"name": "service", "description": "For probes and monitors; no key needed."},
 ]
@@ -60,8 +63,11 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         remove_stale(layout)
         here.last_use.start()
+        sender = Sender(database, settings)
+        sender.start()
         yield
         here.hub.close()
+        sender.close()
         here.last_use.close()
         database.dispose()
 
@@ -85,6 +91,7 @@ def create_app(settings: Settings) -> FastAPI:
         files_router,
         preview_router,
         nodes_router,
+        notices_router,
         queue_router,
         gpus_router,
         access_router,

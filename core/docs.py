@@ -150,6 +150,8 @@ def settings_page() -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import socket
 from functools import cache
@@ -19,6 +20,7 @@ MAX_SOCKET_PATH = 106
 PathList = Annotated[tuple[Path, ...], NoDecode]
 IntList = Annotated[tuple[int, ...] | None, NoDecode]
 NameList = Annotated[tuple[str, ...], NoDecode]
+FloatList = Annotated[tuple[float, ...], NoDecode]
 
 
 class Settings(BaseSettings):
@@ -68,6 +70,22 @@ class Settings(BaseSettings):
     """Requests a minute without a valid API key of one address, in one API process. 0: no limit."""
     idempotency_hours: float = Field(default=48.0, ge=24)
     """How long the answer to an Idempotency-Key is kept for retries."""
+
+    public_url: str = ""
+    """Address under which people reach this service, e.g. `https://eft.lab.example`: notices link to it. Default: the
+    address that the API listens on."""
+    webhook_allow: NameList = ()
+    """Hosts, addresses and networks in CIDR notation (separated by commas) to which notices may go although they are
+    not public addresses. Default: none."""
+    webhook_retry_seconds: FloatList = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
+    """Waits (separated by commas) before a notice that failed is tried again; after the last it is a dead letter. Each
+    is spread by a fifth to both sides."""
+    webhook_timeout_seconds: float = Field(default=10.0, gt=0, le=60)
+    """Longest time of one attempt to deliver a notice, from looking the name up to the answer."""
+    webhook_disable_days: float = Field(default=5.0, gt=0)
+    """A webhook that has only failed for so long is disabled."""
+    webhook_keep_days: float = Field(default=30.0, gt=0)
+    """How long delivered notices and dead letters are kept."""
 
     model_roots: PathList = ()
     """Folders (separated by `:`) below which `local` and `gguf` models may lie. Default: none."""
@@ -129,7 +147,22 @@ class Settings(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip()) or None
         return value
 
-    @field_validator("node_labels", mode="before")
+    @field_validator("webhook_retry_seconds", mode="before")
+    @classmethod
+    def _waits(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("webhook_allow")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for part in value:
+            if "/" in part:
+                ipaddress.ip_network(part)  # its error names what is wrong
+        return tuple(part.lower() for part in value)
+
+    @field_validator("node_labels", "webhook_allow", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
         if isinstance(value, str):

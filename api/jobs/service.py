@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from api.errors import BadRequest, UnsupportedMediaType, printable
 from api.jobs.schemas import job_view
+from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File, IdempotencyKey
 from core.errors import EftError, Fault, NotFound, SpecError
@@ -120,7 +121,7 @@ class Jobs:
     def resolved_document(self, actor: Actor, document: Any, *, preview: bool = False) -> JobSpec:
         """The same of what was sent; `preview`: its rows are to be rendered, nothing is to be trained."""
         spec = self._with_formats(actor, parse_job(document))
-        faults = [*self._path_faults(spec)]
+        faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         spec = resolve(spec)
         faults += check(spec, preview=preview)
         if faults:
@@ -167,6 +168,17 @@ class Jobs:
             if isinstance(source, PathSource) and os.path.realpath(source.path) in trained:
                 faults.append(Fault("same_rows", SAME_ROWS, f"{field}.path"))
         return [fault for fault in faults if fault is not None]
+
+    def _notify_faults(self, actor: Actor, spec: JobSpec) -> list[Fault]:
+        """Whom it tells must be the project's."""
+        if not spec.notify:
+            return []
+        with self._database.read() as session:
+            strange = webhooks.unknown(session, actor, spec.notify)
+        return [
+            Fault("webhook_not_found", f"there is no webhook `{webhook_id}` in this project", "notify")
+            for webhook_id in strange
+        ]
 
     def _path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
         if not roots:

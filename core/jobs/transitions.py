@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Event, Job
+from core.jobs import notices
 from core.jobs.states import FINAL, LEASED, Status, check
 
 
@@ -89,6 +90,7 @@ def move(
         )
     )
     session.expire(job)
+    notices.tell(session, job, after)
     return True
 
 

@@ -29,6 +29,7 @@ from core.spec.training import (
 SPEC_VERSION = 1
 
 JobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,98}[A-Za-z0-9])?$")]
+WebhookId = Annotated[str, StringConstraints(pattern=r"^hook-[0-9a-z]{26}$")]
 
 
 class JobSpec(SpecModel):
@@ -69,6 +70,8 @@ class JobSpec(SpecModel):
     """What the job hands back beside what it trained (the adapter, or all weights): one entry a format."""
     resources: Resources = SingleDevice()
     """What the job occupies."""
+    notify: Annotated[list[WebhookId], Field(max_length=10)] = Field(default=[])
+    """Ids of webhooks of the project that are told of this job too (docs/notices.md); those for all jobs always are."""
 
     @model_validator(mode="after")
     def _steps_of_a_stream(self) -> JobSpec:

@@ -105,16 +105,21 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
             "file_id": f"file-{nothing}",
             "preview_id": f"preview-{nothing}",
             "key_id": f"key-{nothing}",
+            "webhook_id": f"hook-{nothing}",
+            "delivery_id": f"msg-{nothing}",
             "path": "a.bin",
             "project": f"proj-{nothing}",
             "user": f"user-{nothing}",
             "name": "nowhere",
         }
+    webhook, delivery = here.webhook(project, fresh=fresh)
     return {
         "job_id": project.job,
         "file_id": here.file(project.owner) if fresh else project.file,
         "preview_id": project.preview,
         "key_id": here.key_of(project) if fresh else project.key,
+        "webhook_id": webhook,
+        "delivery_id": delivery,
         "path": "a.bin",
         "project": project.id,
         "user": here.member(project) if fresh else project.owner.user_id,
@@ -146,6 +151,8 @@ def body(here: World, route: tuple[str, str], project: Project) -> dict[str, Any
             return {"json": {"from": "2099-12-30T08:00:00Z", "until": "2099-12-30T10:00:00Z", "node": "box"}}
         case ("POST", "/maintenance/cancel"):
             return {"json": {"id": here.maintenance()}}
+        case ("POST", "/webhooks"):
+            return {"json": {"url": "https://9.9.9.9/"}}  # an address: nobody is asked for a name
         case ("POST", "/users") | ("POST", "/projects"):
             return {"json": {"name": here.fresh("name")}}
     operation = here.app.openapi()["paths"][path]["get" if method == "HEAD" else method.lower()]

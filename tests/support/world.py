@@ -18,9 +18,9 @@ from api.auth import people, service
 from api.auth.policy import Role, Scope
 from core.db.engine import db_now
 from core.db.migrate import upgrade
-from core.db.tables import ApiKey, File, Maintenance, User
+from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
 from core.ids import new_id
-from core.jobs import nodes, previews
+from core.jobs import nodes, notices, previews
 from core.jobs.claims import Slot, claim, running
 from core.jobs.finish import RetryPolicy, Succeeded, finish
 from core.jobs.submit import Actor, submit
@@ -59,10 +59,10 @@ class Project:
 class World:
     """`lab` is the callers' project, `rivals` is not."""
 
-    def __init__(self, folder: Path, database_url: str = "") -> None:
+    def __init__(self, folder: Path, database_url: str = "", **settings: Any) -> None:
         self.settings = Settings(
             data=folder, database_url=database_url, min_free_bytes=0, rate_per_minute=0, rate_strangers_per_minute=0,
-            model_roots=(folder.parent,), data_roots=(folder.parent,),
+            model_roots=(folder.parent,), data_roots=(folder.parent,), **settings,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.app = create_app(self.settings)
@@ -70,6 +70,7 @@ class World:
         self.database, self.layout = here.database, here.layout
         upgrade(self.database)
         self._numbers = itertools.count()
+        self._webhooks: dict[str, tuple[str, str]] = {}
         self.secrets: list[str] = []
         """Every key that was ever made here."""
         self._runner = asyncio.Runner()
@@ -135,6 +136,24 @@ class World:
             session.add(Maintenance(id=number, node=None, why="", user_id=self.root, **times))
         return number
 
+    def webhook(self, project: Project, *, fresh: bool = True) -> tuple[str, str]:
+        """The ids of a webhook and of a dead letter of it."""
+        if not fresh and project.id in self._webhooks:
+            return self._webhooks[project.id]
+        hook = new_id("hook")
+        with self.database.write() as session:
+            session.add(
+                Webhook(
+                    id=hook, owner_id=project.owner.user_id, project_id=project.id, name="ci", kind="standard",
+                    url="https://9.9.9.9/", events=[], secrets=[],
+                )
+            )  # fmt: skip
+            session.flush()
+            told = notices.write(session, project.owner.user_id, project.id, hook, notices.TEST, {})
+            session.execute(update(Delivery).where(Delivery.id == told).values(state="dead"))
+        self._webhooks.setdefault(project.id, (hook, told))
+        return hook, told
+
     def member(self, project: Project) -> str:
         """The id of a new member."""
         with self.database.write() as session:
@@ -198,8 +217,8 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, database_url: str = "") -> Iterator[World]:
-    made = World(folder, database_url)
+def world(folder: Path, database_url: str = "", **settings: Any) -> Iterator[World]:
+    made = World(folder, database_url, **settings)
     try:
         yield made
     finally:

@@ -1,0 +1,189 @@
+"""`/webhooks`: where a project wants to be told of its jobs, and what became of each notice."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+
+from api.auth.policy import Managing, Principal, Reading
+from api.body import json_body, read_json
+from api.deps import After, Here, Installation, Limit
+from api.errors import printable, responses
+from api.notices import schemas, service
+from core.errors import NotFound
+
+router = APIRouter(tags=["webhooks"])
+NO_STORE = {"cache-control": "no-store"}
+
+_WEBHOOK_ID = re.compile(r"hook-[0-9a-z]{26}")
+_DELIVERY_ID = re.compile(r"msg-[0-9a-z]{26}")
+
+
+async def _webhook_id(
+    webhook_id: Annotated[str, Path(description="Id of a webhook.", examples=["hook-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _WEBHOOK_ID.fullmatch(webhook_id):
+        raise service.missing(printable(webhook_id))
+    return webhook_id
+
+
+async def _delivery_id(
+    delivery_id: Annotated[str, Path(description="Id of a delivery.", examples=["msg-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _DELIVERY_ID.fullmatch(delivery_id):
+        raise NotFound(f"there is no delivery `{printable(delivery_id)}` of this webhook", field="delivery_id")
+    return delivery_id
+
+
+WebhookId = Annotated[str, Depends(_webhook_id)]
+DeliveryId = Annotated[str, Depends(_delivery_id)]
+
+
+@router.get(
+    "/webhooks",
+    summary="List webhooks",
+    response_model=schemas.WebhookList,
+    response_class=JSONResponse,
+    responses=responses(),
+)
+def list_webhooks(asking: Reading, here: Here) -> Response:
+    """The project's, oldest first. Of their URLs only the origins are shown, and no secrets."""
+    with here.database.read() as session:
+        found = service.listed(session, asking)
+    return JSONResponse({"data": [schemas.webhook_view(webhook) for webhook in found]})
+
+
+@router.post(
+    "/webhooks",
+    status_code=201,
+    summary="Make a webhook",
+    response_model=schemas.SecretView,
+    response_class=JSONResponse,
+    responses=responses(409, 413, 415, 422),
+    openapi_extra=json_body(schemas.WebhookWish, schemas.WISH),
+)
+async def create_webhook(request: Request, asking: Managing, here: Here) -> Response:
+    """The reply has the secret, this once. Targets that are not at public addresses are refused, here and again at each
+    attempt, unless the administrator allows them (docs/notices.md)."""
+    wish = await read_json(request, schemas.WebhookWish, here.settings.max_body_bytes)
+    return await run_in_threadpool(_create, here, asking, wish)
+
+
+@router.get(
+    "/webhooks/{webhook_id}",
+    summary="Show a webhook",
+    response_model=schemas.WebhookView,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def show_webhook(webhook_id: WebhookId, asking: Reading, here: Here) -> Response:
+    """What it is told of, and whether it is failing or disabled, and why."""
+    with here.database.read() as session:
+        return JSONResponse(schemas.webhook_view(service.find(session, asking, webhook_id)))
+
+
+@router.delete(
+    "/webhooks/{webhook_id}",
+    summary="Delete a webhook",
+    response_model=schemas.WebhookView,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def delete_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+    """Nothing is sent there any more; its deliveries are deleted with it."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.webhook_view(service.remove(session, asking, webhook_id)))
+
+
+@router.post(
+    "/webhooks/{webhook_id}/rotate",
+    status_code=201,
+    summary="Rotate a webhook's secret",
+    response_model=schemas.SecretView,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 422),
+)
+def rotate_webhook(
+    webhook_id: WebhookId,
+    asking: Managing,
+    here: Here,
+    overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old secret signs, too.")] = 24.0,
+) -> Response:
+    """A new secret; the reply has it, this once. During the overlap each notice has a signature of either."""
+    with here.database.write() as session:
+        webhook, secret = service.rotate(session, asking, webhook_id, overlap_hours * 3600)
+        return JSONResponse({**schemas.webhook_view(webhook), "secret": secret}, 201, headers=NO_STORE)
+
+
+@router.post(
+    "/webhooks/{webhook_id}/enable",
+    summary="Enable a webhook again",
+    response_model=schemas.WebhookView,
+    response_class=JSONResponse,
+    responses=responses(404),
+)
+def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+    """One that was disabled, by 410 Gone or by days of failure. Dead letters stay until they are sent again."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.webhook_view(service.enable(session, asking, webhook_id)))
+
+
+@router.post(
+    "/webhooks/{webhook_id}/test",
+    status_code=201,
+    summary="Send a test",
+    response_model=schemas.DeliveryView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+    """A notice of type `webhook.test`, sent as any other: look at its deliveries for what became of it."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.delivery_view(service.test(session, asking, webhook_id)), 201)
+
+
+@router.get(
+    "/webhooks/{webhook_id}/deliveries",
+    summary="List deliveries",
+    response_model=schemas.DeliveryPage,
+    response_class=JSONResponse,
+    responses=responses(404, 422),
+)
+def list_deliveries(
+    webhook_id: WebhookId,
+    asking: Reading,
+    here: Here,
+    state: Annotated[Literal["pending", "delivered", "dead"] | None, Query(description="Only these.")] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> Response:
+    """Newest first, with the outcome of the last attempt; `state=dead` are those that were given up."""
+    with here.database.read() as session:
+        page = service.deliveries(session, asking, webhook_id, state=state, after=after, limit=limit)
+    following = page.items[-1].id if page.has_more else None
+    data = [schemas.delivery_view(delivery) for delivery in page.items]
+    return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
+
+
+@router.post(
+    "/webhooks/{webhook_id}/deliveries/{delivery_id}/resend",
+    summary="Send a notice again",
+    response_model=schemas.DeliveryView,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def resend_delivery(webhook_id: WebhookId, delivery_id: DeliveryId, asking: Managing, here: Here) -> Response:
+    """Now, and then by the schedule from its beginning; with the same `webhook-id`, so receivers can tell."""
+    with here.database.write() as session:
+        return JSONResponse(schemas.delivery_view(service.resend(session, asking, webhook_id, delivery_id)))
+
+
+def _create(here: Installation, asking: Principal, wish: schemas.WebhookWish) -> Response:
+    service.check_address(wish.url, here.settings.webhook_allow)
+    with here.database.write() as session:
+        webhook, secret = service.create(session, asking, wish)
+        return JSONResponse({**schemas.webhook_view(webhook), "secret": secret}, 201, headers=NO_STORE)
