@@ -15,6 +15,7 @@ from eft import (
     commands_files,
     commands_gpu,
     commands_queue,
+    commands_webhooks,
     commands_worker,
 )
 from eft.client import Client
@@ -59,6 +60,7 @@ app.add_typer(commands_worker.app, name="worker")
 app.add_typer(commands_gpu.gpu, name="gpu")
 app.add_typer(commands_gpu.maintenance, name="maintenance")
 app.add_typer(commands_queue.quota, name="quota")
+app.add_typer(commands_webhooks.app, name="webhooks")
 app.add_typer(commands_access.keys, name="keys")
 app.add_typer(commands_access.users, name="users")
 app.add_typer(commands_access.projects, name="projects")

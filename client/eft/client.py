@@ -25,6 +25,7 @@ from eft.sse import messages
 from eft.transport import FIRST_DELAY, LONGEST_DELAY, Param, T, Transport, backoff
 from eft.types import FINAL, Artifact, Event, File, Job, Node, Page
 from eft.version import VERSION
+from eft.webhooks import Webhooks
 
 STREAM_SILENCE = 60.0
 """Seconds without a byte after which an event stream counts as dead; the server sends keep-alives more often."""
@@ -64,6 +65,7 @@ class Client:
         self.config = load_config(url, api_key)
         self._transport = Transport(self.config, timeout=timeout, patience=patience, user_agent=f"eft-client/{VERSION}")
         self.access = Access(self._transport)
+        self.webhooks = Webhooks(self._transport)
         """Users, projects, keys, the audit."""
         self.queue = Queue(self._transport)
         """The order, GPUs and holds, usage and quotas."""

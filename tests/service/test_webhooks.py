@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eft.cli import app
 from sqlalchemy import select, update
+from typer.testing import CliRunner
 
 from api.auth.policy import Role, Scope
 from api.notices.addresses import NotAllowed, parse, permitted, resolve
@@ -399,9 +401,31 @@ def test_an_api_that_is_killed_sends_again_with_the_same_id(
         with api.database.read() as session:
             assert session.execute(select(Delivery.state, Delivery.attempts)).one() == ("pending", 0)
             actor_row = session.get_one(Job, job_id)
-    with start_api(migrate=False, **quick):
+    with start_api(migrate=False, **quick) as again:
         until(lambda: len(there.got) == 2)
-    first, second = there.got
+        by_the_command(again.url, api.key, there)
+    first, second = there.at("/killed")
     assert first.headers["webhook-id"] == second.headers["webhook-id"] and first.body == second.body
     assert verifies(second, made["secret"])
     assert document(second)["data"]["id"] == actor_row.id == job_id
+
+
+def by_the_command(url: str, key: str, there: Target) -> None:
+    def eft(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["webhooks", *arguments], env={"EFT_URL": url, "EFT_API_KEY": key})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    made = json.loads(eft("create", there.url("/cli"), "--name", "from here", "--event", "job.failed", "--json"))
+    number = made["id"]
+    secret = eft("rotate", number, "--overlap-hours", "1").strip()
+    assert secret.startswith("whsec_") and secret != made["secret"]
+    assert number in eft("list") and "from here" in eft("list")
+    told = eft("test", number).strip()
+    until(lambda: "delivered" in eft("deliveries", number))
+    assert verifies(there.at("/cli")[0], secret) and verifies(there.at("/cli")[0], made["secret"])
+    assert told in eft("deliveries", number) and told not in eft("deliveries", number, "--state", "dead")
+    eft("resend", number, told)
+    until(lambda: len(there.at("/cli")) == 2)
+    assert "enabled" in eft("enable", number)
+    assert "deleted" in eft("delete", number) and number not in eft("list")
