@@ -20,7 +20,7 @@ from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File, IdempotencyKey
 from core.errors import EftError, Fault, NotFound, SpecError
-from core.jobs import queries
+from core.jobs import limits, queries
 from core.jobs.submit import Actor, retry, submit
 from core.plan.compatibility import check
 from core.settings import Settings
@@ -78,7 +78,10 @@ class Jobs:
         if sent.idempotency_key is not None and not _KEY.fullmatch(sent.idempotency_key):
             raise BadRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field="idempotency-key")
         if dry_run:
-            return Answer(200, {"spec": self.resolved(actor, sent).model_dump(mode="json"), "dry_run": True})
+            checked = self.resolved(actor, sent)
+            with self._database.read() as session:
+                limits.check_priority(session, actor.project_id, checked.priority)
+            return Answer(200, {"spec": checked.model_dump(mode="json"), "dry_run": True})
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
         if sent.idempotency_key is not None:
             with self._database.read() as session:

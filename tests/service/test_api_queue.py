@@ -86,8 +86,9 @@ def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
         {**row, "estimated_start": None} for row in listed["data"]
     ]
     assert "in line" in eft(api, "show", job_id).stdout
-    refused = api.http.post("/jobs", json={"model": "a/b", "data": job["spec"]["data"], "priority": 11})
-    assert (refused.status_code, refused.json()["error"]["faults"][0]["code"]) == (422, "priority_too_high")
+    for path in ("/jobs", "/jobs?dry_run=true"):
+        refused = api.http.post(path, json={"model": "a/b", "data": job["spec"]["data"], "priority": 11})
+        assert (refused.status_code, refused.json()["error"]["faults"][0]["code"]) == (422, "priority_too_high")
     many = api.http.post("/jobs", json={"model": "a/b", "data": job["spec"]["data"], "resources": {"gpus": 4}})
     assert many.status_code == 422 and "several GPUs" in many.text
 
