@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from core.hardware import faults, selftest
 from core.hardware.faults import Limits
 from core.hardware.selftest import Choice, Part, Verdict, choose
 from core.hardware.visible import Gpu
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
 from core.spec.run import ORDER_FILE, RunOrder
+from core.train import build
+from core.train.limits import PaddedA, PaddedB, operand
+from core.train.load import load_model
+from core.train.placement import DeviceRefused, place
 from tests.support.selftest import verdict as this_machines
+from tests.support.service import wait_for
 from tests.support.trainer import ROOT, events, log, pairs, start, write_rows, write_run
 from worker.environment import child_environment
 from worker.selftest import SelfTests
@@ -123,6 +132,29 @@ def test_a_device_that_cannot_even_be_opened_is_refused_and_asked_again(tmp_path
     tests = SelfTests([absent], "box", tmp_path, 60.0)
     tests.run(lambda: None)
     assert "sees no GPU here" in (tests.choice("gpu-0").refused or "")
+
+
+def test_a_card_that_others_fill_is_not_condemned(tmp_path: Path) -> None:
+    verdict = examine(device(tmp_path, "full"), "box", tmp_path, 60.0)
+    assert verdict.fault is not None and "matmul.bf16 found no room on it, which others use: HIP" in verdict.fault
+    assert verdict.refused == verdict.fault and remembered(device(tmp_path, "full"), "box", tmp_path) is None
+
+
+def test_what_could_not_be_tried_is_tried_again_while_the_worker_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file lies where the verdicts' folder is to be, as a full disk would have it; then it is gone."""
+    monkeypatch.setattr("worker.selftest.AGAIN_SECONDS", 0.1)
+    selftest.folder(tmp_path).touch()
+    tests, told = SelfTests([device(tmp_path)], "box", tmp_path, 60.0), list[bool]()
+    keeper = threading.Thread(target=tests.keep, args=(lambda: told.append(tests.offered("slot-0")),), daemon=True)
+    keeper.start()
+    wait_for(lambda: told, 10, "the first answer")
+    assert not tests.offered("slot-0") and "could not be made" in (tests.choice("slot-0").refused or "")
+    selftest.folder(tmp_path).unlink()
+    wait_for(lambda: tests.offered("slot-0"), 60, "the verdict")
+    keeper.join(5)
+    assert not keeper.is_alive() and told[0] is False and told[-1] is True
 
 
 def test_a_machine_that_went_down_in_a_part_is_not_sent_there_again(tmp_path: Path) -> None:
@@ -248,3 +280,20 @@ def test_a_run_keeps_to_the_verdict_and_says_so(tiny_dir: Path, tmp_path: Path) 
     assert record["loss"]["kernel"] == "logits"
     assert record["selftest"]["parts"]["matmul.bf16"]["difference"] == 0.5
     assert record["selftest"]["key"] == verdict.key
+
+
+def test_limits_of_the_verdict_reach_the_model(tiny_dir: Path) -> None:
+    """Narrow products failed: every LoRA operand of the built model is as wide as what passed."""
+    choice = choose(changed(lora_r16_fp32=CRASHED, rows_fp32=WRONG))
+    spec = resolve(parse_job({"model": str(tiny_dir), "data": "rows.jsonl", "training": {"precision": "fp32"}}))
+    before = torch.are_deterministic_algorithms_enabled()
+    placement = place(spec.resources, spec.training, spec.method, choice)
+    assert placement.limits == Limits(fp32_rows=1 << 19, rank_multiple=64)
+    assert torch.are_deterministic_algorithms_enabled() == before, "on a CPU nothing of the process has changed"
+    model = build._adapt(load_model(tiny_dir, torch.float32), spec, placement)
+    narrow = [module for module in model.modules() if isinstance(module, (PaddedA, PaddedB))]
+    assert len(narrow) == 28 and {module.padded_rank for module in narrow} == {64}
+    assert {operand(module).shape[0] for module in narrow if isinstance(module, PaddedA)} == {64}
+    refused = Choice(precisions=(), refused="nothing computes")
+    with pytest.raises(DeviceRefused, match="nothing computes"):
+        place(spec.resources, spec.training, spec.method, refused)
