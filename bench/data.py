@@ -5,8 +5,8 @@ like theirs. The model has SmolLM2-135M's width, vocabulary and tokenizer and `-
 weights, LoRA r 16 on all linear layers, bf16. Figures, all in turn in one process:
 
 - trained tokens a second, padding not counted: `batching: packed` and `tokens` against a fixed number of rows, all with
-  the memory of the fixed batches: tokens_per_batch is what their widest batch holds. Peak memory is measured apart,
-  each in a process of its own;
+  the memory of the fixed batches: tokens_per_batch is what their widest batch holds. Measured are steps typical of an
+  epoch (`typical`). Peak memory is measured apart, each in a process of its own;
 - `packed` against TRL's own packing (`packing=True`, best fit decreasing, padding-free) with as many tokens a line, the
   model's own loss (`loss_type="nll"`), no logging, no checkpoints: from the beginning to the end of its steps;
 - rows a second to tokens and loss masks, against `datasets.map` of the tokenizer's own chat template in batches, which
@@ -103,6 +103,26 @@ class Bench:
             return 0.0
         return 1 - sum(lengths) / sum(len(rows) * max(lengths[row] for row in rows) for rows in batches)
 
+    @cache  # noqa: B019 -- one bench a process
+    def typical(self, arm: str) -> list[int]:
+        """Steps of an epoch in which padding and labels have the shares that they have in all of it: a few steps taken
+        as they come differ by a third in both, and so in time."""
+        order, lengths, counts = self.order(arm), self.dataset.lengths, self.dataset.label_counts
+        found = []
+        for step in range(order.steps_of(0)):
+            slots = tokens = labels = 0
+            for rows in order.window(step):
+                held = [lengths[row] for row in rows]
+                tokens += sum(held)
+                slots += sum(held) if arm == "packed" else len(rows) * max(held)
+                labels += sum(counts[row] for row in rows)
+            found.append((slots / tokens, labels / tokens))
+        means = [sum(values) / len(found) for values in zip(*found, strict=True)]
+        return sorted(
+            range(len(found)),
+            key=lambda step: sum(abs(value / mean - 1) for value, mean in zip(found[step], means, strict=True)),
+        )[: STEPS[arm]]
+
     def train(self, arm: str, *, widest: bool = False) -> float:
         """Trained tokens a second in `STEPS` steps of an arm; `widest`: with its widest batch alone, once."""
         import torch
@@ -125,7 +145,7 @@ class Bench:
             prepare_packing(engine)
         loss_function, _ = choose_sft_loss(engine)
         feed = RowFeed(self.dataset, order, packed=arm == "packed", pad_token_id=self.tokenizer.pad_token_id)
-        steps = list(range(STEPS[arm]))
+        steps = self.typical(arm)
         if widest:
             slots = [sum(make().slots for make in feed.window(step).batches) for step in range(order.steps_of(0))]
             steps = [max(range(len(slots)), key=slots.__getitem__)]
