@@ -25,6 +25,7 @@ from api.jobs.router import router as jobs_router
 from api.jobs.samples import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.limits import Limits
+from api.metrics.router import router as metrics_router
 from api.middleware import RequestContext
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
@@ -48,7 +49,7 @@ TAGS = [
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
     {"name": "webhooks", "description": "Be told what becomes of jobs (docs/notices.md)."},
     {"name": "access", "description": "Users, projects, roles, keys, and who changed what (docs/security.md)."},
-    {"name": "service", "description": "For probes and monitors; no key needed."},
+    {"name": "service", "description": "For probes and monitors."},
 ]
 
 
@@ -82,7 +83,7 @@ def create_app(settings: Settings) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.installation = here
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, latencies=here.latencies)
     errors.install(app)
     routers = (
         jobs_router,
@@ -97,6 +98,7 @@ def create_app(settings: Settings) -> FastAPI:
         access_router,
         people_router,
         audit_router,
+        metrics_router,
         health.router,
         reference.router,
     )

@@ -6,7 +6,7 @@ Those that ask no database are coroutines: a plain function would cost a request
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
@@ -20,6 +20,7 @@ from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from api.limits import Limits
+from api.metrics.latencies import Latencies
 from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
 from core.settings import Settings
@@ -39,6 +40,7 @@ class Installation:
     hub: Hub
     limits: Limits
     last_use: LastUse
+    latencies: Latencies = field(default_factory=Latencies)
 
 
 async def installation(request: Request) -> Installation:

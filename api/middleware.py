@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import errors
 from api.context import request_id
+from api.metrics.latencies import Latencies
 
 log = logging.getLogger("eft.api")
 
@@ -27,8 +28,9 @@ DISCONNECTED = 499
 class RequestContext:
     """Pure ASGI, so that streams pass through it untouched."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, latencies: Latencies) -> None:
         self.app = app
+        self.latencies = latencies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +48,7 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                self.latencies.note(scope, status, time.monotonic() - began)
                 out = MutableHeaders(scope=message)
                 out["x-request-id"] = identity
                 out["x-content-type-options"] = "nosniff"

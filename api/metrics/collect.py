@@ -1,0 +1,179 @@
+"""What the database says about the installation, as metrics: the same from every API process.
+
+Cardinality: series a job only for jobs that run, series a project for the rest, reasons by their codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import case, func, select
+from sqlalchemy.orm import Session
+
+from api.metrics.exposition import Family, Histogram
+from core import __version__
+from core.db.engine import db_now
+from core.db.tables import Delivery, Job, Metric, Node, Project, Webhook
+from core.jobs import explain, places
+from core.jobs.explain import Desk
+from core.jobs.places import Seat
+from core.jobs.states import Status
+
+WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
+"""Seconds."""
+EXPLAINED = 200
+"""Waiting jobs of each phase whose reason is found out at a scrape; the others count under `not_looked_at`."""
+STATES = ("free", "busy", "held", "drained", "maintenance", "quarantined", "outside", "silent")
+OF_A_STEP = {
+    "loss": ("eft_job_loss", "Training loss of the last step told"),
+    "tokens_per_second": ("eft_job_tokens_per_second", "Of the last step told"),
+    "memory_bytes": ("eft_job_memory_bytes", "Most device memory that its trainer has held"),
+}
+
+
+def collect(session: Session, desk: Desk) -> list[Family]:
+    names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
+    now = float(session.execute(select(db_now())).scalar_one())
+    seats = [seat for seat in places.seats(session, now, desk.silent_after) if seat.slot.phase == "train"]
+    build = Family("eft_build_info", "gauge", "1; its label says which version answers")
+    build.add(1, version=__version__)
+    return [
+        build,
+        _jobs(session, names),
+        _queue(session, desk, names),
+        _waits(session, names),
+        *_gpus(seats),
+        *_running(session, names, {seat.busy: seat for seat in seats if seat.busy is not None}),
+        _nodes(session, now),
+        *_notices(session, names),
+    ]
+
+
+def _jobs(session: Session, names: dict[str, str]) -> Family:
+    family = Family("eft_jobs", "gauge", "Jobs by project and status")
+    counted = session.execute(
+        select(Job.project_id, Job.status, func.count())
+        .where(Job.kind == "train")
+        .group_by(Job.project_id, Job.status)
+        .order_by(Job.project_id, Job.status)
+    )
+    for project_id, status, count in counted:
+        family.add(count, project=names[project_id], status=status)
+    return family
+
+
+def _queue(session: Session, desk: Desk, names: dict[str, str]) -> Family:
+    """By what keeps them: the codes of `GET /queue`."""
+    family = Family("eft_queue_jobs", "gauge", "Waiting jobs by project, what they wait to do, and why")
+    phase = case((Job.prepared.is_(None), "prepare"), else_="train")
+    left = {
+        (row[0], row[1]): int(row[2])
+        for row in session.execute(
+            select(Job.project_id, phase, func.count())
+            .where(Job.status == Status.QUEUED.value, Job.kind == "train")
+            .group_by(Job.project_id, phase)
+        )
+    }
+    counts: dict[tuple[str, str, str], int] = {}
+    for one in explain.queue(session, desk, EXPLAINED) if left else ():
+        key = (one.job.project_id, one.phase, one.code)
+        counts[key] = counts.get(key, 0) + 1
+        left[key[:2]] = left.get(key[:2], 0) - 1
+    for (project_id, what), count in left.items():
+        if count > 0:
+            counts[project_id, what, "not_looked_at"] = count
+    for (project_id, what, code), count in sorted(counts.items()):
+        family.add(count, project=names[project_id], phase=what, reason=code)
+    return family
+
+
+def _waits(session: Session, names: dict[str, str]) -> Family:
+    """Of all jobs that ever started: rows of jobs are kept, so the counts only grow."""
+    family = Family("eft_job_wait_seconds", "histogram", "From submit to the first start of training, by project")
+    wait = Job.started_at - Job.created_at
+    bucket = case(*((wait <= bound, place) for place, bound in enumerate(WAITS)), else_=len(WAITS))
+    found: dict[str, Histogram] = {}
+    for project_id, place, count, total in session.execute(
+        select(Job.project_id, bucket, func.count(), func.sum(wait))
+        .where(Job.kind == "train", Job.started_at.is_not(None))
+        .group_by(Job.project_id, bucket)
+    ):
+        histogram = found.setdefault(names[project_id], Histogram(WAITS))
+        histogram.counts[place] += count
+        histogram.total += float(total)
+    for project, histogram in sorted(found.items()):
+        family.add_histogram(histogram, project=project)
+    return family
+
+
+def _gpus(seats: Sequence[Seat]) -> list[Family]:
+    """`gpu` is the name that `eft gpu` takes. CPU slots are there too: a box without GPUs trains on them."""
+    memory = Family("eft_gpu_memory_bytes", "gauge", "Memory of a GPU; 0 for a CPU slot")
+    in_use = Family("eft_gpu_in_use", "gauge", "1 while a job of eft has the slot")
+    state = Family("eft_gpu_state", "gauge", "1 for the state that a slot is in")
+    outside = Family("eft_gpu_outside_memory_bytes", "gauge", "Memory of processes that are not eft's")
+    for seat in seats:
+        of = {"node": seat.node, "gpu": seat.label}
+        memory.add(seat.slot.memory_bytes, **of, vendor=seat.slot.vendor, arch=seat.slot.arch)
+        in_use.add(seat.busy is not None, **of)
+        for one in STATES:
+            state.add(seat.state == one, **of, state=one)
+        outside.add(sum(int(process.get("bytes") or 0) for process in seat.processes), **of)
+    return [memory, in_use, state, outside]
+
+
+def _running(session: Session, names: dict[str, str], seats: dict[str, Seat]) -> list[Family]:
+    """Of jobs whose trainer is at work; their series end with it."""
+    step = Family("eft_job_step", "gauge", "Optimizer steps done")
+    total = Family("eft_job_planned_steps", "gauge", "Optimizer steps planned")
+    figures = {name: Family(metric, "gauge", words) for name, (metric, words) in OF_A_STEP.items()}
+    running = session.execute(
+        select(Job.id, Job.project_id, Job.progress)
+        .where(Job.status == Status.RUNNING.value, Job.kind == "train", Job.lease_until.is_not(None))
+        .order_by(Job.id)
+    ).all()
+    for job in running:
+        seat = seats.get(job.id)
+        of = {"job": job.id, "project": names[job.project_id], "gpu": seat.label if seat is not None else ""}
+        progress = job.progress or {}
+        for family, key in ((step, "step"), (total, "total_steps")):
+            if progress.get(key) is not None:
+                family.add(float(progress[key]), **of)
+        for name, family in figures.items():
+            last = session.execute(
+                select(Metric.value)
+                .where(Metric.job_id == job.id, Metric.name == name)
+                .order_by(Metric.step.desc(), Metric.attempt.desc())
+                .limit(1)
+            ).scalar_one_or_none()
+            if last is not None:
+                family.add(last, **of)
+    return [step, total, *figures.values()]
+
+
+def _nodes(session: Session, now: float) -> Family:
+    family = Family("eft_node_heartbeat_age_seconds", "gauge", "Since a node was heard of last")
+    for name, heartbeat in session.execute(select(Node.name, Node.heartbeat_at).order_by(Node.name)):
+        family.add(max(0.0, now - heartbeat), node=name)
+    return family
+
+
+def _notices(session: Session, names: dict[str, str]) -> list[Family]:
+    waiting = Family("eft_webhook_deliveries", "gauge", "Notices that wait for an attempt, and dead letters kept")
+    counted = session.execute(
+        select(Delivery.project_id, Delivery.state, func.count())
+        .where(Delivery.state != "delivered")
+        .group_by(Delivery.project_id, Delivery.state)
+        .order_by(Delivery.project_id, Delivery.state)
+    )
+    for project_id, state, count in counted:
+        waiting.add(count, project=names[project_id], state=state)
+    disabled = Family("eft_webhooks_disabled", "gauge", "Webhooks that are disabled")
+    for project_id, count in session.execute(
+        select(Webhook.project_id, func.count())
+        .where(Webhook.disabled_at.is_not(None))
+        .group_by(Webhook.project_id)
+        .order_by(Webhook.project_id)
+    ):
+        disabled.add(count, project=names[project_id])
+    return [waiting, disabled]

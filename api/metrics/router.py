@@ -1,0 +1,46 @@
+"""`/metrics`: the installation for Prometheus."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from api.auth.policy import Operating
+from api.deps import Here
+from api.errors import responses
+from api.metrics.collect import collect
+from api.metrics.exposition import CONTENT_TYPE, Family, page
+from api.queue.desk import desk
+
+router = APIRouter(tags=["service"])
+
+EXAMPLE = """\
+# HELP eft_jobs Jobs by project and status
+# TYPE eft_jobs gauge
+eft_jobs{project="voice",status="running"} 2
+"""
+
+
+@router.get(
+    "/metrics",
+    summary="Metrics for Prometheus",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Prometheus' text format, version 0.0.4.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": EXAMPLE}},
+        },
+        **responses(),
+    },
+)
+def metrics(asking: Operating, here: Here) -> Response:
+    """Queue, waits, jobs, GPUs, running jobs, nodes and notices from the database, the same whichever API process
+    answers; and the latencies of this process. It names all projects, so it is for admins of the box."""
+    began = time.monotonic()
+    with here.database.read() as session:
+        families = collect(session, desk(here))
+    took = Family("eft_scrape_seconds", "gauge", "What this scrape took to read the database")
+    took.add(time.monotonic() - began)
+    return Response(page([*families, here.latencies.family(), took]), media_type=CONTENT_TYPE)
