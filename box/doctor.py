@@ -181,9 +181,27 @@ def main() -> int:
     if given.record is not None:
         return _record(given.record, given.seconds)
     report = examine(seconds=given.seconds)
-    print(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) if given.json else report.for_people())
-    return 0 if report.ok else 1
+    words = json.dumps(report.as_dict(), indent=1) if given.json else report.for_people()
+    return _say(words, 0 if report.ok else 1)
+
+
+def _say(words: str, status: int) -> int:
+    """Print; the exit status. Whoever reads may have gone (`| head`), have another encoding, or be a full disk."""
+    if sys.stdout is None:
+        return status
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(words.encode(encoding, "replace").decode(encoding), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        if not isinstance(error, BrokenPipeError):
+            print(f"the report cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -126,7 +126,7 @@ class Agent:
         if self._selftests.complete:
             self._keep_a_spare()
         else:
-            targets["selftest"] = lambda: self._selftests.run(lambda: self._learned(publish))
+            targets["selftest"] = lambda: self._selftests.keep(lambda: self._learned(publish))
         for what, target in targets.items():
             self._begin(what, target)
         log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))

@@ -15,6 +15,9 @@ from worker.trial import Device, Stopped, examine, remembered, untried
 
 log = logging.getLogger("eft.worker")
 
+AGAIN_SECONDS = 300.0
+"""Until a device that could not be tried is tried again."""
+
 
 class SelfTests:
     """What is known of each slot's device. `run` is a thread's; all else may be called from any thread."""
@@ -33,11 +36,11 @@ class SelfTests:
                     self._set(alike, known)
 
     def run(self, learned: Callable[[], None]) -> None:
-        """Try what is not known yet, cards side by side; `learned` after each."""
+        """Try what is not known yet, or could not be tried, cards side by side; `learned` after each."""
         threads = [
             threading.Thread(target=self._examine, args=(alike, learned), name=f"eft-selftest-{alike[0].slot}")
             for alike in self._alike()
-            if not self.off and alike[0].slot not in self._verdicts
+            if not self.off and not self._known(alike[0].slot)
         ]
         for thread in threads:
             thread.daemon = True
@@ -45,9 +48,20 @@ class SelfTests:
         for thread in threads:
             thread.join()
 
+    def keep(self, learned: Callable[[], None]) -> None:
+        """`run`, and again now and then for what could not be tried: its memory was in use, the disk was full. Until
+        all is known, or `stop`."""
+        self.run(learned)
+        while not all(map(self._known, self._devices)) and not self._stopped.wait(AGAIN_SECONDS):
+            self.run(learned)
+
     def stop(self) -> None:
         """End what is being tried; nothing of it counts."""
         self._stopped.set()
+
+    def _known(self, slot: str) -> bool:
+        verdict = self.verdict(slot)
+        return verdict is not None and verdict.fault is None
 
     @property
     def complete(self) -> bool:
@@ -110,6 +124,9 @@ class SelfTests:
         except OSError as error:
             log.error("slot %s: its self-test could not be made: %s", device.slot, error)
             verdict = untried(device, self._node, f"its self-test could not be made: {error}")
+        except Exception as error:  # a slot of which nothing is ever heard would be lost
+            log.exception("slot %s: its self-test could not be made", device.slot)
+            verdict = untried(device, self._node, f"its self-test failed itself: {type(error).__name__}: {error}")
         self._set(alike, verdict)
         log.log(
             logging.INFO if verdict.ok else logging.WARNING,

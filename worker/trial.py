@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
@@ -29,6 +30,8 @@ from core.hardware.arch import lookup
 from core.hardware.selftest import Part, Verdict
 from core.hardware.visible import Gpu
 from worker import processes
+
+log = logging.getLogger("eft.worker")
 
 MAX_CRASHES = 6
 """Parts that may take their process with them before the device is given up."""
@@ -98,7 +101,7 @@ class Stopped(Exception):
 
 def examine(device: Device, node: str, cache: Path, seconds: float, stopped: threading.Event | None = None) -> Verdict:
     """Try every part, each at most `seconds` long, and remember the verdict. Never raises for what the device does;
-    OSError when a child cannot be started or the disk cannot be written, Stopped when that is set."""
+    OSError when a child cannot be started or its journal cannot be written, Stopped when that is set."""
     began = time.monotonic()
     key = key_of(device)
     folder = selftest.folder(cache)
@@ -130,8 +133,13 @@ def examine(device: Device, node: str, cache: Path, seconds: float, stopped: thr
             fault=fault,
         )
     )
-    _forget_older(folder, verdict)
-    selftest.write(_path(cache, node, key), verdict)
+    try:
+        _forget_older(folder, verdict)
+        selftest.write(_path(cache, node, key), verdict)
+    except OSError as error:  # it holds all the same
+        log.warning(
+            "the verdict on slot %s cannot be kept, and is made again at the next start: %s", device.slot, error
+        )
     trial.journal.unlink(missing_ok=True)
     trial.output.unlink(missing_ok=True)
     return verdict

@@ -107,7 +107,7 @@ def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str], seconds: float) -> 
             for device in (dev / "kfd", *([dev / "dri" / gpu.render] if gpu.render else [])):
                 if (why := access.refusal(device, sysfs.parent, environ)) is not None:
                     listed.gpus.remove(gpu)
-                    listed.excluded.append(Excluded(gpu, f"{device} {why}"))
+                    listed.excluded.append(Excluded(gpu, f"{device} {why}", broken=True))
                     break
     return listed
 

@@ -71,7 +71,7 @@ def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:
         gpu = _gpu(len(found.gpus), one, [other for other in nodes_found if other.place == one.place])
         for device in (dev / "kfd", dev / "dri" / gpu.render):
             if (why := access.refusal(device, sysfs.parent, environ)) is not None:
-                found.excluded.append(Excluded(replace(gpu, index=-1), f"{device} {why}"))
+                found.excluded.append(Excluded(replace(gpu, index=-1), f"{device} {why}", broken=True))
                 break
         else:
             found.gpus.append(gpu)

@@ -92,6 +92,7 @@ def _divide(found: Found, program: str, environ: Mapping[str, str], seconds: flo
                     gpu,
                     f"it is in MIG mode and has no slices: make some (`nvidia-smi mig -i {gpu.index} -cgi … -C`) or "
                     f"leave the mode (`nvidia-smi -i {gpu.index} -mig 0`)",
+                    broken=True,
                 )
             )
 

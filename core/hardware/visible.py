@@ -77,6 +77,8 @@ class Excluded:
     gpu: Gpu
     reason: str
     """With the way to have it served, where there is one."""
+    broken: bool = False
+    """Something is wrong with the box or its container; else it is left out by choice."""
 
     @property
     def words(self) -> str:

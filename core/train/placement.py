@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 import torch
 
-from core.hardware import faults
+from core.hardware import faults, visible
 from core.hardware.faults import Limits
 from core.hardware.precision import TF32, against_fp8, choose_precision
 from core.hardware.selftest import Choice, Dtype
@@ -126,10 +126,22 @@ def _device(resources: Resources) -> torch.device:
             return torch.device("cpu")
         case "gpu" if not here:
             raise DeviceMissing("this job needs a GPU, but torch sees none here")
+        case "any" if not here and (promise := _promise()) is not None:
+            raise DeviceMissing(f"{promise} names a GPU, and torch {torch.__version__} sees none here")
         case "gpu" | "any":
             return torch.device("cuda", 0) if here else torch.device("cpu")
         case _ as never:
             assert_never(never)
+
+
+def _promise() -> str | None:
+    """The variable that shows this process a GPU, as `NAME=value`: the slot has one, or whoever runs this by hand
+    thinks so. To train on the CPU then would be slow in silence."""
+    for name in visible.ALL:
+        value = os.environ.get(name, "").strip()
+        if value and not value.startswith("-"):
+            return f"{name}={value}"
+    return None
 
 
 def _arch(device: torch.device) -> str:

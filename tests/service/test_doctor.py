@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from box import doctor_gpus
 from box.doctor import examine
+from box.report import Report
 from box.software import build_of, drivers
 from core.hardware.recording import parse
-from tests.support.hardware import unpack
+from core.settings import Settings
+from tests.support.hardware import as_nobody, readable_folder, recording, unpack
+from tests.support.selftest import lay
 
 HOME = Path(__file__).resolve().parents[2]
 
@@ -204,6 +209,37 @@ def test_an_old_schema_is_a_problem(tmp_path: Path) -> None:
 )
 def test_what_torch_is_built_for(text: str, build: str) -> None:
     assert build_of(text) == build
+
+
+def test_cards_that_permissions_keep_away_are_no_box_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exit status of 0 would send jobs to the CPU of a box with two MI210."""
+    with readable_folder() as folder:
+        root = unpack("container-no-group", folder / "box")
+        monkeypatch.setenv("EFT_SYSFS", str(root / "sys"))
+        (folder / "data").mkdir(mode=0o700)
+        monkeypatch.setenv("EFT_DATA", str(folder / "data"))
+        monkeypatch.setenv("EFT_NODE", "box")
+        report = Report()
+        with as_nobody():
+            doctor_gpus.look(report, Settings(), recording("container-no-group").environment, 2.0)
+    assert not report.ok
+    assert any("not known" in finding.detail for finding in report.findings), "the data root is the service's"
+    assert all("--group-add" in finding.detail for finding in report.findings if finding.level == "problem")
+
+
+def test_a_cpu_of_several_slots_has_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(tmp_path / "data", "box", slot="cpu-0")
+    report = examined(monkeypatch, tmp_path, None, EFT_CPU_SLOTS="2")
+    (line,) = [finding["detail"] for finding in report["findings"] if finding["what"] == "cpu"]
+    assert "passed" in line
+
+
+@pytest.mark.parametrize("how", ["| head -c 1", ">&-", "> /dev/full"])
+def test_nobody_who_listens_is_no_stack_trace(tmp_path: Path, how: str) -> None:
+    environ = os.environ | {"EFT_DATA": str(tmp_path / "data"), "PYTHONIOENCODING": "ascii"}
+    command = f"{shlex.quote(sys.executable)} -m box.doctor --json {how}"
+    done = subprocess.run(command, shell=True, cwd=HOME, env=environ, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_drivers(tmp_path: Path) -> None:

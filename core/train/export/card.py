@@ -81,7 +81,7 @@ def model_card(
         f"× {training.gradient_accumulation_steps}, {result['total_tokens']} tokens |",
         f"| optimizer | {spec.optimizer.type}, peak learning rate {spec.optimizer.learning_rate:g}, "
         f"{spec.schedule.type} schedule |",
-        f"| precision | {record['environment']['precision']} on {record['environment']['device']} |",
+        f"| precision | {record['environment']['precision']} on {record['environment']['device']}{_why(record)} |",
         f"| seed | {training.seed} |",
         f"| training loss | {result['train_loss']:.4f} (mean over steps) |",
         f"| time | {result['train_seconds']:.0f} s, {result['tokens_per_second']:.0f} tokens/s |",
@@ -101,6 +101,12 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _why(record: dict[str, Any]) -> str:
+    """The reason where it is not the precision that was asked for."""
+    notice = record["precision"]["notice"]
+    return f" ({notice.partition(': computing in')[0]})" if notice else ""
 
 
 def _handed_back(result: dict[str, Any]) -> int:

@@ -48,7 +48,11 @@ def main(arguments: list[str]) -> int:
             continue
         tell(begin=check.name)
         started = time.monotonic()
-        part = run.measure(check, device)
+        try:
+            part = run.measure(check, device)
+        except run.NoMemory as error:
+            tell(fault=f"{check.name} found no room on it, which others use: {error}")
+            return 0
         tell(end=check.name, part=part | {"seconds": round(time.monotonic() - started, 3)})
     tell(done=True)
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from core.train.failures import is_out_of_memory
 from core.train.selftest import attention, kernels, products
 from core.train.selftest.measure import Check, Unavailable
 
@@ -22,8 +23,13 @@ def about(device: torch.device) -> dict[str, str]:
     return {"device_name": name, "torch": torch.__version__, "runtime": built if device.type == "cuda" else "cpu"}
 
 
+class NoMemory(Exception):
+    """The device, or the host, has no room for a part: somebody else has it. That says nothing of how it computes."""
+
+
 def measure(check: Check, device: torch.device) -> dict[str, Any]:
-    """One part as its verdict (core/hardware/selftest.Part). An exception is a verdict too; a crash is the parent's."""
+    """One part as its verdict (core/hardware/selftest.Part). An exception is a verdict too; a crash is the parent's.
+    Raises NoMemory."""
     try:
         measured = check.run(device)
         if device.type == "cuda":
@@ -31,6 +37,8 @@ def measure(check: Check, device: torch.device) -> dict[str, Any]:
     except Unavailable as reason:
         return {"status": "unavailable", "error": str(reason)}
     except Exception as error:  # whatever a library raises: that is what this is here to find
+        if is_out_of_memory(error):
+            raise NoMemory((str(error).splitlines() or ["out of memory"])[0][:300]) from error
         return {"status": "failed", "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
     gap = measured.difference if math.isfinite(measured.difference) else 1e300
     return {

@@ -8,6 +8,7 @@ soon as they are imported; all that stands on them runs as it is.
 - `narrow`: a bf16 product with 16 columns takes the process with it, as a page fault of a GPU does, unless hipBLASLt
   is off.
 - `hang`: the loss of bf16 logits never returns.
+- `full`: a product finds no memory.
 - `native`: the C kernels' dequantisation gives a wrong last element, once they have been taken into use.
 - `exit`: importing torch ends the process.
 """
@@ -50,6 +51,8 @@ def _break_torch(torch: Any) -> None:
     wrong = {names[name] for name in BROKEN & names.keys()}
 
     def broken_linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        if "full" in BROKEN:
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 12.00 MiB")
         y = linear(x, weight, bias)
         seen.append(y.dtype)
         routed = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT") == "0"
