@@ -191,7 +191,7 @@ class AtMicroStep(Stop):
         return self.left < 0
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", ["qlora", "full"])
 def test_a_run_in_fp16_and_its_resume_to_the_bit(tiny_dir: Path, tmp_path: Path, method: str) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", pairs(20))
     axes: dict[str, Any] = {

@@ -18,14 +18,17 @@ from core.hardware.selftest import Choice, Part, Verdict, choose
 from core.hardware.visible import Gpu
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run import ORDER_FILE, RunOrder
+from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
 from core.train import build
+from core.train.attention.backends import choose_attention
+from core.train.kernels import interface
 from core.train.limits import PaddedA, PaddedB, operand
 from core.train.load import load_model
 from core.train.placement import DeviceRefused, place
+from core.train.recipe import run
 from tests.support.selftest import verdict as this_machines
 from tests.support.service import wait_for
-from tests.support.trainer import ROOT, events, log, pairs, start, write_rows, write_run
+from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
 from worker.environment import child_environment
 from worker.selftest import SelfTests
 from worker.trial import Device, examine, key_of, remembered
@@ -267,7 +270,11 @@ def test_a_run_keeps_to_the_verdict_and_says_so(tiny_dir: Path, tmp_path: Path) 
     order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_text())
     order = order.model_copy(update={"selftest": verdict.model_dump(mode="json")})
     (run_dir / ORDER_FILE).write_text(order.model_dump_json())
-    assert start(run_dir).wait(120) == 0, log(run_dir)
+    try:
+        assert run(run_dir) == EXIT_OK, events(run_dir, "error")
+    finally:  # other tests of this process use what was ruled out here
+        interface.unveto()
+        choose_attention("auto", "cpu", "fp32", Choice()).apply()
     notices = {event["code"]: event["message"] for event in events(run_dir, "notice")}
     assert "bf16 failed this device's self-test" in notices["precision_fallback"]
     assert "computed by math" in notices["attention_fallback"]
