@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from core.data.rows import Chat, Message, ToolCall
+from core.data.rows import Chat, Message, PromptOnly, ToolCall
 from core.errors import DataError, SpecError
 from core.spec.rendering import FamilyTemplate
 from core.train.render.families import FAMILIES
@@ -157,6 +157,25 @@ def test_golden_tokens(name: str, sentencepiece: bool) -> None:
     assert not rendered.cut_prompt
     for token in FAMILIES[name].tokens:
         assert rendered.ids.count(tokenizer.convert_tokens_to_ids(token)) == text.count(token)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_golden_prompts(name: str) -> None:
+    """What a model is given when it is asked: the golden text up to where it begins to write."""
+    tokenizer = family_tokenizer(name)
+    messages = TURNS[:1] if name in SYSTEMLESS else (SYSTEM, *TURNS[:1])
+    expected = GOLDEN[name].partition("«")[0]
+    if name == "mistral":  # the system text stands in the last question, and this is it
+        expected = "<s>[INST] Be brief.\n\nWhat is 1+1? [/INST]"
+    rendered = family(name, tokenizer).render_prompt(PromptOnly(messages), 1)
+    assert rendered.ids == tokenizer(expected, add_special_tokens=False)["input_ids"], tokenizer.decode(rendered.ids)
+    assert not any(rendered.learned)
+
+
+def test_thoughts_of_deepseek_are_left_out() -> None:
+    chat = Chat((Message("user", "1+1?"), Message("assistant", "<think>one, two</think>It is 2.")))
+    rendered = family("deepseek").render(chat, 1)
+    assert learned_text(family_tokenizer("deepseek"), rendered) == "It is 2.<｜end▁of▁sentence｜>"
 
 
 def test_thoughts_and_tools_of_qwen3() -> None:
