@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, func, select, text, update
 from sqlalchemy.orm import Session
 
 from api.notices.post import Answer
@@ -14,6 +14,8 @@ from core.db.engine import db_now
 from core.db.tables import Delivery, Webhook
 
 DAY = 86400.0
+PENDING = text("webhook_deliveries.state = 'pending'")
+"""In words, not bound: SQLite takes a partial index only for a query in whose words it sees that it may."""
 SPREAD = 0.2
 """A wait is longer or shorter by up to this part of it, so that what failed together does not come back together."""
 MOST_WAIT = DAY
@@ -39,7 +41,7 @@ def due(session: Session, busy: Collection[str], limit: int) -> list[Due]:
     """The next delivery of each webhook that has one and is not `busy`: one that is slow or has many holds up none."""
     waiting = (
         select(Delivery.webhook_id, func.min(Delivery.next_at).label("first"))
-        .where(Delivery.state == "pending", Delivery.next_at <= db_now())
+        .where(PENDING, Delivery.next_at <= db_now())
         .group_by(Delivery.webhook_id)
         .order_by("first")
         .limit(limit + len(busy))
@@ -50,7 +52,7 @@ def due(session: Session, busy: Collection[str], limit: int) -> list[Due]:
         row = session.execute(
             select(Delivery, Webhook)
             .join(Webhook, Webhook.id == Delivery.webhook_id)
-            .where(Delivery.webhook_id == hook, Delivery.state == "pending", Delivery.next_at <= db_now())
+            .where(Delivery.webhook_id == hook, PENDING, Delivery.next_at <= db_now())
             .order_by(Delivery.next_at, Delivery.id)
             .limit(1)
         ).one_or_none()
@@ -62,6 +64,11 @@ def due(session: Session, busy: Collection[str], limit: int) -> list[Due]:
 def settle(session: Session, sent: Due, answer: Answer, patience: Patience) -> None:
     """Write down what became of an attempt, unless somebody else has by now."""
     delivery, attempts = sent.delivery, sent.delivery.attempts + 1
+    hook = session.execute(
+        select(Webhook, db_now()).where(Webhook.id == sent.webhook.id).with_for_update(key_share=True)
+    ).one_or_none()  # first, as whoever sends again does: nobody waits in a circle
+    if hook is None:
+        return
     final = answer.status == 410 or attempts > len(patience.waits)
     values: dict[str, object] = {"state": "delivered" if answer.taken else "dead" if final else "pending"}
     if values["state"] == "pending":
@@ -69,14 +76,13 @@ def settle(session: Session, sent: Due, answer: Answer, patience: Patience) -> N
         values["next_at"] = db_now() + max(wait, min(answer.retry_after or 0.0, MOST_WAIT))
     taken = session.execute(
         update(Delivery)
-        .where(Delivery.id == delivery.id, Delivery.state == "pending", Delivery.attempts == delivery.attempts)
+        .where(Delivery.id == delivery.id, PENDING, Delivery.attempts == delivery.attempts)
         .values(**values, attempts=attempts, last_at=db_now(), last_status=answer.status, last_error=answer.error)
         .returning(Delivery.id)
         .execution_options(synchronize_session=False)
     ).one_or_none()
     if taken is None:
         return  # deleted, or sent twice: a new leader began before this one noticed
-    hook = session.execute(select(Webhook, db_now()).where(Webhook.id == sent.webhook.id).with_for_update()).one()
     webhook, now = hook[0], float(hook[1])
     if answer.taken:
         webhook.failing_since = None
@@ -96,7 +102,7 @@ def disable(session: Session, webhook: Webhook, why: str) -> None:
     webhook.disabled_at, webhook.disabled_reason = session.execute(select(db_now())).scalar_one(), why
     session.execute(
         update(Delivery)
-        .where(Delivery.webhook_id == webhook.id, Delivery.state == "pending")
+        .where(Delivery.webhook_id == webhook.id, PENDING)
         .values(state="dead", last_error=f"the webhook was disabled: {why}")
         .execution_options(synchronize_session=False)
     )

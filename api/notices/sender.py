@@ -27,6 +27,7 @@ log = logging.getLogger("eft.api.notices")
 ROLE = "notices"
 POLL_SECONDS = 0.5
 FORGET_SECONDS = 3600.0
+CLOSE_SECONDS = 2.0
 AT_ONCE = 16
 """Targets that are told at the same time. A slow one takes EFT_WEBHOOK_TIMEOUT_SECONDS of one of these at most, and
 then waits for its next turn."""
@@ -60,8 +61,9 @@ class Sender:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in list(self._busy.values()):
-            thread.join(1.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._leads_until:
             try:
                 leader.resign(self._database, ROLE, self._holder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Literal
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
@@ -71,10 +72,14 @@ def listed(session: Session, actor: Actor) -> Sequence[Webhook]:
     )
 
 
-def find(session: Session, actor: Actor, webhook_id: str, *, lock: bool = False) -> Webhook:
-    """Raises NotFound for another project's, as for none."""
+def find(
+    session: Session, actor: Actor, webhook_id: str, *, lock: Literal["change", "delete"] | None = None
+) -> Webhook:
+    """Raises NotFound for another project's, as for none. Changes of jobs do not wait for a lock to `change`."""
     query = select(Webhook).where(Webhook.id == webhook_id, Webhook.project_id == actor.project_id)
-    webhook = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
+    if lock is not None:
+        query = query.with_for_update(key_share=lock == "change")
+    webhook = session.execute(query).scalar_one_or_none()
     if webhook is None:
         raise missing(webhook_id)
     return webhook
@@ -95,7 +100,7 @@ def unknown(session: Session, actor: Actor, webhook_ids: Sequence[str]) -> list[
 
 def remove(session: Session, asking: Principal, webhook_id: str) -> Webhook:
     """With all that was and is to be delivered to it."""
-    webhook = find(session, asking, webhook_id, lock=True)
+    webhook = find(session, asking, webhook_id, lock="delete")
     session.execute(delete(Delivery).where(Delivery.webhook_id == webhook_id))
     session.delete(webhook)
     audit.record(session, asking, "webhook.delete", webhook_id, {"name": webhook.name})
@@ -104,7 +109,7 @@ def remove(session: Session, asking: Principal, webhook_id: str) -> Webhook:
 
 def rotate(session: Session, asking: Principal, webhook_id: str, overlap_seconds: float) -> tuple[Webhook, str]:
     """A new secret; the others sign as well for `overlap_seconds` more. Raises Conflict for a chat."""
-    webhook = find(session, asking, webhook_id, lock=True)
+    webhook = find(session, asking, webhook_id, lock="change")
     if webhook.kind == "chat":
         raise Conflict("a chat checks no signature; make a new webhook there if its URL has leaked", code="no_secret")
     now = float(session.execute(select(db_now())).scalar_one())
@@ -121,7 +126,7 @@ def rotate(session: Session, asking: Principal, webhook_id: str, overlap_seconds
 
 def enable(session: Session, asking: Principal, webhook_id: str) -> Webhook:
     """Asking twice is fine. Dead letters stay until they are sent again."""
-    webhook = find(session, asking, webhook_id, lock=True)
+    webhook = find(session, asking, webhook_id, lock="change")
     if webhook.disabled_at is not None:
         webhook.disabled_at = webhook.disabled_reason = webhook.failing_since = None
         audit.record(session, asking, "webhook.enable", webhook_id)
@@ -130,7 +135,7 @@ def enable(session: Session, asking: Principal, webhook_id: str) -> Webhook:
 
 def test(session: Session, asking: Principal, webhook_id: str) -> Delivery:
     """Raises Conflict for one that is disabled."""
-    webhook = _enabled(find(session, asking, webhook_id, lock=True))
+    webhook = _enabled(find(session, asking, webhook_id, lock="change"))
     data = {"webhook": webhook_id, "name": webhook.name}
     delivery_id = notices.write(session, asking.user_id, asking.project_id, webhook_id, notices.TEST, data)
     audit.record(session, asking, "webhook.test", webhook_id)
@@ -155,7 +160,7 @@ def deliveries(
 
 def resend(session: Session, asking: Principal, webhook_id: str, delivery_id: str) -> Delivery:
     """From the first attempt on, under the same id. One that waits is tried now. Raises NotFound, Conflict."""
-    webhook = _enabled(find(session, asking, webhook_id, lock=True))
+    webhook = _enabled(find(session, asking, webhook_id, lock="change"))
     again = session.execute(
         update(Delivery)
         .where(Delivery.id == delivery_id, Delivery.webhook_id == webhook.id)

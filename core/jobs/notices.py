@@ -31,9 +31,10 @@ def tell(session: Session, job: Job, status: Status) -> None:
     if kind is None:
         return
     hooks = session.execute(
-        select(Webhook.id, Webhook.events, Webhook.all_jobs).where(
-            Webhook.project_id == job.project_id, Webhook.disabled_at.is_(None)
-        )
+        select(Webhook.id, Webhook.events, Webhook.all_jobs)
+        .where(Webhook.project_id == job.project_id, Webhook.disabled_at.is_(None))
+        .order_by(Webhook.id)
+        .with_for_update(read=True, key_share=True)  # one that is deleted now must not make the job's change fail
     ).all()
     if not hooks or job.kind != "train":
         return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from eft.cli import app
 from sqlalchemy import select, update
 from typer.testing import CliRunner
 
-from api.auth.policy import Role, Scope
+from api.auth.policy import Principal, Role, Scope
+from api.notices import service
 from api.notices.addresses import NotAllowed, parse, permitted, resolve
 from api.notices.render import chat
 from api.notices.sender import Sender
@@ -158,6 +162,38 @@ def test_a_change_that_is_taken_back_tells_nobody(here: World, there: Target, se
     assert [row["type"] for row in deliveries(here, made)] == ["job.cancelled"]
 
 
+def test_a_webhook_may_be_deleted_while_a_job_changes(here: World, there: Target, sender: Sender) -> None:
+    """Whichever is first: the job's change goes through, and nothing is left for a webhook that is gone."""
+    for delete_first in (False, True):
+        made = hook(here, there.url("/x"), events=["job.cancelled"])
+        job_id = submitted(here)
+        asking = Principal(**dict.fromkeys(Principal.__dataclass_fields__) | vars_of(here))
+
+        def cancel_it(job_id: str = job_id) -> None:
+            with here.database.write() as session:
+                assert move(session, session.get_one(Job, job_id), Status.CANCELLED, reason="x")
+                time.sleep(0.1)
+
+        def delete_it(asking: Principal = asking, number: str = made["id"]) -> None:
+            with here.database.write() as session:
+                service.remove(session, asking, number)
+                time.sleep(0.1)
+
+        both = [delete_it, cancel_it] if delete_first else [cancel_it, delete_it]
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(both[0])
+            time.sleep(0.03)
+            second = pool.submit(both[1])
+            first.result(20), second.result(20)
+        assert ask(here, "GET", f"/jobs/{job_id}")["status"] == "cancelled"
+        with here.database.read() as session:
+            assert not session.execute(select(Delivery).where(Delivery.webhook_id == made["id"])).all()
+
+
+def vars_of(here: World) -> dict[str, Any]:
+    return {"user_id": here.lab.owner.user_id, "project_id": here.lab.id}
+
+
 def test_a_job_cannot_name_somebody_elses_webhook(here: World, sender: Sender) -> None:
     theirs, _ = here.webhook(here.rivals)
     for number in (theirs, "hook-" + "0" * 26):
@@ -180,6 +216,17 @@ def test_failures_are_tried_again_with_the_same_id_and_body(here: World, there: 
     assert len({got.body for got in there.got}) == 1 and len(there.got) == 3
     assert all(verifies(got, made["secret"]) for got in there.got)
     assert not verifies(Got("/", there.got[0].headers, there.got[0].body + b" "), made["secret"])
+
+
+def test_a_target_may_ask_for_more_time(here: World, there: Target, sender: Sender) -> None:
+    made = hook(here, there.url("/busy"))
+    there.plan["/busy"].append(429)
+    there.headers["retry-after"] = "3600"
+    ask(here, "POST", f"/webhooks/{made['id']}/test", 201)
+    until(lambda: deliveries(here, made)[0]["attempts"], step=sender.turn)
+    (row,) = deliveries(here, made)
+    waits = datetime.fromisoformat(row["next_at"]) - datetime.fromisoformat(row["last_at"])
+    assert row["state"] == "pending" and 3599 < waits.total_seconds() < 3605
 
 
 def test_dead_letters_are_seen_and_sent_again(here: World, sender: Sender) -> None:
@@ -308,8 +355,6 @@ OUTSIDE = ["9.9.9.9", "93.184.216.34", "2620:fe::fe", "64:ff9b::909:909", "::fff
 
 @pytest.mark.parametrize(("addresses", "good"), [(INSIDE, False), (OUTSIDE, True)])
 def test_what_is_public(addresses: list[str], good: bool) -> None:
-    import ipaddress
-
     for address in addresses:
         assert permitted(ipaddress.ip_address(address)) is good, address
         url = f"http://[{address}]/" if ":" in address else f"http://{address}/"

@@ -31,6 +31,8 @@ class Target:
     def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
         self.got: list[Got] = []
         self.plan: dict[str, deque[int | Literal["hang", "drip"]]] = defaultdict(deque)
+        self.headers: dict[str, str] = {}
+        """Of every answer."""
         self.over = threading.Event()
         target = self
 
@@ -52,6 +54,8 @@ class Target:
                 self.send_response(int(what))
                 if 300 <= int(what) < 400:
                     self.send_header("location", f"http://127.0.0.1:{target.port}/elsewhere")
+                for name, value in target.headers.items():
+                    self.send_header(name, value)
                 self.send_header("content-length", "6")
                 self.end_headers()
                 self.wfile.write(b"secret")
