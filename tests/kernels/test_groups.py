@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,23 @@ def test_a_copy_has_groups_of_its_own(folder: Path) -> None:
         for layer in theirs:
             layer.lora_B["default"].weight.zero_()
     assert torch.equal(model(IDS).logits, logits) and not torch.equal(twin(IDS).logits, logits)
+
+
+def test_a_forward_that_was_broken_off_leaves_nothing_to_copies_or_to_the_next_step(folder: Path) -> None:
+    model, calm = _model(folder), _model(folder)
+    for each in (model, calm):
+        fuse_adapters(each)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.base_model.model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS)
+    handle.remove()
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    kept.seek(0)
+    wanted = _gradients(calm)
+    for each in (model, copy.deepcopy(model), torch.load(kept, weights_only=False)):
+        assert all(torch.equal(a, b) for a, b in zip(_gradients(each), wanted, strict=True))

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from core.errors import ModelError
-from core.train.quant.cache import save_quantized
+from core.train.quant.adapters import fuse_adapters
+from core.train.quant.cache import save_quantized, store
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import QuantOptions, load_quantized
 from tests.support import small_llama
@@ -222,6 +223,28 @@ def test_a_packed_head_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"lm_head is packed in the files.*\(output head\); name the 16-bit model"):
         load_quantized(tmp_path / "all", torch.bfloat16)
+
+
+def test_packed_from_float16_and_merged_in_bfloat16(tmp_path: Path) -> None:
+    """What a merge makes has the run's dtype, whatever dtype was packed: in two dtypes the model cannot run."""
+    small_llama.save(tmp_path / "base", torch.float16)
+    packed, report = load_quantized(tmp_path / "base", torch.float16)
+    save_quantized(packed, tmp_path / "packed", QuantOptions(), list(report.kept))
+    model = small_llama.adapted(tmp_path / "packed", torch.bfloat16).eval()
+    fuse_adapters(model)
+    before = model(IDS).logits.float()
+    merged = model.merge_and_unload()
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+    assert (merged(IDS).logits.float() - before).norm() / before.norm() < 0.02
+
+
+def test_the_slower_of_two_that_pack_the_same_finds_it_done(folder: Path, tmp_path: Path) -> None:
+    options = QuantOptions()
+    model, report = load_quantized(folder, torch.bfloat16, options, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    times = {file: file.stat().st_mtime_ns for file in entry.iterdir()}
+    assert store(tmp_path, entry.name, model, options, sorted(report.kept)) is None
+    assert list(tmp_path.iterdir()) == [entry] and {f: f.stat().st_mtime_ns for f in entry.iterdir()} == times
 
 
 def test_other_content_is_another_entry_of_the_cache(folder: Path, tmp_path: Path) -> None:

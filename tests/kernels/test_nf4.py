@@ -89,6 +89,11 @@ def test_what_cannot_be_quantised_is_refused(quantise: object) -> None:
         quantise(torch.ones(0, 64))
 
 
+def test_scales_whose_mean_is_past_float32_are_refused() -> None:
+    with pytest.raises(ValueError, match="past float32's range"):
+        quantize_nf4(torch.full((128, 64), 3e38))
+
+
 def test_damaged_tensors_are_refused_by_name() -> None:
     state = quantize_nf4(torch.randn(64, 64)).state()
     for change, words in (

@@ -79,6 +79,10 @@ class SharedInput:
         self._x, self._ready = x, {place: y for (place, _), y in zip(taking[1:], rest, strict=True)}
         return first
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are of the group, not of what a forward that was broken off has left in it."""
+        return {**self.__dict__, "_x": None, "_ready": {}}
+
     def _forget(self) -> None:
         self._x = None
         self._ready.clear()

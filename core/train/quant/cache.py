@@ -5,6 +5,7 @@ A cached model is a folder in bitsandbytes' layout (int8: our own): `save_quanti
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -101,9 +102,12 @@ def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, ke
         (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
         for file in [*aside.iterdir(), aside]:
             sync(file)
-        if not (cache_dir / key).exists():
+        try:
             aside.rename(cache_dir / key)
-            sync(cache_dir)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        sync(cache_dir)
     except (OSError, SafetensorError) as error:
         log.warning("the packed weights were not kept in %s: %s", cache_dir, error)
         return f"the packed weights could not be kept ({error}); the next start packs them again"

@@ -157,9 +157,10 @@ class QuantLinear(nn.Linear):
         if weight.shape != (self.out_features, self.in_features):
             error_msgs.append(f"size mismatch for {prefix}weight: {list(weight.shape)} in the file")
             return
+        device = self.packed.device
         self._take(weight)
-        if not self.packed.is_meta:
-            self.to(next((t.device for t in [self.bias] if t is not None), self.packed.device))
+        if device.type != "meta":
+            self.to(device)
 
 
 class _ReadOnly(Tensor):

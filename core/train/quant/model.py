@@ -281,7 +281,9 @@ def _fill(
             )
     for module, state in pieces.items():
         dense = isinstance(model.get_submodule(module), nn.Linear) and f"weight.{INT8_KEY}" not in state
-        packed[module] = (nf4_from_state if dense else int8_from_state)(state, f"{module}.weight")
+        read = (nf4_from_state if dense else int8_from_state)(state, f"{module}.weight")
+        # Packed from float16, say, and trained in bfloat16: what is made of it by a merge has the run's dtype.
+        packed[module] = replace(read, dtype=dtype)
         wanted.discard(f"{module}.weight")
     left_dense = sorted(wanted - tied)
     if left_dense:

@@ -45,6 +45,8 @@ def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> NF4Wei
     if not double:
         return NF4Weight(packed, absmax, None, None, None, shape, weight.dtype, block)
     offset = absmax.mean()
+    if not torch.isfinite(offset):
+        raise ValueError("the mean of its blocks' largest values is past float32's range")
     absmax8, nested = _quantize_dynamic(absmax - offset)
     return NF4Weight(packed, absmax8, nested, dynamic_map(weight.device), offset, shape, weight.dtype, block)
 
