@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 from api.auth.policy import Principal, Role, Scope
 from api.notices import service
 from api.notices.addresses import NotAllowed, parse, permitted, resolve
+from api.notices.post import Answer, post
 from api.notices.render import chat
 from api.notices.sender import Sender
 from core.db.tables import Delivery, Job, Webhook
@@ -414,6 +418,37 @@ def test_a_name_that_becomes_private_is_not_told(here: World, there: Target, sen
     assert "not a public address" in deliveries(here, made)[0]["last_error"]
     assert len(there.got) == 1 and answers == []
     tricked.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="a certificate is made with openssl")
+def test_certificates_are_checked_by_the_urls_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever address is connected to: SNI and the certificate are about the name."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=hooks.example.org", "-addext", "subjectAltName=DNS:hooks.example.org",
+         "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    asked: list[str | None] = []
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    tls.sni_callback = lambda _, name, __: asked.append(name)  # type: ignore[assignment]
+
+    def lookup(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    def send(host: str) -> Answer:
+        url = f"https://{host}:{there.port}/tls"
+        return post(url, {}, b"{}", allow=("127.0.0.1",), seconds=5, lookup=lookup)
+
+    with target(tls=tls) as there:
+        assert "certificate is not good" in str(send("hooks.example.org").error) and not there.got
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert send("hooks.example.org") == Answer(200)
+        assert there.got[0].headers["host"] == f"hooks.example.org:{there.port}"
+        assert "certificate is not good" in str(send("other.example.org").error)
+    assert asked == ["hooks.example.org", "hooks.example.org", "other.example.org"] and len(there.got) == 1
 
 
 def test_discord_takes_another_form() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import ssl
 import threading
 import time
 from collections import defaultdict, deque
@@ -28,7 +29,7 @@ class Got:
 class Target:
     """`plan[path]`: what is answered next (a status, `hang`, or `drip`: a byte now and then); 200 when it is empty."""
 
-    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, address: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.got: list[Got] = []
         self.plan: dict[str, deque[int | Literal["hang", "drip"]]] = defaultdict(deque)
         self.headers: dict[str, str] = {}
@@ -66,6 +67,8 @@ class Target:
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # who hangs up is no news here
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
@@ -83,8 +86,8 @@ class Target:
 
 
 @contextmanager
-def target(address: str = "127.0.0.1", port: int = 0) -> Iterator[Target]:
-    made = Target(address, port)
+def target(address: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[Target]:
+    made = Target(address, port, tls)
     try:
         yield made
     finally:
