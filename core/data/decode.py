@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -12,7 +14,14 @@ MAX_DEPTH = 60
 
 def decode(value: str) -> Any:
     """Raises ValueError (a JSONDecodeError for a fault of the syntax) or RecursionError."""
-    found = json.loads(value, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    try:
+        found = json.loads(value, object_pairs_hook=_no_doubles, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        if "integer string conversion" in str(error):  # Python's own words are about its settings
+            raise ValueError(f"a whole number has more than {sys.get_int_max_str_digits()} digits") from error
+        raise
     if value.count("[") + value.count("{") > MAX_DEPTH and _deeper(found):
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     return found
@@ -33,6 +42,13 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {double[:40]!r} stands twice in one object")
     return value
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
 
 
 def _no_constant(name: str) -> Any:

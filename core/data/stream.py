@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from core.data.checker import RowChecker
 from core.data.containers.read import Place, values
@@ -72,6 +72,8 @@ class RowStream:
         drawn: int = 0 if cursor is None else cursor["drawn"]
         states: list[Any] = [None] * count if cursor is None else list(cursor["of"])
         passes: list[int] = [0] * count if cursor is None else list(cursor["passes"])
+        if self._over(passes):
+            return
         bounds = list(accumulate(source.weight for source in self._sources))
         reading = [source.rows(state) for source, state in zip(self._sources, states, strict=True)]
         ahead: list[tuple[Any, Numbered] | None] = [next(rows, None) for rows in reading]
@@ -96,9 +98,18 @@ class RowStream:
                 reading[index] = self._sources[index].rows(None)
                 ahead[index] = next(reading[index], None)
             yield {"drawn": drawn, "of": list(states), "passes": list(passes)}, numbered
-            done = [times > 0 for times in passes]
-            if any(done) if self._order.stopping_strategy == "first_exhausted" else all(done):
+            if self._over(passes):
                 return
+
+    def _over(self, passes: list[int]) -> bool:
+        """`passes`: how often each source was read to its end."""
+        match self._order.stopping_strategy:
+            case "first_exhausted":
+                return any(passes)
+            case "all_exhausted":
+                return all(passes)
+            case _ as never:
+                assert_never(never)
 
     def _empty(self) -> DataError:
         field = self._order.sources[0].field if self._order.sources else "data.train"

@@ -52,6 +52,20 @@ def test_check_names_every_fault(folder: Path) -> None:
 def test_check_of_a_file_that_is_not_there(folder: Path) -> None:
     done = eft("data", "check", "nope.jsonl", cwd=folder)
     assert done.returncode == 2 and "nope.jsonl cannot be read: No such file" in done.stderr
+    among = eft("data", "check", "good.jsonl", "nope.jsonl", "bad.jsonl", cwd=folder)
+    assert among.returncode == 2 and "nope.jsonl cannot be read" in among.stderr
+    assert "6 rows" in among.stdout and "line 3" in among.stdout
+
+
+def test_columns_are_held_to_what_an_upload_is_held_to(folder: Path) -> None:
+    for pairs, words in (
+        (("prompt=completion", "completion=completion"), "two names"),
+        (("question=prompt",), "our names"),
+        (("prompt=a", "prompt=b"), "twice"),
+    ):
+        columns = [word for pair in pairs for word in ("--column", pair)]
+        done = eft("data", "check", "good.jsonl", *columns, cwd=folder)
+        assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_preview_shows_what_is_learned(folder: Path) -> None:

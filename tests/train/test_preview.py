@@ -85,6 +85,16 @@ def test_preferences_are_two_rows_with_their_prompt(tiny_dir: Path, tokenizer: A
     assert (prompt["text"], prompt["learned"], answer["learned"]) == ("0+1?", False, True)
 
 
+def test_a_cut_row_is_held_against_itself_and_not_against_its_line(
+    tiny_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{n}+1?", "chosen": f" {n + 1}", "rejected": " no" * 40} for n in range(3)]
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, rows, training={"max_length": 24})
+    assert found["rows"]["truncated"] == 3
+    cut = [sample["cut_from"] for sample in found["samples"]]
+    assert cut[0::2] == [None] * 3 and all(length is not None and length > 24 for length in cut[1::2])
+
+
 def test_a_file_with_faults_and_options_that_do_not_fit(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         look(tmp_path / "bad", tiny_dir, tokenizer, [{"text": "a"}, {"text": 1}, {"txt": "b"}])

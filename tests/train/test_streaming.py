@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from core.data.stream import RowStream
 from core.errors import SpecError
+from core.spec.files import data_orders
 from core.spec.load import parse_job
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataOrder
 from core.train.data import streaming
@@ -103,6 +105,24 @@ def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir:
     assert [Counter(rows) for rows in passes.values()] == [Counter(range(27))] * 2
     first, second = passes.values()
     assert first != second != list(range(27))
+
+
+def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Path) -> None:
+    """A pass of it ends in the midst of one of its sources; the next one is as long, in blocks as large."""
+    rows = [{"prompt": f"{n}:", "completion": "x"} for n in range(12)]
+    first, second = write_rows(tmp_path / "a.jsonl", rows[:8]), write_rows(tmp_path / "b.jsonl", rows[8:])
+    mixture = [{"source": str(first), "weight": 1}, {"source": str(second), "weight": 1}]
+    job = {"model": str(tiny_dir), "data": {"train": mixture, "streaming": True}}
+    spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 1}})
+    order, _ = data_orders(spec.data, lambda source, field: ([Path(source.path)], {}))
+    tokenizer = load_tokenizer(tiny_dir)
+    feed = streaming.StreamFeed(order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None)
+    seen: dict[float, int] = {}
+    for step in range(80):
+        rows_here = sum(len(make().lengths) for make in feed.window(step).batches)
+        seen[feed.epochs_after(step)] = seen.get(feed.epochs_after(step), 0) + rows_here
+    whole = sum(1 for _ in RowStream(order).rows())
+    assert 12 <= whole < 40 and [seen[0.0], seen[1.0]] == [whole, whole]
 
 
 def test_it_needs_max_steps(tiny_dir: Path) -> None:

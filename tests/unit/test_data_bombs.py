@@ -67,7 +67,7 @@ def test_what_is_nested_without_end_is_a_fault(tmp_path: Path, kind: str, depth:
         assert report.faults[0].code == "invalid_json", report.faults
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
 def test_numbers_that_are_none_are_faults(tmp_path: Path, kind: str, constant: str) -> None:
     row = f'{{"messages": [{{"role": "assistant", "content": "a", "weight": {constant}}}]}}'

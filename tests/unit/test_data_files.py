@@ -108,6 +108,11 @@ def test_chats_in_other_containers(tmp_path: Path, kind: str) -> None:
         (b"messages,id\nhello,3\n", "invalid_json", "line 2"),
         ('{"text": "a"}\n'.encode("utf-16"), "invalid_utf8", None),
         ('{"text": "a"}\n'.encode("utf-16-le"), "invalid_utf8", None),
+        (b"question,answer\na,b\n", "unknown_format", None),
+        (b"Hello, world: 3 cheers\nfoo\n", "invalid_json", "line 1"),
+        (b"prompt,completion\ra,b\r", "unreadable_file", None),
+        (b'{"text": "a"}\r{"text": "b"}\r', "unreadable_file", None),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n", "invalid_json", "line 1"),
         (b"\x1f\x8b\x08\x00 packed", "unreadable_file", None),
         (b"PK\x03\x04 packed", "unreadable_file", None),
         (b"PAR1 broken", "unreadable_file", None),
@@ -206,6 +211,8 @@ UNUSUAL = [
     b'{"prompt": "a", "completion": "\\ud800"}',
     b'{"prompt": "a", "completion": "\\u0000"}',
     b'{"prompt": "a", "completion": 3}',
+    b'{"prompt": "a", "completion": "b", "n": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "a", "completion": "b", "n": 1e999}',
     b'{"prompt": "a"}',
     b'{"prompt": "a", "completion": "b"} {"prompt": "a", "completion": "b"}',
     b"",
@@ -281,7 +288,7 @@ def test_a_mixture_draws_by_weight_and_goes_on_from_any_row(tmp_path: Path, stop
         assert len(found) > 65  # the smaller share needed another pass over the larger one
     else:
         assert len(set(found)) == len(found)
-    for at in range(0, len(whole), 7):
+    for at in (*range(0, len(whole), 7), len(whole) - 1):  # behind the last one, nothing is left of the pass
         rest = list(RowStream(order).rows(json.loads(json.dumps(whole[at][0]))))
         assert rest == whole[at + 1 :]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 
 from core.data.containers.csv_file import parse
@@ -23,6 +24,9 @@ _PACKED = {
     b"ARROW1": "an Arrow file",
 }
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
+_OBJECTS_BY_RETURNS = re.compile(rb"\}[ \t]*\r\s*\{")
+_COLUMN = re.compile(r"[^\W\d][\w .-]{0,63}")
+"""What the name of a column looks like; lines of prose with commas in them rarely do throughout."""
 
 
 class NotRows(ValueError):
@@ -36,8 +40,8 @@ class NotRows(ValueError):
 def sniff(head: bytes, columns: Mapping[str, str]) -> Container:
     """`head`: the first HEAD_BYTES, or the whole file. Raises NotRows for a file that is something else.
 
-    Text that is neither JSON nor begins with a header of known columns is taken for JSON Lines, whose reader names what
-    is wrong with each line.
+    Text that is neither JSON nor begins with a header is taken for JSON Lines, whose reader names what is wrong with
+    each line.
     """
     if head.startswith(b"PAR1"):
         return "parquet"
@@ -47,6 +51,10 @@ def sniff(head: bytes, columns: Mapping[str, str]) -> Container:
     if head.startswith(_WIDE) or head[1:2] == b"\0" or (head[:1] == b"\0" and head[1:2] != b"\0"):
         raise NotRows("invalid_utf8", "the file looks like UTF-16; save it as UTF-8")
     text = head.removeprefix(BOM)
+    known = KNOWN | frozenset(columns.values())
+    first, by_returns, _ = text.partition(b"\r")
+    if b"\n" not in text and by_returns and (_OBJECTS_BY_RETURNS.search(text) or known & set(_header(first))):
+        raise NotRows("unreadable_file", "its lines end with carriage returns; end them with line feeds")
     if found := HEAD.match(text):
         if found.group(1) == b"[" or "data" not in columns.values():
             return "json"
@@ -54,12 +62,15 @@ def sniff(head: bytes, columns: Mapping[str, str]) -> Container:
     if text.lstrip()[:1] == b"{":
         return "jsonl"
     names = _header(text)
-    known = KNOWN | frozenset(columns.values())
     if known & set(names):
         return "csv"
     for mark, words in ((";", "semicolons"), ("\t", "tabs")):
         if len(names) == 1 and known & {name.strip('" ') for name in names[0].split(mark)} and mark in names[0]:
             raise NotRows("invalid_csv", f"the columns are separated by {words}; CSV has commas")
+    if len(names) > 1 and all(map(_COLUMN.fullmatch, names)):
+        shown = ", ".join(f"`{name}`" for name in names[:8])
+        words = f"no column of the CSV file is one of a format; found {shown}"
+        raise NotRows("unknown_format", f"{words}: map them with `columns`, such as {{prompt: {names[0]}}}")
     return "jsonl"
 
 

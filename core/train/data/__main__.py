@@ -12,23 +12,41 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from core.errors import DataError, EftError, SpecError
-from core.spec.data import FORMATS
+from core.spec.data import FORMATS, Column, Format, Readable
 
 
 def main() -> int:
     args = _parser().parse_args()
+    ok, failed = True, None
     try:
-        documents = [_check(Path(path), args) for path in args.files] if args.verb == "check" else [_preview(args)]
+        for document in _checks(args) if args.verb == "check" else [_preview(args)]:
+            if isinstance(document, EftError):
+                failed = failed or document
+            else:
+                ok &= document["ok"]
+                _print(document)
     except EftError as error:
-        _print({"error": error.as_dict()})
-        return 1
-    for document in documents:
-        _print(document)
-    return 0 if all(document["ok"] for document in documents) else 1
+        failed = error
+    if failed is not None:
+        _print({"error": failed.as_dict()})
+    return 0 if ok and failed is None else 1
+
+
+def _checks(args: argparse.Namespace) -> Iterator[dict[str, Any] | EftError]:
+    """One file that cannot be read keeps nobody from hearing of the others."""
+    columns = _columns(args.column)
+    for path in args.files:
+        try:
+            yield _check(Path(path), args.format, columns)
+        except DataError as error:
+            yield error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,20 +72,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _check(path: Path, format: Format, columns: dict[str, str]) -> dict[str, Any]:
     from core.data.check import check_file
 
-    columns = {}
-    for pair in args.column:
-        ours, equals, theirs = pair.partition("=")
-        if not equals or not ours or not theirs:
-            raise SpecError(f"--column takes OURS=THEIRS such as prompt=question, not `{pair}`", field="columns")
-        columns[ours] = theirs
     try:
-        report = check_file(path, format=args.format, columns=columns)
+        report = check_file(path, format=format, columns=columns)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", field="file") from error
     return {"file": str(path), "ok": report.ok, "bytes": path.stat().st_size} | report.as_dict()
+
+
+def _columns(given: list[str]) -> dict[str, str]:
+    """OURS=THEIRS, held to what an upload and a job are held to."""
+    columns: dict[str, str] = {}
+    for pair in given:
+        ours, equals, theirs = pair.partition("=")
+        if not equals or not ours or not theirs:
+            raise SpecError(f"--column takes OURS=THEIRS such as prompt=question, not `{pair}`", field="columns")
+        if ours in columns:
+            raise SpecError(f"--column gives `{ours}` twice", field="columns")
+        columns[ours] = theirs
+    try:
+        Readable.model_validate({"columns": columns})
+    except ValidationError as error:
+        names = ", ".join(get_args(Column))
+        words = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"--column takes our names ({names}): {words}", field="columns") from error
+    return columns
 
 
 def _preview(args: argparse.Namespace) -> dict[str, Any]:

@@ -162,16 +162,17 @@ def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[di
     """Rows spread evenly over the file, as runs of text that is learned or is not."""
     count = min(SAMPLES, len(used))
     rows = [at * len(used) // count for at in range(count)]
-    full = dict(zip(whole.lines.tolist(), whole.lengths, strict=True))
+    # A line can be two rows (a preference), so a row's whole one is found by where its tokens are.
+    origins = np.searchsorted(whole.starts, used.starts[rows], side="right") - 1
     return [
         {
             "line": int(used.lines[row]),
             "tokens": used.lengths[row],
             "label_tokens": used.label_counts[row],
-            "cut_from": full[int(used.lines[row])] if used.lengths[row] < full[int(used.lines[row])] else None,
+            "cut_from": whole.lengths[origin] if used.lengths[row] < whole.lengths[origin] else None,
             "segments": segments(used[row][0].tolist(), used[row][1].tolist(), tokenizer),
         }
-        for row in rows
+        for row, origin in zip(rows, origins, strict=True)
     ]
 
 
