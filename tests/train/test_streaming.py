@@ -10,9 +10,8 @@ import pytest
 
 from core.data.stream import RowStream
 from core.errors import SpecError
-from core.spec.files import data_orders
 from core.spec.load import parse_job
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataOrder
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataFiles, DataOrder
 from core.train.data import streaming
 from core.train.lifeline import Stop
 from core.train.load import load_tokenizer
@@ -111,10 +110,9 @@ def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Pat
     """A pass of it ends in the midst of one of its sources; the next one is as long, in blocks as large."""
     rows = [{"prompt": f"{n}:", "completion": "x"} for n in range(12)]
     first, second = write_rows(tmp_path / "a.jsonl", rows[:8]), write_rows(tmp_path / "b.jsonl", rows[8:])
-    mixture = [{"source": str(first), "weight": 1}, {"source": str(second), "weight": 1}]
-    job = {"model": str(tiny_dir), "data": {"train": mixture, "streaming": True}}
+    job = {"model": str(tiny_dir), "data": {"train": str(first), "streaming": True}}
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 1}})
-    order, _ = data_orders(spec.data, lambda source, field: ([Path(source.path)], {}))
+    order = DataOrder(sources=[DataFiles(paths=[str(path)], weight=1.0) for path in (first, second)])
     tokenizer = load_tokenizer(tiny_dir)
     feed = streaming.StreamFeed(order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None)
     seen: dict[float, int] = {}
