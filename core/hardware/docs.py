@@ -66,7 +66,8 @@ def _found() -> list[str]:
         "  card in MIG mode without slices is left out. Whether memory came back after a job cannot be told of a part.",
         "- **Integrated GPUs** are left out, but for Strix Halo where there is no other; `--gpus` takes any.",
         "- **No permission** for `/dev/kfd` or `/dev/dri/renderD*`: the note says which group is missing and what to",
-        "  do, `sudo usermod -aG …` on a bare machine, `--group-add <number>` for a container.",
+        "  do, `sudo usermod -aG …` on a bare machine, `--group-add <number>` for a container. Where no GPU is left",
+        "  over, `eft doctor` calls it a problem: jobs would train on the CPU, and nobody know why.",
         "",
     ]
 

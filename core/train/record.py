@@ -46,7 +46,7 @@ class Environment:
         self.here: dict[str, Any] = placement.as_dict() | {
             "versions": versions(),
             "faults": _faults(placement.arch),
-            "limits": asdict(faults.limits(placement.arch, os.environ)),
+            "limits": asdict(placement.limits),
         }
         self.before: dict[str, Any] | None = None
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import func, insert, select
 
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Job, Node, Project, User
+from core.db.tables import Attempt, Job, Node, Project, User
 from core.hardware import selftest as verdicts
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
@@ -66,6 +66,11 @@ def status(database: Database, job_id: str) -> str:
         return session.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
 
 
+def claimed(database: Database) -> int:
+    with database.read() as session:
+        return session.execute(select(func.count()).select_from(Attempt)).scalar_one()
+
+
 def test_a_card_that_torch_does_not_see_is_not_offered(settings: Settings, database: Database, tmp_path: Path) -> None:
     """The kernel lists an MI300X, and torch here is built for CPUs: without a self-test jobs would fail on that slot
     one after the other, or train on the processor."""
@@ -77,12 +82,13 @@ def test_a_card_that_torch_does_not_see_is_not_offered(settings: Settings, datab
         slot = node(database).slots[0]
         assert slot["kind"] == "gpu" and "self-test" in slot["quarantined"], "not before it is known"
         agent.serve()
+        assert claimed(database) == 0
         wait_for(lambda: node(database).slots[0].get("selftest") == "refused", 60, "the verdict")
         said = node(database)
         assert "sees no GPU here" in said.slots[0]["quarantined"]
         assert any("sees no GPU here" in note for note in said.notes)
         agent.serve()
-        assert status(database, job) == "queued"
+        assert status(database, job) == "queued" and claimed(database) == 0, "a claim that failed is queued again"
     finally:
         agent.stop()
     (written,) = verdicts.folder(Layout(settings.root).cache).glob("box-*.json")

@@ -475,3 +475,15 @@ def test_a_claim_that_it_did_not_hear_of_is_handed_back(box: Box) -> None:
     agent.serve()
     assert [box.job(name).status for name in (job_id, after)] == ["succeeded", "succeeded"]
     assert box.statuses(job_id) == ["queued", "starting", "queued", "starting", "running", "succeeded"]
+
+
+def test_a_trainer_gets_the_variables_that_its_devices_self_test_asks_for(
+    box: Box, serving: Callable[[Agent], threading.Thread]
+) -> None:
+    selftest.lay(box.settings.root, "box", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
+    box.migrate()
+    agent = box.agent()
+    job_id = box.long()
+    serving(agent)
+    pid = box.wait_for_steps(job_id)
+    assert b"TORCH_BLAS_PREFER_HIPBLASLT=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from core.hardware import selftest
 from core.hardware.selftest import Verdict
@@ -25,9 +26,9 @@ def verdict(inherited: Mapping[str, str] = os.environ) -> Verdict:
         return remembered(device, "tests", HOME) or examine(device, "tests", HOME, 120.0)
 
 
-def lay(data: Path, node: str, slot: str = "cpu", inherited: Mapping[str, str] = os.environ) -> None:
-    """A worker of that node with that data root need not make it again."""
-    known = verdict(inherited).model_copy(update={"node": node, "slot": slot})
+def lay(data: Path, node: str, slot: str = "cpu", inherited: Mapping[str, str] = os.environ, **changes: Any) -> None:
+    """A worker of that node with that data root need not make it again. `changes`: fields of the verdict."""
+    known = verdict(inherited).model_copy(update={"node": node, "slot": slot, **changes})
     for folder in (data, data / "cache", data / "cache" / "selftest"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     selftest.write(selftest.folder(data / "cache") / f"{node}-{known.key}.json", known)

@@ -287,6 +287,7 @@ def test_a_run_keeps_to_the_verdict_and_says_so(tiny_dir: Path, tmp_path: Path) 
     assert record["loss"]["kernel"] == "logits"
     assert record["selftest"]["parts"]["matmul.bf16"]["difference"] == 0.5
     assert record["selftest"]["key"] == verdict.key
+    assert "fp32 on cpu (bf16 failed this device's self-test" in (run_dir / "artifacts/adapter/README.md").read_text()
 
 
 def test_limits_of_the_verdict_reach_the_model(tiny_dir: Path) -> None:
