@@ -28,7 +28,7 @@ ROLE = "notices"
 POLL_SECONDS = 0.5
 FORGET_SECONDS = 3600.0
 CLOSE_SECONDS = 2.0
-AT_ONCE = 16
+AT_ONCE = 32
 """Targets that are told at the same time. A slow one takes EFT_WEBHOOK_TIMEOUT_SECONDS of one of these at most, and
 then waits for its next turn."""
 

@@ -198,6 +198,17 @@ def vars_of(here: World) -> dict[str, Any]:
     return {"user_id": here.lab.owner.user_id, "project_id": here.lab.id}
 
 
+def test_previews_are_no_news(here: World, there: Target, sender: Sender) -> None:
+    made = hook(here, there.url("/x"), events=["job.started", "job.succeeded"])
+    with here.database.write() as session:
+        done = set()
+        while (won := claim(session, "worker-x", "box", Slot(f"preview-{len(done)}", "preview"), 600)) is not None:
+            running(session, won.token)
+            finish(session, won.token, won.kind, Succeeded({"path": "m"}), 0, RetryPolicy())
+            done.add(won.token.job_id)
+    assert here.lab.preview in done and deliveries(here, made) == []
+
+
 def test_a_job_cannot_name_somebody_elses_webhook(here: World, sender: Sender) -> None:
     theirs, _ = here.webhook(here.rivals)
     for number in (theirs, "hook-" + "0" * 26):
