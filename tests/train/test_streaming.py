@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from core.data.stream import RowStream
-from core.errors import SpecError
+from core.errors import DataError, SpecError
 from core.spec.load import parse_job
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataFiles, DataOrder
 from core.train.data import streaming
@@ -121,6 +121,25 @@ def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Pat
         seen[feed.epochs_after(step)] = seen.get(feed.epochs_after(step), 0) + rows_here
     whole = sum(1 for _ in RowStream(order).rows())
     assert 12 <= whole < 40 and [seen[0.0], seen[1.0]] == [whole, whole]
+
+
+def test_raw_text_behind_chats_is_refused_as_without_streaming(tmp_path: Path, tiny_dir: Path) -> None:
+    """Whichever comes first: raw text is learned as a whole, and a chat behind it would be."""
+    text = write_rows(tmp_path / "text.jsonl", [{"text": f"t{n}"} for n in range(12)])
+    chat = write_rows(tmp_path / "chat.jsonl", pairs(12))
+    spec = parse_job(
+        {"model": str(tiny_dir), "data": {"train": str(text), "streaming": True}}
+        | {"training": {"max_steps": 50, "per_device_train_batch_size": 2}}
+    )
+    tokenizer = load_tokenizer(tiny_dir)
+    for paths in ((text, chat), (chat, text)):
+        order = DataOrder(sources=[DataFiles(paths=[str(path)]) for path in paths])
+        feed = streaming.StreamFeed(
+            order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None
+        )
+        feed.window(4)  # the first block has rows of the first source alone
+        with pytest.raises(DataError, match="raw text is learned as a whole"):
+            feed.window(5)
 
 
 def test_it_needs_max_steps(tiny_dir: Path) -> None:

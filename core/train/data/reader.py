@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from core.data.checker import RowChecker
@@ -71,7 +71,11 @@ def _checked(order: DataOrder, stream: RowStream, rows: Iterable[Numbered]) -> I
         yield from rows
     except DataError as error:
         raise _whole(order, error) from error
-    formats = stream.formats()
+    refuse_mixed(stream.formats())
+
+
+def refuse_mixed(formats: Collection[RowFormat]) -> None:
+    """DataError for formats of which no one loss is right."""
     if len(formats) > 1 and "text" in formats:
         raise DataError(
             "raw text is learned as a whole and the other rows by their answers; train on them one after the other",

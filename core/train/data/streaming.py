@@ -29,6 +29,7 @@ from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
 from core.train.data.order import Order, build_order
+from core.train.data.reader import refuse_mixed
 from core.train.data.tokenise import Part, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, truncate
 from core.train.data.windows import RowFeed, Window
@@ -56,13 +57,14 @@ class StreamFeed:
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
         began = time.monotonic()
         rows, end, formats = _read(data, None, self._block_rows, between)
+        refuse_mixed(formats)
         self.format: RowFormat = min(formats)
         self.renderer = renderer_of(self.format)
         writer = render_rows(rows, self.renderer, lambda _: between())
         slow = time.monotonic() - began >= AHEAD_SECONDS
         self._helpers = Helpers(1, self.renderer.options, model_dir) if slow and model_dir is not None else None
         self._ahead: Future[_Made] | None = None
-        self._block = self._taken(_Made(writer.part(), end, False), _Place(0, 0, 0, None))
+        self._block = self._taken(_Made(writer.part(), end, False, formats), _Place(0, 0, 0, None))
 
     @property
     def report(self) -> DataReport:
@@ -132,6 +134,7 @@ class StreamFeed:
     def _taken(self, made: _Made, place: _Place) -> _Block:
         """A block, and the next one begun."""
         training = self._spec.training
+        refuse_mixed(made.formats | {self.format})
         writer = TokenWriter()
         writer.extend(made.part)
         dataset, report = truncate(writer.dataset(), training.max_length, training.truncation)
@@ -152,15 +155,17 @@ class _Made:
     end: Cursor | None
     anew: bool
     """The stream had come to its end and begins anew with this block."""
+    formats: set[RowFormat]
+    """Of its rows."""
 
 
 def _made(
     data: DataOrder, start: Cursor | None, count: int, renderer: Renderer, between: Callable[[], None] = lambda: None
 ) -> _Made:
-    rows, end, _ = _read(data, start, count, between)
+    rows, end, formats = _read(data, start, count, between)
     if anew := not rows:
-        rows, end, _ = _read(data, None, count, between)
-    return _Made(render_rows(rows, renderer, lambda _: between()).part(), end, anew)
+        rows, end, formats = _read(data, None, count, between)
+    return _Made(render_rows(rows, renderer, lambda _: between()).part(), end, anew, formats)
 
 
 def _made_ahead(data: DataOrder, start: Cursor | None, count: int) -> _Made:
