@@ -162,6 +162,13 @@ def test_bad_files_are_named(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=rf"model\.layers\.1\.{name}.*{words}"):
             load_quantized(bad, torch.bfloat16)
 
+    wide = small_llama.save(tmp_path / "wide", torch.float32)  # finite there, and not in the run's dtype
+    tensors = load_file(wide / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3.4e38)
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds .* past bfloat16's range"):
+        load_quantized(wide, torch.bfloat16)
+
     extra = _copy(folder, tmp_path / "extra")
     shard = sorted(extra.glob("*.safetensors"))[0]
     save_file({**load_file(shard), "model.unknown.weight": torch.zeros(2)}, shard, metadata={"format": "pt"})

@@ -312,17 +312,19 @@ def _quantise(name: str, weight: Tensor, options: QuantOptions) -> PackedWeight:
 def _set(model: Any, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     parent, _, local = name.rpartition(".")
     module = model.get_submodule(parent)
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-        raise ModelError(f"{name} holds NaN or infinite values", field="model")
     here = module._parameters.get(local)
     shape = (module._buffers[local] if here is None else here).shape
     if shape != tensor.shape:
         raise ModelError(f"{name} is {list(tensor.shape)} in the files, {list(shape)} in the model", field="model")
     # A copy: what the file is mapped to must not live as long as the model.
+    narrows = here is not None and tensor.is_floating_point()
+    copied = tensor.to(dtype, copy=True) if narrows else tensor.clone()
+    if copied.is_floating_point() and not torch.isfinite(copied).all():
+        word = str(copied.dtype).removeprefix("torch.")
+        raise ModelError(f"{name} holds NaN or infinite values, or values past {word}'s range", field="model")
     if here is None:
-        module._buffers[local] = tensor.clone()
+        module._buffers[local] = copied
     else:
-        copied = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
         module._parameters[local] = nn.Parameter(copied, requires_grad=copied.is_floating_point())
 
 
