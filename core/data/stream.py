@@ -171,7 +171,7 @@ def file_rows(path: Path, checker: RowChecker, place: Place | None = None) -> It
 def faulty(path: Path, faults: Faults) -> DataError:
     """What a file's faults look like in one error."""
     kept = tuple(faults.kept)
-    shown = "; ".join(f"{fault.field or path.name}: {fault.message}" for fault in kept[:SHOWN])
+    shown = "; ".join(f"{fault.field}: {fault.message}" if fault.field else fault.message for fault in kept[:SHOWN])
     more = faults.count - min(SHOWN, len(kept))
     tail = f"; and {more} more" if more > 0 else ""
     return DataError(f"{path.name}: {shown}{tail}", field=kept[0].field, faults=kept)
