@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
 
+from core.train.export.merge import write_merged
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import load_quantized
@@ -231,3 +232,22 @@ def test_compiles_whole(folder: Path) -> None:
         torch.autograd.grad(y2.sum(), [x, *trained]), torch.autograd.grad(y.sum(), [x, *trained]), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_writing_that_is_broken_off_leaves_no_layer_merged(folder: Path, tmp_path: Path) -> None:
+    """Checked while the exception is still held: its frames keep a generator that nobody closed."""
+    model = _model(folder).eval()
+    before, calls = model(IDS).logits, iter(range(7))
+
+    def stop() -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_merged(model, tmp_path / "merged", model_dir=folder, dtype=torch.float32, between=stop)
+    assert caught.tb and torch.equal(model(IDS).logits, before)
+    assert not any(layer.merged or not isinstance(layer.base_layer, QuantLinear) for layer in _lora_layers(model))
+
+
+def _lora_layers(model: nn.Module) -> list[QuantLoraLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantLoraLinear)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ def write_merged(
     they were packed. `between` runs after every layer and may raise. ValueError when an adapter holds NaN."""
     folder.mkdir(parents=True)
     base = model.get_base_model()
-    tensors = merged_tensors(base, dtype, model_dir if original else None)
-    if getattr(base, "_weight_conversions", None):
-        # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
-        tensors = iter(revert_weight_conversion(base, dict(tensors)).items())
-    _write_shards(tensors, folder, between, shard_bytes)
+    # Closed also when the writing is broken off (a full disk, a stop), so that no layer stays merged.
+    with closing(merged_tensors(base, dtype, model_dir if original else None)) as tensors:
+        if getattr(base, "_weight_conversions", None):
+            # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
+            _write_shards(revert_weight_conversion(base, dict(tensors)).items(), folder, between, shard_bytes)
+        else:
+            _write_shards(tensors, folder, between, shard_bytes)
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -60,7 +63,9 @@ def write_merged(
 
 
 @torch.no_grad()
-def merged_tensors(base: nn.Module, dtype: torch.dtype, originals: Path | None) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    base: nn.Module, dtype: torch.dtype, originals: Path | None
+) -> Generator[tuple[str, Tensor], None, None]:
     """(name, tensor on the CPU) of every weight, one after the other; a tensor that is tied to another comes once."""
     seen: set[int] = set()
     adapters: list[str] = []
@@ -115,7 +120,7 @@ def _parameters(module: nn.Module, seen: set[int] | None = None) -> Iterator[tup
 
 
 def _write_shards(
-    tensors: Iterator[tuple[str, Tensor]], folder: Path, between: Callable[[], None], shard_bytes: int
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, between: Callable[[], None], shard_bytes: int
 ) -> None:
     shard: dict[str, Tensor] = {}
     names: list[list[str]] = []
