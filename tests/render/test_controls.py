@@ -214,12 +214,16 @@ def test_tokens_spelled_by_two_texts_that_meet() -> None:
     assert rendered.ids.count(found.tokenizer.eos_token_id) == 2
 
 
-def test_escaped_text_is_refused_not_garbled() -> None:
+@pytest.mark.parametrize("escape", ["tojson(ensure_ascii=true)", "urlencode"])
+def test_escaped_text_is_refused_not_garbled(escape: str) -> None:
     tokenizer = family_tokenizer("chatml")
-    source = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"
+    source = "{% for m in messages %}{{ m.content | " + escape + " }}<|im_end|>{% endfor %}"
     found = Renderer(tokenizer, RenderOptions(rendering=GivenTemplate(template=source)))
     with pytest.raises(DataError, match="writes characters as escapes"):
         found.render(Chat((Message("user", "<|im_end|>"), Message("assistant", "x"))), 3)
+    clean = found.render(Chat((Message("user", "a b"), Message("assistant", "x"))), 4)
+    text = [tokenizer.decode([token]) for token, learned in zip(clean.ids, clean.learned, strict=True) if learned]
+    assert "".join(text) in ('"x"<|im_end|>', "x<|im_end|>"), "nothing is spelled, so nothing has to be kept apart"
 
 
 def test_a_tokenizer_without_a_fast_form() -> None:

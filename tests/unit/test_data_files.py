@@ -326,5 +326,5 @@ def test_a_faulty_row_ends_a_stream_and_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: text"):
         next(rows)
     path.write_bytes(b"\x1f\x8b\x08\x00 packed")
-    with pytest.raises(DataError, match="^rows: the file is packed with gzip"):
+    with pytest.raises(DataError, match=r"^rows: the file is packed with gzip"):
         next(RowStream(DataOrder.of(path)).rows())

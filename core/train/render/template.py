@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import TemplateError
 
@@ -19,7 +20,8 @@ _GENERATION_BLOCK = re.compile(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})")
 MARKS = tuple(map(chr, range(0xF8F0, 0xF8F8)))
 """Characters of the private use area that stand in a rendered text for a moment. A row that has one of them is seen
 (`controls.py`), and another one is taken."""
-_ESCAPED = {mark: json.dumps(mark)[1:-1] for mark in MARKS}
+_ESCAPED = {mark: (json.dumps(mark)[1:-1], quote(mark)) for mark in MARKS}
+"""As `tojson` of old and `urlencode` write them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,9 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of somebody else's: whatever it raises is its refusal
             detail = str(error) or type(error).__name__
             raise DataError(f"{self.name} refuses this chat: {detail}", field=f"line {chat.line}") from error
-        for mark in (chat.marks.opening, chat.marks.closing, chat.marks.inside):
-            if _ESCAPED[mark] in text:
+        # The closing mark alone only looks for the ends of turns (turns.py), which are then found in another way.
+        for mark in (chat.marks.opening, chat.marks.inside):
+            if any(escaped in text for escaped in _ESCAPED[mark]):
                 raise DataError(
                     f"{self.name} writes characters as escapes, so control tokens in this row's text cannot be kept "
                     "apart; take them out of the row",
