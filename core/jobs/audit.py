@@ -20,6 +20,9 @@ from core.jobs.transitions import Actor
 ADMINISTRATIVE = ("user.", "project.", "member.", "key.", "node.", "gpu.", "hold.", "quota.", "limits.")
 """Kinds that admins of the box may read of every project: they tell nothing of its jobs and files."""
 
+SHOWN_SECONDS = 1e-6
+"""Times are shown in microseconds, rounded; whoever asks by the time of an entry means that entry."""
+
 Entry = tuple[Audit, str | None, str | None]
 """With the names of actor and project."""
 
@@ -93,9 +96,9 @@ def page(
         kind = action.endswith(".")
         wanted.append(Audit.action.startswith(action, autoescape=True) if kind else Audit.action == action)
     if since is not None:
-        wanted.append(Audit.time >= since)
+        wanted.append(Audit.time >= since - SHOWN_SECONDS)
     if until is not None:
-        wanted.append(Audit.time < until)
+        wanted.append(Audit.time < until - SHOWN_SECONDS)
     if after is not None:
         if session.execute(select(Audit.id).where(Audit.id == after, or_(*visible))).one_or_none() is None:
             raise UnknownCursor("`after` is not the id of an entry that you may read", field="after")

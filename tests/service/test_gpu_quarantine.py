@@ -17,7 +17,7 @@ from sqlalchemy import insert, select
 
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Job, Node, Project, User
+from core.db.tables import Attempt, Job, Node, Project, User
 from core.hardware.discover import Gpu, discover
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
@@ -70,7 +70,7 @@ def database(settings: Settings) -> Iterator[Database]:
 
 
 def add_job(database: Database, folder: Path) -> str:
-    """Its model is said to be there and has no weights: its trainer ends by itself, soon."""
+    """Its trainer ends by itself, soon: torch sees no GPU here."""
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": " b"}\n')
     spec = JobSpec.model_validate({"model": "team/tiny", "data": str(rows)})
@@ -86,6 +86,13 @@ def add_job(database: Database, folder: Path) -> str:
 def status(database: Database, job_id: str) -> str:
     with database.read() as session:
         return session.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+
+
+def ended(database: Database, job_id: str) -> bool:
+    """Whether it has had an attempt, which is over."""
+    with database.read() as session:
+        ends = session.scalars(select(Attempt.ended_at).where(Attempt.job_id == job_id)).all()
+        return bool(ends) and None not in ends
 
 
 def node(database: Database) -> Node:
@@ -117,7 +124,7 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         wait_for((Layout(settings.root).attempt(first, 1) / "run.json").exists, 20, "its start")
         used.write_text(str(5 * GIB))
         serving.join(60)
-        assert status(database, first) == "failed"
+        assert ended(database, first)
         slot = agent.slots[0].id
         wait_for(lambda: node(database).slots[0].get("quarantined"), 5, "the node's row")
         assert "4096 MiB" not in node(database).notes[-1] and "5120 MiB of its memory" in node(database).notes[-1]
@@ -138,7 +145,7 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         assert node(database).slots[0]["id"] == slot and not [n for n in node(database).notes if "quarantine" in n]
         time.sleep(0.1)
         agent.serve()
-        assert status(database, second) == "failed", "it was tried"
+        assert ended(database, second), "it was tried"
     finally:
         agent.stop()
 
