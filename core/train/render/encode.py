@@ -102,7 +102,9 @@ class Encoder:
         spans, merged = [], False
         for start, end in work.spans:
             first, whole = self._token_at(work.text, ids, start, borders, written, ends)
-            behind, _ = self._token_at(work.text, ids, end, borders, written, ends)
+            behind, ends_whole = self._token_at(work.text, ids, end, borders, written, ends)
+            if not ends_whole:  # what follows changes the last tokens: only their places tell which are the span's
+                return self._by_offsets(work, self._backend)
             merged |= not whole
             spans.append((first, max(first, behind)))
         return Encoded(ids, spans, merged)
