@@ -187,7 +187,9 @@ def _follow(run_dir: Path, console: Console, *, as_json: bool) -> int:
             stderr=log,
             start_new_session=True,
         )
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # No KeyboardInterrupt: wherever it came up, in a library's callback say, it could get lost.
+        signal.signal(number, lambda *_: child.terminate())
     last: dict[str, Any] = {}
     with _bar(console) as bar:
         task = bar.add_task("starting", total=None, loss="", left="")
@@ -218,21 +220,18 @@ def _events(path: Path, position: int, child: subprocess.Popen[bytes]) -> Iterat
     """Whole lines as they appear, until the child has ended and all is read."""
     rest = b""
     while True:
-        try:
-            ended = child.poll() is not None
-            if path.exists():
-                with path.open("rb") as stream:
-                    stream.seek(position)
-                    chunk = stream.read()
-                position += len(chunk)
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    yield json.loads(line)
-            if ended:
-                return
-            time.sleep(POLL_SECONDS)
-        except KeyboardInterrupt:
-            child.terminate()
+        ended = child.poll() is not None
+        if path.exists():
+            with path.open("rb") as stream:
+                stream.seek(position)
+                chunk = stream.read()
+            position += len(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+        if ended:
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def _bar(console: Console) -> Progress:
