@@ -139,11 +139,12 @@ class _Clerk:
     def _kinds(self, phase: Phase) -> list[tuple[Callable[[Key], bool], float, float | None]]:
         """Slots that serve the same jobs choose alike: one of each kind. Without any, what would be the line."""
         kinds: dict[tuple[object, ...], tuple[Callable[[Key], bool], float, float | None]] = {}
-        for seat in self._seats:
+        here = [seat for seat in self._seats if seat.slot.phase == phase]
+        # A box that has gone promises nothing, unless there are no others.
+        for seat in [seat for seat in here if seat.state != "silent"] or here:
             slot = seat.slot
-            if slot.phase == phase:
-                mark = (slot.kind, slot.vendor, slot.arch, slot.memory_bytes, slot.labels, seat.ends_before)
-                kinds[mark] = (line.serves(slot), slot.billing, seat.ends_before)
+            mark = (slot.kind, slot.vendor, slot.arch, slot.memory_bytes, slot.labels, seat.ends_before)
+            kinds[mark] = (line.serves(slot), slot.billing, seat.ends_before)
         return list(kinds.values()) or [(lambda key: True, 1.0, None)]
 
     def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
