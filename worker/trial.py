@@ -29,6 +29,7 @@ from core.hardware import faults, selftest
 from core.hardware.arch import lookup
 from core.hardware.selftest import Part, Verdict
 from core.hardware.visible import Gpu
+from core.storage.layout import write_private
 from worker import processes
 
 log = logging.getLogger("eft.worker")
@@ -135,7 +136,7 @@ def examine(device: Device, node: str, cache: Path, seconds: float, stopped: thr
     )
     try:
         _forget_older(folder, verdict)
-        selftest.write(_path(cache, node, key), verdict)
+        write_private(_path(cache, node, key), selftest.encoded(verdict))
     except OSError as error:  # it holds all the same
         log.warning(
             "the verdict on slot %s cannot be kept, and is made again at the next start: %s", device.slot, error

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from core.db.tables import Project, User
 from core.errors import Conflict, EftError
 from core.jobs import audit
 from core.settings import settings
-from core.storage.layout import fsync_folder
+from core.storage.layout import write_private
 
 
 def create(
@@ -51,7 +50,7 @@ def create(
                     return None
                 key = _create(session, project, user, name, role, scope, days, box_admin)
                 if if_none is not None:
-                    _keep(if_none, key)
+                    write_private(if_none, f"{key}\n".encode())
                 return key
         except (IntegrityError, Conflict):  # somebody made the same user or project at this moment
             if attempt:
@@ -92,18 +91,6 @@ def _create(
     told = {"name": name, "prefix": row.prefix, "user": user, "scope": scope.value, "expires_at": expires_at}
     audit.record(session, None, "key.create", row.id, told, project_id=where.id)
     return key
-
-
-def _keep(path: Path, key: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(key + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    fsync_folder(path.parent)
 
 
 def _name(text: str) -> str:

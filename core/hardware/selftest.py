@@ -8,7 +8,6 @@ verdict into what a run on that device may use. Nothing is dropped in silence: e
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -266,18 +265,9 @@ def read(path: Path) -> Verdict | None:
         return None
 
 
-def write(path: Path, verdict: Verdict) -> None:
-    """All of it or nothing. OSError when the disk refuses."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    near = path.with_name(f".{path.name}.{os.getpid()}")
-    content = json.dumps(verdict.model_dump(mode="json"), indent=1).encode()
-    descriptor = os.open(near, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, content)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    near.rename(path)
+def encoded(verdict: Verdict) -> bytes:
+    """What `read` takes."""
+    return json.dumps(verdict.model_dump(mode="json"), indent=1).encode()
 
 
 def record(verdict: Verdict | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from core.hardware import selftest
 from core.hardware.selftest import Verdict
+from core.storage.layout import write_private
 from worker.environment import child_environment
 from worker.trial import Device, examine, remembered
 
@@ -31,4 +32,4 @@ def lay(data: Path, node: str, slot: str = "cpu", inherited: Mapping[str, str] =
     known = verdict(inherited).model_copy(update={"node": node, "slot": slot, **changes})
     for folder in (data, data / "cache", data / "cache" / "selftest"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    selftest.write(selftest.folder(data / "cache") / f"{node}-{known.key}.json", known)
+    write_private(selftest.folder(data / "cache") / f"{node}-{known.key}.json", selftest.encoded(known))

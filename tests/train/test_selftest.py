@@ -19,6 +19,7 @@ from core.hardware.visible import Gpu
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
+from core.storage.layout import write_private
 from core.train import build
 from core.train.attention.backends import choose_attention
 from core.train.kernels import interface
@@ -69,7 +70,7 @@ def test_this_machine_passes_and_is_not_asked_twice(tmp_path: Path) -> None:
     # Another worker on the same node finds it, one with another driver variable does not.
     here = Device("cpu-1", None, child_environment("train", gpu=None, threads=7, root=tmp_path))
     path = selftest.folder(tmp_path) / f"box-{verdict.key}.json"
-    selftest.write(path, verdict)
+    write_private(path, selftest.encoded(verdict))
     began = time.monotonic()
     tests = SelfTests([here], "box", tmp_path, 60.0)
     assert tests.complete and tests.offered("cpu-1") and tests.verdict("cpu-1") == verdict
