@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -156,10 +157,14 @@ class Service:
         return found
 
     def trainers(self, job_id: str = "") -> list[int]:
-        """Trainer processes (of one job)."""
-        return [
-            pid for pid, command in self.processes().items() if f"-m core.train {self.data}/runs/{job_id}" in command
-        ]
+        """Trainer processes (of one job): each leads a session. What one of them has just forked is called as it is until
+        it executes something else, and is no trainer."""
+        sessions = set()
+        for pid, command in self.processes().items():
+            if f"-m core.train {self.data}/runs/{job_id}" in command:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    sessions.add(os.getsid(pid))
+        return sorted(sessions)
 
 
 def wait_for(look: Callable[[], Any], timeout: float, what: str, describe: Callable[[], str] = str) -> Any:

@@ -96,7 +96,12 @@ def test_silence_counts_from_when_the_lease_was_last_held() -> None:
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     for held_at, expected in ((now - 901, EXIT_FENCED), (now - 300, 0)):
         command = [sys.executable, "-c", code, str(held_at)]
-        done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False)
+        heartbeat, held_open = os.pipe()  # not closed by us while the child runs: that too would fence it
+        try:
+            done = subprocess.run(command, stdin=heartbeat, capture_output=True, check=False)
+        finally:
+            os.close(heartbeat)
+            os.close(held_open)
         assert done.returncode == expected, done.stderr
         assert (b"since before it was started" in done.stderr) == (expected == EXIT_FENCED)
 
