@@ -157,7 +157,7 @@ class Service:
         return found
 
     def trainers(self, job_id: str = "") -> list[int]:
-        """Trainer processes (of one job): each leads a session. What one of them has just forked is called as it is until
+        """Trainer processes (of one job): each leads a session. What one has just forked is called as it is until
         it executes something else, and is no trainer."""
         sessions = set()
         for pid, command in self.processes().items():
