@@ -9,7 +9,7 @@ import socket
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -26,14 +26,21 @@ FloatList = Annotated[tuple[float, ...], NoDecode]
 class Settings(BaseSettings):
     """Attribute docstrings are the reference (docs/settings.md is generated from them)."""
 
-    model_config = SettingsConfigDict(env_prefix="EFT_", use_attribute_docstrings=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="EFT_", use_attribute_docstrings=True, extra="ignore", frozen=True, hide_input_in_errors=True
+    )
 
     data: Path = Path(".eft")
     """Data root: files, runs, models, and the embedded database and broker. Shared by API and workers."""
     database_url: str = ""
     """SQLAlchemy URL (`postgresql+psycopg://…` or `sqlite:///…`). Default: SQLite below the data root."""
+    database_password: str = Field(default="", repr=False)
+    """Password of the user in EFT_DATABASE_URL, where it is not part of that. Best as EFT_DATABASE_PASSWORD_FILE."""
     broker_url: str = ""
     """Redis URL (`redis://…` or `redis+socket:///…`). Default: the embedded broker's socket."""
+    broker_password: str = Field(default="", repr=False)
+    """Password for EFT_BROKER_URL (`redis://` or `rediss://`), where it is not part of that. Best as
+    EFT_BROKER_PASSWORD_FILE."""
     node: str = Field(default_factory=socket.gethostname)
     """Name of this box; one worker a name. Default: its host name."""
     gpus: IntList = None
@@ -133,6 +140,30 @@ class Settings(BaseSettings):
     keep_unused_files_days: float = Field(default=0.0, ge=0)
     """Uploaded files that no job has ever named go after so many days. 0: never."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_files(cls, values: Any) -> Any:
+        """`EFT_…_FILE` names a file that holds the setting: how containers and service managers hand over secrets."""
+        found = dict(values)
+        for name in cls.model_fields:
+            variable = f"EFT_{name.upper()}"
+            path = os.environ.get(f"{variable}_FILE")
+            if not path:
+                continue
+            if variable in os.environ:
+                raise ValueError(f"{variable} and {variable}_FILE are both set: one of them has to go")
+            if name in found:  # given by the code that asks
+                continue
+            try:
+                found[name] = Path(path).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ValueError(
+                    f"{variable}_FILE={path} cannot be read by user {os.geteuid()}: {error.strerror}"
+                ) from None
+            except UnicodeDecodeError:
+                raise ValueError(f"{variable}_FILE={path} is no text") from None
+        return found
+
     @field_validator("model_roots", "data_roots", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -175,6 +206,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "EFT_RENEW_SECONDS < EFT_FENCE_SECONDS < EFT_LEASE_SECONDS must hold, or runs could overlap"
             )
+        for what, url, password in (
+            ("DATABASE", self.database_url, self.database_password),
+            ("BROKER", self.broker_url, self.broker_password),
+        ):
+            if password:
+                _check_for_password(what, url)
         return self
 
     @property
@@ -183,7 +220,7 @@ class Settings(BaseSettings):
 
     @property
     def sqlalchemy_url(self) -> str:
-        return self.database_url or f"sqlite:///{self.root / 'eft.db'}"
+        return with_password(self.database_url, self.database_password) or f"sqlite:///{self.root / 'eft.db'}"
 
     @property
     def broker_socket(self) -> Path:
@@ -198,7 +235,28 @@ class Settings(BaseSettings):
 
     @property
     def celery_broker_url(self) -> str:
-        return self.broker_url or f"redis+socket://{quote(str(self.broker_socket))}"
+        given = with_password(self.broker_url, self.broker_password)
+        return given or f"redis+socket://{quote(str(self.broker_socket))}"
+
+
+def _check_for_password(what: str, url: str) -> None:
+    """Raises ValueError where a password given apart could not be put into `url`."""
+    name, parts = f"EFT_{what}_URL", urlsplit(url)
+    if not parts.netloc:
+        raise ValueError(f"EFT_{what}_PASSWORD is for a server at {name}, and that names none")
+    if parts.password is not None:
+        raise ValueError(f"there is a password in {name} and one in EFT_{what}_PASSWORD: one of them has to go")
+    if what == "DATABASE" and not parts.username:
+        raise ValueError(f"EFT_{what}_PASSWORD is given, and {name} names no user: postgresql+psycopg://USER@HOST/NAME")
+
+
+def with_password(url: str, password: str) -> str:
+    """`url` with `password` (any text) behind its user's name."""
+    if not (url and password):
+        return url
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
 
 
 @cache
