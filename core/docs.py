@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
 from core import HOME
@@ -144,7 +145,8 @@ def settings_page() -> str:
         "|---|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
-        default = "" if field.default in (PydanticUndefined, None, "", ()) else f"`{_shown(field.default)}`"
+        nothing = field.default in (PydanticUndefined, None, "", ()) or isinstance(field.default, SecretStr)
+        default = "" if nothing else f"`{_shown(field.default)}`"
         description = _flat(field.description or "")
         lines.append(f"| `EFT_{name.upper()}` | {_type_name(field.annotation)} | {default} | {description} |")
     return "\n".join(lines) + "\n"
@@ -157,7 +159,16 @@ def _shown(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    names = {"Path": "path", "str": "text", "int": "integer", "float": "number", "bool": "true or false"}
+    names = {
+        "Path": "path",
+        "str": "text",
+        "SecretStr": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "true or false",
+    }
+    if annotation is SecretStr:
+        return "text"
     if isinstance(annotation, type) and annotation.__name__ in names:
         return names[annotation.__name__]
     inner = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]

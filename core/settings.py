@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import re
 import socket
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MAX_SOCKET_PATH = 106
 """Bytes of a Unix socket's path (unix(7): 108, with its end and one to spare)."""
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()/-]*)?$")
+"""Behind `s3://`: a bucket's name and a prefix of characters that need no care
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html)."""
 
 PathList = Annotated[tuple[Path, ...], NoDecode]
 IntList = Annotated[tuple[int, ...] | None, NoDecode]
@@ -30,8 +35,23 @@ class Settings(BaseSettings):
         env_prefix="EFT_", use_attribute_docstrings=True, extra="ignore", frozen=True, hide_input_in_errors=True
     )
 
-    data: Path = Path(".eft")
-    """Data root: files, runs, models, and the embedded database and broker. Shared by API and workers."""
+    data: str = ".eft"
+    """Data root, shared by API and workers: a folder (files, runs, models, and the embedded database and broker), or
+    `s3://bucket/prefix` (docs/data-root.md)."""
+    work: Path = Path(".eft")
+    """With an object store as data root: folder of this box's own for what it works on and copies of what it needs.
+    Else it counts for nothing, and everything lies below EFT_DATA."""
+    work_bytes: int = Field(default=200 << 30, ge=0)
+    """With an object store as data root: copies of models, files and finished runs that are kept below EFT_WORK. Beyond
+    it those go that no job has used for longest. 0: no bound."""
+    s3_endpoint: str = ""
+    """Address of the object store, e.g. `https://minio.lab.example:9000`. Default: that of AWS."""
+    s3_region: str = ""
+    """Region of the bucket. Default: `us-east-1`, which stores other than AWS mostly take."""
+    s3_access_key_id: str = ""
+    """Who asks the object store. Default: what boto3 finds by itself (AWS_… variables, ~/.aws, the instance's role)."""
+    s3_secret_access_key: SecretStr = SecretStr("")
+    """Secret that goes with it."""
     database_url: str = ""
     """SQLAlchemy URL (`postgresql+psycopg://…` or `sqlite:///…`). Default: SQLite below the data root."""
     database_password: str = Field(default="", repr=False)
@@ -164,6 +184,19 @@ class Settings(BaseSettings):
                 raise ValueError(f"{variable}_FILE={path} is no text") from None
         return found
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("data")
+    @classmethod
+    def _location(cls, value: str) -> str:
+        scheme, found, rest = value.partition("://")
+        if found and (scheme != "s3" or not _BUCKET.match(rest)):
+            raise ValueError("a folder, or `s3://bucket/prefix`")
+        return value
+
     @field_validator("model_roots", "data_roots", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -215,8 +248,19 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def is_remote(self) -> bool:
+        """The data root is an object store."""
+        return self.data.startswith("s3://")
+
+    @property
     def root(self) -> Path:
-        return self.data.expanduser().absolute()
+        """The folder that everything is worked on in: the data root, or with an object store this box's own."""
+        return (self.work if self.is_remote else Path(self.data)).expanduser().absolute()
+
+    @property
+    def data_root(self) -> str:
+        """The data root as others have to name it: an absolute path, or the URL."""
+        return self.data if self.is_remote else str(self.root)
 
     @property
     def sqlalchemy_url(self) -> str:
