@@ -46,6 +46,7 @@ for verb in (
     commands.pause,
     commands.resume,
     commands.retry,
+    commands.priority,
     commands.cancel,
     commands_queue.queue,
     commands_queue.usage,

@@ -1,4 +1,4 @@
-"""`eft submit|ls|show|watch|logs|metrics|download|pause|resume|retry|cancel`: the verbs of jobs."""
+"""`eft submit|ls|show|watch|logs|metrics|download|pause|resume|retry|priority|cancel`: the verbs of jobs."""
 
 from __future__ import annotations
 
@@ -130,6 +130,19 @@ def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = F
     with session(as_json, url) as (client, output):
         for job_id in job_ids:
             _tell_status(output, client.resume(job_id))
+
+
+def priority(
+    job_ids: JobArguments,
+    to: Annotated[int, typer.Option("--to", min=-100, max=100, help="The new one; jobs of a higher one go first.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change jobs' places in the queue. What runs goes on; a project has a limit (`eft quota list`)."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            job = client.set_priority(job_id, to)
+            output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}, priority {to}\n")
 
 
 def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:

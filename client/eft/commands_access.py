@@ -25,7 +25,7 @@ projects = typer.Typer(no_args_is_help=True, help="Projects, and who is what in 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or prefix; `eft keys list` shows them.")]
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Name or id of a user.")]
 ProjectOption = Annotated[str | None, typer.Option(help="Name or id of a project. Default: that of your key.")]
-SCOPES = "read, write, admin or box"
+SCOPES = "read, write, admin, box, or metrics (of an admin of the box, for `GET /metrics` alone)"
 STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 

@@ -1,4 +1,4 @@
-"""Downloads that can go on where they broke off, and are whole or not there."""
+"""Where downloads go on this side: paths that may be written, and files that are whole or not there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from eft.errors import DownloadError, LocalError, Unreachable
-from eft.transport import Transport
+from eft.errors import DownloadError
 
 CHUNK = 1 << 20
 Advance = Callable[[int], None]
@@ -34,79 +33,60 @@ def local_path(folder: Path, path: str) -> Path:
     return target
 
 
-def fetch(
-    transport: Transport, url: str, target: Path, *, size: int, sha256: str, patience: float, advance: Advance
-) -> None:
-    """Bring `url` to `target`: beside it first, checked against `sha256`, then renamed in one step.
+def is_there(target: Path, sha256: str) -> bool:
+    """The very file has been brought before."""
+    return target.is_file() and not target.is_symlink() and digest(target) == sha256
 
-    Whatever an earlier, broken-off download of the same content has left is gone on from. Raises DownloadError,
-    LocalError, ApiError, Unreachable.
+
+class Part:
+    """What there is of a file, beside where it is to stand; what an earlier download has left of it is taken over.
+
+    `advance` is told every byte that is there; a start over counts back. All of it may raise OSError.
     """
-    try:
-        if target.is_file() and not target.is_symlink() and digest(target) == sha256:
-            advance(size)
-            return
+
+    def __init__(self, target: Path, sha256: str, advance: Advance) -> None:
+        self._target, self._advance = target, advance
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{sha256[:12]}.part")
-        if part.is_symlink():
-            part.unlink()
-        _fetch_part(transport, url, part, size=size, sha256=sha256, patience=patience, advance=advance)
-        part.replace(target)
-        _sync_folder(target.parent)
-    except OSError as error:
-        raise LocalError(f"{target}: {error.strerror or error}") from error
+        self._path = target.with_name(f".{target.name}.{sha256[:12]}.part")
+        if self._path.is_symlink():
+            self._path.unlink()
+        self._stream = self._path.open("ab+")
+        self._seen = hashlib.sha256()
+        self._stream.seek(0)
+        while chunk := self._stream.read(CHUNK):
+            self._seen.update(chunk)
+        self.bytes = self._stream.tell()
+        advance(self.bytes)
 
+    @property
+    def sha256(self) -> str:
+        """Of what is there."""
+        return self._seen.hexdigest()
 
-def _fetch_part(
-    transport: Transport, url: str, part: Path, *, size: int, sha256: str, patience: float, advance: Advance
-) -> None:
-    with part.open("ab+") as stream:
-        seen = hashlib.sha256()
-        stream.seek(0)
-        while chunk := stream.read(CHUNK):
-            seen.update(chunk)
-        resumed = stream.tell() > 0
-        advance(stream.tell())
+    def add(self, chunk: bytes) -> None:
+        self._stream.write(chunk)
+        self._seen.update(chunk)
+        self.bytes += len(chunk)
+        self._advance(len(chunk))
 
-        def start_over() -> None:
-            nonlocal seen
-            advance(-stream.tell())
-            stream.truncate(0)
-            stream.seek(0)
-            seen = hashlib.sha256()
+    def start_over(self) -> None:
+        self._advance(-self.bytes)
+        self._stream.truncate(0)
+        self._stream.seek(0)
+        self._seen, self.bytes = hashlib.sha256(), 0
 
-        def attempt() -> None:
-            have = stream.tell()
-            # Identity: a range of a compressed representation would be another range.
-            headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-            with transport.stream("GET", url, headers=headers) as response:
-                if have and response.status_code != 206:
-                    start_over()  # no ranges here: the whole file comes again
-                for received in response.iter_bytes(CHUNK):
-                    stream.write(received)
-                    seen.update(received)
-                    advance(len(received))
-            if stream.tell() < size:
-                raise Unreachable(f"the download of {url} broke off at byte {stream.tell()} of {size}")
+    def finish(self) -> None:
+        """It is whole: give it its name, in one step, on the disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._path.replace(self._target)
+        _sync_folder(self._target.parent)
 
-        while True:
-            while stream.tell() < size:
-                before = stream.tell()
-                try:
-                    transport.persist(attempt, patience)
-                except Unreachable:
-                    # A connection that breaks again and again, yet brings something each time, is getting there.
-                    if stream.tell() <= before:
-                        raise
-            if stream.tell() == size and seen.hexdigest() == sha256:
-                break
-            start_over()
-            if not resumed:
-                part.unlink()
-                raise DownloadError(f"{url} came damaged: its SHA-256 is not the one that the server lists; try again")
-            resumed = False  # what an earlier download left may have been the damaged part
-        stream.flush()
-        os.fsync(stream.fileno())
+    def discard(self) -> None:
+        self._path.unlink()
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def digest(path: Path) -> str:

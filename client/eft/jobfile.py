@@ -109,10 +109,7 @@ def uploader(client: Client, on_upload: Callable[[Path, File], None] = lambda pa
 
     def upload(path: Path, read_as: dict[str, Any]) -> File:
         columns = read_as.get("columns")
-        same = (file for file in client.files(sha256=digest(path)) if file.filename == path.name)
-        known = next(
-            (file for file in same if ((file.raw.get("report") or {}).get("columns") or None) == columns), None
-        )
+        known = client.find_file(digest(path), name=path.name, columns=columns)
         file = known or client.upload(path, format=read_as.get("format"), columns=columns)
         on_upload(path, file)
         return file

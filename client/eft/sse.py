@@ -13,38 +13,46 @@ class Message:
     data: str
 
 
-def messages(chunks: Iterable[bytes]) -> Iterator[Message]:
-    """Cut a byte stream into messages; comments (keep-alives) and an unfinished last message give none."""
-    identity: str | None = None
-    event = ""
-    data: list[str] = []
-    for line in _lines(chunks):
-        if not line:
-            if data:
-                yield Message(identity, event or "message", "\n".join(data))
-            event, data = "", []
-            continue
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        match name:
-            case "id":
-                identity = value
-            case "event":
-                event = value
-            case "data":
-                data.append(value)
-            case _:
-                pass  # a comment (empty name), `retry`, or a field of a later standard
+class Decoder:
+    """Cuts a byte stream into messages; comments (keep-alives) and an unfinished last message give none."""
 
+    def __init__(self) -> None:
+        self._rest = b""
+        self._identity: str | None = None
+        self._event = ""
+        self._data: list[str] = []
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    # Only CR, LF and CRLF end a line; str.splitlines would also cut at U+2028 and others inside the data.
-    rest = b""
-    for chunk in chunks:
-        rest += chunk
+    def feed(self, chunk: bytes) -> Iterator[Message]:
+        for line in self._lines(chunk):
+            if not line:
+                if self._data:
+                    yield Message(self._identity, self._event or "message", "\n".join(self._data))
+                self._event, self._data = "", []
+                continue
+            name, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            match name:
+                case "id":
+                    self._identity = value
+                case "event":
+                    self._event = value
+                case "data":
+                    self._data.append(value)
+                case _:
+                    pass  # a comment (empty name), `retry`, or a field of a later standard
+
+    def _lines(self, chunk: bytes) -> list[str]:
+        # Only CR, LF and CRLF end a line; str.splitlines would also cut at U+2028 and others inside the data.
+        whole = self._rest + chunk
         # A CR at the very end may be half of a CRLF.
-        ready, rest = (rest[:-1], b"\r") if rest.endswith(b"\r") else (rest, b"")
-        parts = ready.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        rest = parts.pop() + rest
-        for part in parts:
-            yield part.decode(errors="replace")
+        ready, held = (whole[:-1], b"\r") if whole.endswith(b"\r") else (whole, b"")
+        *lines, rest = ready.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = rest + held
+        return [line.decode(errors="replace") for line in lines]
+
+
+def messages(chunks: Iterable[bytes]) -> Iterator[Message]:
+    """All messages of a stream."""
+    decoder = Decoder()
+    for chunk in chunks:
+        yield from decoder.feed(chunk)

@@ -207,6 +207,26 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class LogChunk:
+    text: str
+    attempt: int
+    """Whose log it is; 0 before the first."""
+    offset: int
+    """Where the next chunk begins: pass it to `logs(offset=…)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at a running job."""
+
+    job: Job
+    events: list[Event]
+    """What happened since the look before."""
+    loss: float | None
+    """The latest; None before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """A page of jobs; `next` is the cursor of the one after it."""
 

@@ -1,12 +1,13 @@
+# Written by client/unasync.py from ../aio/queue.py: change that one.
 """The queue, the GPUs and who shares them: `client.queue`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from eft.transport import Param, Transport
+from eft.answers import Param
+from eft.sync.transport import Transport
 
 Raw = dict[str, Any]
 
@@ -67,12 +68,12 @@ class Queue:
 
     def usage(self, *, since: str | None = None, until: str | None = None) -> Raw:
         """By owner and project; days as 2026-11-21."""
-        answer: Raw = self._transport.request("GET", "/usage", params={"since": since, "until": until}).json()
+        answer: Raw = self._transport.json("GET", "/usage", params={"since": since, "until": until})
         return answer
 
     def usage_csv(self, *, since: str | None = None, until: str | None = None) -> str:
         params: dict[str, Param] = {"since": since, "until": until, "format": "csv"}
-        return self._transport.request("GET", "/usage", params=params).text
+        return (self._transport.request("GET", "/usage", params=params)).text
 
     def limits(self) -> list[Raw]:
         return self._list("/limits")
@@ -84,26 +85,19 @@ class Queue:
     def collect(self, *, dry_run: bool = False) -> Raw:
         """Let go what the rules of retention allow; for admins of the box."""
         params: dict[str, Param] = {"dry_run": "true" if dry_run else None}
-        answer: Raw = self._transport.request("POST", "/gc", params=params, idempotent=False).json()
+        answer: Raw = self._transport.json("POST", "/gc", params=params)
         return answer
 
     # ---
 
     def _list(self, path: str, **params: Param) -> list[Raw]:
-        data: list[Raw] = self._transport.request("GET", path, params=params).json()["data"]
+        data: list[Raw] = (self._transport.json("GET", path, params=params))["data"]
         return data
 
     def _change(self, path: str, wish: Raw) -> list[Raw]:
-        data: list[Raw] = self._post(path, wish)["data"]
+        data: list[Raw] = (self._post(path, wish))["data"]
         return data
 
     def _post(self, path: str, wish: Raw) -> Raw:
-        answer = self._transport.request(
-            "POST",
-            path,
-            content=json.dumps(wish).encode(),
-            headers={"Content-Type": "application/json"},
-            idempotent=False,
-        )
-        raw: Raw = answer.json()
+        raw: Raw = self._transport.json("POST", path, body=wish)
         return raw

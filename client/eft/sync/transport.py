@@ -1,35 +1,34 @@
+# Written by client/unasync.py from ../aio/transport.py: change that one.
 """Requests that survive a restart of the server, and errors that say what the server said."""
 
 from __future__ import annotations
 
-import random
+import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import httpx
 
+from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff
 from eft.config import Config
-from eft.errors import ApiError, EftClientError, Fault, Unreachable
+from eft.errors import EftClientError, Unreachable
+from eft.sync import io
 
-Param = str | int | float | bool | Sequence[str] | None
-Params = Mapping[str, Param]
 T = TypeVar("T")
 
-BUSY = frozenset({429, 502, 503, 504})
-"""Answers that mean: not now. Everything else is final."""
-FIRST_DELAY, LONGEST_DELAY = 0.2, 5.0
+_persisting: ContextVar[bool] = ContextVar("persisting", default=False)
+"""Inside `persist`: whoever called it tries again, with a patience of their own."""
 
 
 class Transport:
-    """One HTTP connection pool. Not for use by several threads at once."""
+    """One HTTP connection pool, for any number of tasks or threads."""
 
     def __init__(self, config: Config, *, timeout: float, patience: float, user_agent: str) -> None:
         self.config = config
         self.patience = patience
-        self._persisting = False
-        """Inside `persist`: whoever called it tries again, with a patience of their own."""
         headers = {"User-Agent": user_agent}
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
@@ -64,11 +63,31 @@ class Transport:
         def once() -> httpx.Response:
             with self.stream(
                 method, path, params=params, content=content, files=files, headers=headers, timeout=timeout
-            ) as r:
-                r.read()
-                return r
+            ) as response:
+                response.read()
+                return response
 
-        return self.persist(once) if idempotent and not self._persisting else once()
+        return self.persist(once) if idempotent and not _persisting.get() else once()
+
+    def json(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Params | None = None,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        idempotent: bool | None = None,
+    ) -> Any:
+        """The answer's document. Unless `idempotent` says otherwise, a POST is sent once: whether it was done is not
+        known when its answer is lost."""
+        content = None if body is None else json.dumps(body).encode()
+        typed = {} if body is None else {"Content-Type": "application/json"}
+        again = method != "POST" if idempotent is None else idempotent
+        answer = self.request(
+            method, path, params=params, content=content, headers={**typed, **(headers or {})}, idempotent=again
+        )
+        return answer.json()
 
     @contextmanager
     def stream(
@@ -81,12 +100,8 @@ class Transport:
         files: Any = None,
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        accept: frozenset[int] = frozenset(),
-    ) -> Generator[httpx.Response, None, None]:
-        """One try, the answer's body unread. Error answers raise ApiError, except the statuses in `accept`.
-
-        `timeout` is the longest silence in seconds.
-        """
+    ) -> Iterator[httpx.Response]:
+        """One try, the answer's body unread. Error answers raise ApiError. `timeout`: longest silence in seconds."""
         given: Any = {key: value for key, value in (params or {}).items() if value is not None}
         try:
             with self._http.stream(
@@ -98,7 +113,7 @@ class Transport:
                 headers=dict(headers or {}),
                 timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else httpx.Timeout(timeout, connect=10.0),
             ) as response:
-                if not response.is_success and response.status_code not in accept:
+                if not response.is_success:
                     response.read()
                     raise api_error(response)
                 yield response
@@ -121,7 +136,7 @@ class Transport:
         deadline = time.monotonic() + patience
         delay = FIRST_DELAY
         while True:
-            outer, self._persisting = self._persisting, True
+            before = _persisting.set(True)
             try:
                 return attempt()
             except EftClientError as error:
@@ -131,46 +146,6 @@ class Transport:
                 if on_gap is not None:
                     on_gap(error)
             finally:
-                self._persisting = outer
-            time.sleep(pause)
+                _persisting.reset(before)
+            io.sleep(pause)
             delay = min(delay * 2, LONGEST_DELAY)
-
-
-def backoff(error: EftClientError, delay: float) -> float | None:
-    """Seconds to wait before the next try (with jitter, so that clients do not come back in step); None: do not try."""
-    if isinstance(error, ApiError):
-        if error.status not in BUSY:
-            return None
-        if error.retry_after is not None:
-            return error.retry_after
-    elif not isinstance(error, Unreachable):
-        return None
-    return delay * random.uniform(0.75, 1.25)  # noqa: S311 -- no secret hangs on it
-
-
-def api_error(response: httpx.Response) -> ApiError:
-    """The one error shape; words of our own when something that is not eft answered."""
-    request_id = response.headers.get("x-request-id")
-    after = response.headers.get("retry-after", "")
-    retry_after = min(float(after), 60.0) if after.isdigit() else None
-    try:
-        body = response.json()["error"]
-        return ApiError(
-            str(body["message"]),
-            status=response.status_code,
-            code=str(body["code"]),
-            field=body.get("field"),
-            faults=tuple(Fault(str(f["code"]), str(f["message"]), f.get("field")) for f in body.get("faults") or ()),
-            request_id=body.get("request_id") or request_id,
-            retry_after=retry_after,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # Not an answer of eft: a proxy's page, another service on that port.
-        words = " ".join(response.text.split())[:200] or response.reason_phrase
-        return ApiError(
-            f"{response.request.url.host} answered {response.status_code}: {words}",
-            status=response.status_code,
-            code=f"http_{response.status_code}",
-            request_id=request_id,
-            retry_after=retry_after,
-        )

@@ -1,16 +1,17 @@
+# Written by client/unasync.py from ../aio/webhooks.py: change that one.
 """Webhooks: where a project is told what becomes of its jobs."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from eft.errors import UsageFault
-from eft.transport import Param, Transport
+from eft import paths
+from eft.answers import Param
+from eft.sync.transport import Transport
 
 Raw = dict[str, Any]
+_LISTED_BY = "`eft webhooks deliveries` lists them"
 
 
 class Webhooks:
@@ -21,7 +22,7 @@ class Webhooks:
 
     def all(self) -> list[Raw]:
         """The project's, oldest first."""
-        data: list[Raw] = self._json("GET", "/webhooks")["data"]
+        data: list[Raw] = (self._json("GET", "/webhooks"))["data"]
         return data
 
     def create(
@@ -35,27 +36,27 @@ class Webhooks:
     ) -> Raw:
         """`answer["secret"]` signs its notices and is shown this once; None for a chat."""
         wish = {"url": url, "name": name, "kind": kind, "events": events and [*events], "all_jobs": all_jobs}
-        return self._json(
-            "POST", "/webhooks", body={field: value for field, value in wish.items() if value is not None}
-        )
+        body = {field: value for field, value in wish.items() if value is not None}
+        return self._json("POST", "/webhooks", body=body)
 
     def show(self, webhook_id: str) -> Raw:
-        return self._json("GET", _hook(webhook_id))
+        return self._json("GET", paths.webhook(webhook_id))
 
     def delete(self, webhook_id: str) -> Raw:
-        return self._json("DELETE", _hook(webhook_id))
+        return self._json("DELETE", paths.webhook(webhook_id))
 
     def rotate(self, webhook_id: str, *, overlap_hours: float | None = None) -> Raw:
         """A new secret, in `answer["secret"]`; the old one signs, too, for `overlap_hours` more (default: a day)."""
-        return self._json("POST", f"{_hook(webhook_id)}/rotate", params={"overlap_hours": overlap_hours})
+        path = f"{paths.webhook(webhook_id)}/rotate"
+        return self._json("POST", path, params={"overlap_hours": overlap_hours})
 
     def enable(self, webhook_id: str) -> Raw:
         """One that was disabled, by 410 Gone or by days of failure."""
-        return self._json("POST", f"{_hook(webhook_id)}/enable")
+        return self._json("POST", f"{paths.webhook(webhook_id)}/enable")
 
     def test(self, webhook_id: str) -> Raw:
         """The delivery of a test notice; `deliveries` says what became of it."""
-        return self._json("POST", f"{_hook(webhook_id)}/test")
+        return self._json("POST", f"{paths.webhook(webhook_id)}/test")
 
     def deliveries(self, webhook_id: str, *, state: str | None = None, limit: int = 20) -> list[Raw]:
         """Newest first, at most `limit`; `state`: pending, delivered or dead."""
@@ -63,7 +64,7 @@ class Webhooks:
         after: str | None = None
         while len(rows) < limit:
             params: dict[str, Param] = {"state": state, "limit": min(200, limit - len(rows)), "after": after}
-            page = self._json("GET", f"{_hook(webhook_id)}/deliveries", params=params)
+            page = self._json("GET", f"{paths.webhook(webhook_id)}/deliveries", params=params)
             rows += page["data"]
             after = page["next"]
             if after is None:
@@ -72,27 +73,9 @@ class Webhooks:
 
     def resend(self, webhook_id: str, delivery_id: str) -> Raw:
         """From the first attempt on, with the same `webhook-id`."""
-        return self._json("POST", f"{_hook(webhook_id)}/deliveries/{_id(delivery_id)}/resend")
+        delivery = paths.identity(delivery_id, _LISTED_BY)
+        return self._json("POST", f"{paths.webhook(webhook_id)}/deliveries/{delivery}/resend")
 
     def _json(self, method: str, path: str, *, params: dict[str, Param] | None = None, body: Raw | None = None) -> Raw:
-        answer = self._transport.request(
-            method,
-            path,
-            params=params,
-            content=None if body is None else json.dumps(body).encode(),
-            headers={} if body is None else {"Content-Type": "application/json"},
-            idempotent=method != "POST",
-        )
-        raw: Raw = answer.json()
+        raw: Raw = self._transport.json(method, path, params=params, body=body)
         return raw
-
-
-def _hook(webhook_id: str) -> str:
-    return f"/webhooks/{_id(webhook_id)}"
-
-
-def _id(text: str) -> str:
-    # Part of a path: an empty one or `..` would ask for something else.
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise UsageFault(f"{text!r} is not an id; `eft webhooks list` and `eft webhooks deliveries` list them")
-    return text

@@ -1,13 +1,13 @@
+# Written by client/unasync.py from ../aio/access.py: change that one.
 """Users, projects, members, keys and the audit: what admins look after, and everybody's own keys."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
-from urllib.parse import quote
 
-from eft.errors import UsageFault
-from eft.transport import Param, Transport
+from eft.answers import Param
+from eft.paths import name as _part
+from eft.sync.transport import Transport
 
 Raw = dict[str, Any]
 
@@ -45,7 +45,8 @@ class Access:
             "user": user,
             "project": project,
         }
-        return self._json("POST", "/keys", body={field: value for field, value in wish.items() if value is not None})
+        body = {field: value for field, value in wish.items() if value is not None}
+        return self._json("POST", "/keys", body=body)
 
     def rotate_key(self, key_id: str, *, overlap_hours: float | None = None) -> Raw:
         """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day)."""
@@ -57,7 +58,7 @@ class Access:
     # --- users, for admins of the box
 
     def users(self) -> list[Raw]:
-        data: list[Raw] = self._json("GET", "/users")["data"]
+        data: list[Raw] = (self._json("GET", "/users"))["data"]
         return data
 
     def create_user(self, name: str, *, box_admin: bool = False) -> Raw:
@@ -70,7 +71,7 @@ class Access:
     # --- projects and their members
 
     def projects(self) -> list[Raw]:
-        data: list[Raw] = self._json("GET", "/projects")["data"]
+        data: list[Raw] = (self._json("GET", "/projects"))["data"]
         return data
 
     def create_project(self, name: str, *, admin: str | None = None) -> Raw:
@@ -78,7 +79,7 @@ class Access:
         return self._json("POST", "/projects", body={"name": name, "admin": admin})
 
     def members(self, project: str) -> list[Raw]:
-        data: list[Raw] = self._json("GET", f"/projects/{_part(project)}/members")["data"]
+        data: list[Raw] = (self._json("GET", f"/projects/{_part(project)}/members"))["data"]
         return data
 
     def set_member(self, project: str, user: str, role: str) -> Raw:
@@ -99,15 +100,8 @@ class Access:
     # ---
 
     def _json(self, method: str, path: str, *, params: dict[str, Param] | None = None, body: Raw | None = None) -> Raw:
-        answer = self._transport.request(
-            method,
-            path,
-            params=params,
-            content=None if body is None else json.dumps(body).encode(),
-            headers={} if body is None else {"Content-Type": "application/json"},
-            idempotent=method != "POST",  # a second key, made because an answer was lost, is one that nobody knows of
-        )
-        raw: Raw = answer.json()
+        # POSTs go out once: a second key, made because an answer was lost, is one that nobody knows of.
+        raw: Raw = self._transport.json(method, path, params=params, body=body)
         return raw
 
     def _pages(self, path: str, filters: dict[str, Param], limit: int | None) -> list[Raw]:
@@ -121,10 +115,3 @@ class Access:
             if after is None:
                 break
         return rows
-
-
-def _part(text: str) -> str:
-    # Part of a path: an empty one or `..` would ask for something else.
-    if not text or text in (".", ".."):
-        raise UsageFault(f"{text!r} is neither an id nor a name")
-    return quote(text, safe="")

@@ -1,0 +1,1 @@
+"""The synchronous client, written from eft/aio by client/unasync.py."""

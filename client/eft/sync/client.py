@@ -1,0 +1,47 @@
+# Written by client/unasync.py from ../aio/client.py: change that one.
+"""The client: one method a verb of the HTTP API."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from eft.config import load_config
+from eft.sync.access import Access
+from eft.sync.events import Events
+from eft.sync.files import Files
+from eft.sync.nodes import Nodes
+from eft.sync.queue import Queue
+from eft.sync.transport import Transport
+from eft.sync.webhooks import Webhooks
+from eft.version import VERSION
+
+
+class Client(Events, Files, Nodes):
+    """Talks to one eft server: `with Client() as client: client.submit({...})`.
+
+    Address and key come from the arguments, EFT_URL and EFT_API_KEY, or ~/.config/eft/config.toml. Every method raises
+    ApiError when the server refuses, Unreachable when it does not answer for `patience` seconds; calls that may be sent
+    twice (reading ones, submits, which carry an idempotency key, and others of which the second changes nothing) are
+    sent again meanwhile. `timeout`: seconds of silence after which one try counts as lost.
+    """
+
+    def __init__(
+        self, url: str | None = None, api_key: str | None = None, *, timeout: float = 30.0, patience: float = 5.0
+    ) -> None:
+        self.config = load_config(url, api_key)
+        agent = f"eft-client/{VERSION}"
+        self._transport = Transport(self.config, timeout=timeout, patience=patience, user_agent=agent)
+        self.access = Access(self._transport)
+        """Users, projects, keys, the audit."""
+        self.webhooks = Webhooks(self._transport)
+        self.queue = Queue(self._transport)
+        """The order, GPUs and holds, usage and quotas."""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._transport.close()

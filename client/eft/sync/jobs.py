@@ -1,0 +1,152 @@
+# Written by client/unasync.py from ../aio/jobs.py: change that one.
+"""Jobs: submit them, steer them, and read what they have measured and printed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from eft import paths
+from eft.answers import Param
+from eft.errors import EftClientError
+from eft.sync import io
+from eft.sync.transport import Transport
+from eft.types import Job, LogChunk, Page
+
+
+class Jobs:
+    _transport: Transport
+
+    def submit(self, spec: dict[str, Any], *, idempotency_key: str | None = None) -> Job:
+        """Enqueue a job. The same key with the same spec gives the same job, however often it is sent."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return Job.parse(self._transport.json("POST", "/jobs", body=spec, headers=headers, idempotent=True))
+
+    def resolve(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Check a spec without enqueuing it; the answer is the spec with every default written out."""
+        params: dict[str, Param] = {"dry_run": "true"}
+        answer = self._transport.json("POST", "/jobs", params=params, body=spec, idempotent=True)
+        resolved: dict[str, Any] = answer["spec"]
+        return resolved
+
+    def get(self, job_id: str) -> Job:
+        return Job.parse(self._transport.json("GET", paths.job(job_id)))
+
+    def jobs(
+        self,
+        *,
+        status: Sequence[str] | None = None,
+        name: str | None = None,
+        created_after: str | None = None,
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Page:
+        """Newest first; `after` is the `next` of the page before."""
+        params: dict[str, Param] = {
+            "status": status,
+            "name": name,
+            "created_after": created_after,
+            "limit": limit,
+            "after": after,
+        }
+        raw = self._transport.json("GET", "/jobs", params=params)
+        return Page([Job.parse(item) for item in raw["data"]], raw.get("next"), raw)
+
+    def cancel(self, job_id: str) -> Job:
+        return self._ask(job_id, "cancel")
+
+    def pause(self, job_id: str) -> Job:
+        """Free its slot and keep what it has done."""
+        return self._ask(job_id, "pause")
+
+    def resume(self, job_id: str) -> Job:
+        """Queue a paused job again; it goes on from its checkpoint."""
+        return self._ask(job_id, "resume")
+
+    def retry(self, job_id: str) -> Job:
+        """A new job with the spec of a failed or cancelled one, going on from its newest checkpoint."""
+        return self._ask(job_id, "retry")
+
+    def set_priority(self, job_id: str, priority: int) -> Job:
+        """Of a job that has not ended; its place in the queue changes at once."""
+        body = {"priority": priority}
+        return Job.parse(self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
+
+    def _ask(self, job_id: str, verb: str) -> Job:
+        # Asking twice for one of these is asking once, says the API: an answer that was lost is asked for again.
+        return Job.parse(self._transport.json("POST", f"{paths.job(job_id)}/{verb}", idempotent=True))
+
+    # --- what they measured
+
+    def metrics(
+        self, job_id: str, *, names: Sequence[str] | None = None, points: int | None = None
+    ) -> dict[str, list[tuple[int, float]]]:
+        """`{"loss": [(step, value), …], …}`; `points` thins each curve to that many."""
+        params: dict[str, Param] = {"names": ",".join(names) if names else None, "points": points}
+        raw = self._transport.json("GET", f"{paths.job(job_id)}/metrics", params=params)
+        return {name: [(int(step), value) for step, value in curve] for name, curve in raw.items()}
+
+    def metrics_csv(self, job_id: str, *, names: Sequence[str] | None = None, points: int | None = None) -> str:
+        params: dict[str, Param] = {"names": ",".join(names) if names else None, "points": points, "format": "csv"}
+        return (self._transport.request("GET", f"{paths.job(job_id)}/metrics", params=params)).text
+
+    def samples(self, job_id: str, *, step: int | None = None) -> dict[str, Any]:
+        """What the model answered after a step (default: the weights handed back), beside the untrained model."""
+        params: dict[str, Param] = {"step": step}
+        answer: dict[str, Any] = self._transport.json("GET", f"{paths.job(job_id)}/samples", params=params)
+        return answer
+
+    # --- what they printed
+
+    def logs(
+        self, job_id: str, *, attempt: int | None = None, tail: int | None = None, offset: int | None = None
+    ) -> LogChunk:
+        """What the trainer printed, at most 1 MiB. `tail`: the last so many lines; `offset`: from that byte on."""
+        params: dict[str, Param] = {"attempt": attempt, "tail": tail, "offset": offset}
+        answer = self._transport.request("GET", f"{paths.job(job_id)}/logs", params=params)
+        headers = answer.headers
+        return LogChunk(
+            answer.content.decode(errors="replace"),
+            attempt=int(headers.get("x-log-attempt", attempt or 0)),
+            offset=int(headers.get("x-log-offset", (offset or 0) + len(answer.content))),
+        )
+
+    def follow_logs(
+        self,
+        job_id: str,
+        *,
+        attempt: int | None = None,
+        tail: int | None = None,
+        interval: float = 1.0,
+        patience: float = 300.0,
+        on_gap: Callable[[EftClientError], None] | None = None,
+    ) -> Iterator[LogChunk]:
+        """What the trainer prints until the job has ended, from the newest attempt on, attempt by attempt; with
+        `attempt`, that one alone.
+
+        Survives a restart of the server: it asks again from the byte it has come to, so that nothing is lost or told
+        twice. `tail`: begin with the last so many lines. Looks every `interval` seconds; gives up (Unreachable,
+        ApiError) when the server is away for `patience` seconds; `on_gap` is told of every break.
+        """
+        current, offset, begun = attempt, 0, False
+        while True:
+            # The job first: when it has ended or gone on to a next attempt, its log of now is all there will be of it.
+            job = self._transport.persist(partial(self.get, job_id), patience, on_gap)
+            if not current:  # nothing has been printed before the first attempt
+                current = job.attempt
+            while current:
+                where = {"tail": tail} if tail is not None and not begun else {"offset": offset}
+                read = partial(self.logs, job_id, attempt=current, **where)
+                chunk = self._transport.persist(read, patience, on_gap)
+                begun, offset = True, chunk.offset
+                if not chunk.text:
+                    break
+                yield chunk
+            if job.attempt > (current or 0) and attempt is None:
+                current, offset, begun = (current or 0) + 1, 0, True
+            elif job.finished or job.attempt > (current or 0):
+                return
+            else:
+                io.sleep(interval)
