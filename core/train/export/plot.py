@@ -20,8 +20,8 @@ def plot_loss(
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.add_axes((0.08, 0.11, 0.84, 0.85))  # a layout engine would draw everything twice
     marker = "o" if len(metrics) == 1 else ""
     axes.plot(
         [m["step"] for m in metrics], [m["loss"] for m in metrics], linewidth=1.2, marker=marker, label="training"
@@ -46,5 +46,5 @@ def plot_loss(
         share.set_ylim(0, 1.02)
         more, words = share.get_legend_handles_labels()
         handles, labels = [*handles, *more], [*labels, *words]
-    axes.legend(handles, labels)
+    axes.legend(handles, labels, loc="upper right")
     figure.savefig(path)
