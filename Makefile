@@ -71,7 +71,8 @@ docs: $(VENV)/.app ## write the generated pages again
 
 lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile pyproject.toml --extra train --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/app.txt
-	uv pip compile pyproject.toml --extra train --extra test -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/test.txt
+	uv pip compile pyproject.toml --extra train --extra s3 --extra test -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/test.txt
+	uv pip compile pyproject.toml --extra s3 -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/s3.txt
 	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
 	uv pip compile locks/aot.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/aot.txt
 
