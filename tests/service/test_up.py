@@ -197,9 +197,12 @@ def test_sigterm_hands_back_and_leaves_nothing(own: Service, models: Path) -> No
     assert held == (0,)
 
     own.start()  # the key is the same, and the job goes on where it was
-    own.wait_for_step(job_id, 2)
-    events = own.client.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"]
-    assert [event["type"] for event in events if event["type"] == "resumed"] == ["resumed"]
+
+    def resumed() -> list[Any]:
+        events = own.client.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"]
+        return [event for event in events if event["type"] == "resumed"]
+
+    assert len(wait_for(resumed, 90, "the job to go on", lambda: own.describe(job_id))) == 1
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing(own: Service, models: Path) -> None:
