@@ -25,7 +25,7 @@ def command(model: Path, train: Path, held: Path, output: Path, steps: int, *mor
 def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path) -> None:
     train, held = write_rows(tmp_path / "train.jsonl", chats(20)), write_rows(tmp_path / "held.jsonl", chats(5))
     output, environment = tmp_path / "out", os.environ | ENVIRONMENT
-    line = command(tiny_dir, train, held, output, 600, "--json")
+    line = command(tiny_dir, train, held, output, 300, "--json")
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_until(lambda: len(events(output, "metrics")) >= 5, process)
     process.send_signal(signal.SIGINT)
@@ -35,7 +35,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr.decode()
     answer = json.loads(done.stdout)
-    assert answer["steps"] == 600
+    assert answer["steps"] == 300
     assert answer["eval_after"]["eval_loss"] < answer["eval_before"]["eval_loss"]
     assert Path(answer["adapter"], "adapter_model.safetensors").read_bytes() == weights(output)
     assert len(events(output, "resumed")) == 1
