@@ -197,7 +197,8 @@ class Agent:
                 attempt.run()
             finally:
                 with self._idle:
-                    del self._busy[attempt.claim.slot.id]
+                    for slot in attempt.claim.slots:
+                        del self._busy[slot.id]
                     self._idle.notify_all()
 
     def _claim(self) -> Attempt | None:
@@ -209,10 +210,8 @@ class Agent:
                 log.warning("cannot claim, database: %s", error)
                 return None
             for slot in self.slots:
-                if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
+                if not self._offered(slot):
                     continue
-                if not self._selftests.offered(slot.id) or slot.id in self._others:
-                    continue  # not fit, or somebody uses it beside eft
                 if self._room.left() < 0:
                     return None
                 began = _clock()
@@ -232,18 +231,21 @@ class Agent:
                     self._unheard = True  # an error of the commit does not say whether it was done
                     return None
                 if claim is not None:
-                    log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, slot.id)
+                    names = ", ".join(one.id for one in claim.slots)
+                    log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
                     attempt = Attempt(self.site, claim, began)
                     with self._idle:
-                        self._busy[slot.id] = attempt
+                        self._busy.update({one.id: attempt for one in claim.slots})
                     return attempt
+                            beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
         return None
 
+                            leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
     def _give_back_unheard(self) -> None:
         """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
         if not self._unheard:
             return
-        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in list(self._busy.values())}
+        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
         with self.site.database.write() as session:
             given_back = claims.give_back_unheard(session, self.worker, known)
         self._unheard = False
@@ -255,7 +257,7 @@ class Agent:
         if self.site.leaving.is_set():
             return True
         recent = time.monotonic() - STARTING_SECONDS
-        return any(attempt.began > recent and not attempt.stepped for attempt in list(self._busy.values()))
+        return any(attempt.began > recent and not attempt.stepped for attempt in self._attempts())
 
     def _sweep(self) -> None:
         """What may come back by itself: room on the disk, memory of a GPU. The housekeeper rings while jobs wait."""
@@ -272,6 +274,16 @@ class Agent:
                 log.warning("cannot tell of room and slots, database: %s", error)
             except Exception:
                 log.exception("sweep")
+    def _offered(self, slot: Slot) -> bool:
+        """It is free and fit, nobody uses it beside eft, and this worker stays."""
+        if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
+            return False
+        return self._selftests.offered(slot.id) and slot.id not in self._others
+
+    def _attempts(self) -> list[Attempt]:
+        """What runs now; one of several slots is one."""
+        return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
+
             if self._stopped.wait(self.settings.sweep_seconds):
                 return
 
@@ -302,7 +314,7 @@ class Agent:
                 log.exception("cannot renew leases")
 
     def _renew(self) -> None:
-        attempts = list(self._busy.values())
+        attempts = self._attempts()
         lease, began = self.settings.lease_seconds, _clock()
         with self.site.database.write() as session:
             known = nodes.heartbeat(session, self.settings.node, self.worker)  # before the jobs: core/jobs/nodes.py
@@ -330,7 +342,7 @@ class Agent:
     def _take_leave(self) -> None:
         self._leave.get()
         self.site.leaving.set()
-        attempts = list(self._busy.values())
+        attempts = self._attempts()
         log.info("leaving; %d at work", len(attempts))
         for attempt in attempts:
             attempt.hurry()
@@ -351,7 +363,7 @@ class Agent:
             self._housekeeper.stop()
         for thread in self._threads:
             thread.join(5.0)
-        for attempt in list(self._busy.values()):
+        for attempt in self._attempts():
             attempt.lose()
         self.site.database.dispose()
         os.close(self._lock_file)

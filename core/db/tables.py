@@ -33,6 +33,8 @@ WAITS_FOR = {
 }
 """What a waiting job waits for a slot to do. Written out, not bound: SQLite takes a partial index for a query only when
 it can see in the query's words that the index has all of its rows."""
+BOUNDED = f"{WAITS_FOR['train']} AND bound_seconds IS NOT NULL"
+"""Those that may go ahead of a job for which slots are kept (core/jobs/gangs.py)."""
 
 
 def _queue_key(context: Any) -> str:
@@ -163,6 +165,16 @@ class Job(Owned, Base):
     event_seq: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Number of the newest event; counted under this row's lock, so that events appear in their order."""
     progress: Mapped[dict[str, Any] | None]
+    progress_at: Mapped[float | None] = mapped_column(Float)
+    """When that was told."""
+    bound_seconds: Mapped[float | None] = mapped_column(Float)
+    """What it will hold its slots at the most, as known while it waits (core/jobs/bounds.py); null: nobody knows."""
+    reserved_at: Mapped[float | None] = mapped_column(Float)
+    """Since when slots are kept for it, which needs more than were free (core/jobs/gangs.py)."""
+    reserved_node: Mapped[str | None] = mapped_column(String(255))
+    preempted: Mapped[dict[str, Any] | None]
+    """It was asked to leave for another job: {"job", "project", "priority", "at"} (core/jobs/preempt.py); null again
+    once it runs."""
     result: Mapped[dict[str, Any] | None]
     failure: Mapped[dict[str, Any] | None]
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
@@ -186,7 +198,7 @@ class Job(Owned, Base):
                 sqlite_where=text(waits),
                 postgresql_where=text(waits),
             )
-            for what, waits in WAITS_FOR.items()
+            for what, waits in {**WAITS_FOR, "bounded": BOUNDED}.items()
         ),
         Index(
             "ix_jobs_leased",
@@ -208,10 +220,13 @@ class Attempt(Owned, Base):
     node: Mapped[str] = mapped_column(String(255))
     worker: Mapped[str] = mapped_column(Id)
     slot: Mapped[str] = mapped_column(String(128))
+    """The first of its slots; `allocations` has all of them."""
     pid: Mapped[int | None] = mapped_column(Integer)
     pid_started: Mapped[float | None] = mapped_column(Float)
     """Start time of that pid by the kernel, since numbers are used again."""
     started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    training_at: Mapped[float | None] = mapped_column(Float)
+    """When its first step was told: what came before was loading."""
     ended_at: Mapped[float | None] = mapped_column(Float)
     outcome: Mapped[str | None] = mapped_column(Text)
     exit_code: Mapped[int | None] = mapped_column(Integer)
@@ -221,13 +236,14 @@ class Attempt(Owned, Base):
 
 
 class Allocation(Owned, Base):
-    """A slot held by an attempt. The partial unique index is the mutex: no slot is ever held twice."""
+    """A slot held by an attempt; a job of k GPUs has k rows. The partial unique index is the mutex: no slot is ever
+    held twice."""
 
     __tablename__ = "allocations"
     job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
     attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
-    node: Mapped[str] = mapped_column(String(255))
-    slot: Mapped[str] = mapped_column(String(128))
+    node: Mapped[str] = mapped_column(String(255), primary_key=True)
+    slot: Mapped[str] = mapped_column(String(128), primary_key=True)
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     released_at: Mapped[float | None] = mapped_column(Float)
     gpus: Mapped[int] = mapped_column(Integer, insert_default=0)
@@ -298,6 +314,8 @@ class Limit(Base):
     max_queued: Mapped[int | None] = mapped_column(Integer)
     gpu_hours_week: Mapped[float | None] = mapped_column(Float)
     disk_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    preemptible: Mapped[bool | None] = mapped_column(Boolean)
+    """Of a project: its running jobs may be paused for waiting ones of a higher priority; null: no."""
 
 
 class Hold(Base):

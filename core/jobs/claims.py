@@ -6,16 +6,17 @@ that worker carries. Lease times are computed and compared by the database's clo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import func, insert, null, select, update
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
-from core.jobs import holds, line, outbox
+from core.jobs import bounds, gangs, holds, line, outbox
 from core.jobs.shares import HALF_LIFE_SECONDS
 from core.jobs.slots import Phase, Slot
 from core.jobs.states import LEASED, Status
@@ -24,6 +25,8 @@ from core.jobs.turn import take_turn
 
 __all__ = ["Claim", "Kind", "Slot", "claim"]
 
+LEAVE_SECONDS = 150.0
+"""EFT_STOP_GRACE_SECONDS and EFT_GPU_CLEAR_SECONDS as they are by default."""
 Kind = Phase
 """What an attempt does: prepare, train or preview."""
 
@@ -34,7 +37,8 @@ class Claim:
 
     token: Token
     kind: Kind
-    slot: Slot
+    slots: tuple[Slot, ...]
+    """In the order of their node; all of one kind, vendor and architecture. Rank 0 runs on the first."""
     owner_id: str
     project_id: str
     spec: dict[str, Any]
@@ -49,6 +53,10 @@ class Claim:
     """Of the submit that began it all, so that a worker's log can be followed from the API's."""
 
     @property
+    def slot(self) -> Slot:
+        return self.slots[0]
+
+    @property
     def label(self) -> str:
         """The job in a line of a log."""
         return f"{self.token.job_id} [{self.request_id or '-'}]"
@@ -61,14 +69,19 @@ def claim(
     slot: Slot,
     lease_seconds: float,
     *,
+    beside: Sequence[Slot] = (),
     room: int | None = None,
     half_life: float = HALF_LIFE_SECONDS,
+    leave_seconds: float = LEAVE_SECONDS,
 ) -> Claim | None:
     """Take the waiting job whose turn it is among those that `slot` can serve (core/jobs/line.py), or None. Call in a
     write transaction of its own.
 
-    `room` is how many bytes a job may take of the data root (None: nobody has looked). A drained node gets nothing, nor
-    does a slot that is held. It is the job's from here on. Raises IntegrityError if a job holds it already: a defect.
+    `beside` are the free slots of the node, in its order: a job of several takes those that it needs with `slot`, all
+    of them or none; where there are too few, they may be kept for it (core/jobs/gangs.py), and that is written down.
+    `room` is how many bytes a job may take of the data root (None: nobody has looked), `leave_seconds` how long after
+    its time limit a trainer may still be there. A drained node gets nothing, nor does a slot that is held. They are the
+    job's from here on. Raises IntegrityError if a job holds `slot` already: a defect.
     """
     now = take_turn(session)
     # Held until the commit: a drain that was answered is not followed by a claim that had begun before it.
@@ -79,25 +92,36 @@ def claim(
     if opening.closed is not None:
         return None
     ends_before = opening.ends_before if slot.phase == "train" else None  # a time limit is one of training
-    job = _choose(session, slot, now, line.ready(now, room, ends_before), half_life)
-    if job is None:
-        return None
-    kind = slot.phase
-    words = f"starts on {node}, slot {slot.id}"
+    conditions = line.ready(now, room, ends_before)
+    hall = partial(gangs.hall, session, now, lease_seconds)
+    while True:
+        order = line.look(session, slot.phase, now, conditions, half_life=half_life, deep=gangs.MOST_KEPT)
+        choice = gangs.choose(order, node, slot, beside, hall, leave_seconds)
+        _write_down(session, choice.kept, now)
+        if choice.waiting is None:
+            return None
+        # PostgreSQL waits here for a cancel of that moment, and then sees that the job waits no more: look again.
+        query = select(Job).where(Job.id == choice.waiting.id, Job.status == Status.QUEUED.value).with_for_update()
+        job = session.execute(query).scalar_one_or_none()
+        if job is not None:
+            break
+    kind, slots = slot.phase, choice.slots
+    names = [one.id for one in slots]
+    words = f"starts on {node}, slot{'s' if len(slots) > 1 else ''} {', '.join(names)}"
     after = Status.STARTING
     if job.prepared is None:
         kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
     won = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
-        slot,
+        slots,
         job.owner_id,
         job.project_id,
         job.spec,
         job.prepared,
         job.resume_from,
         job.adjusted or {},
-        _spent(session, job.id),
+        bounds.spent(session, job.id),
         job.request_id,
     )
     values: dict[str, Any] = {
@@ -106,10 +130,14 @@ def claim(
         "node": node,
         "lease_until": db_now() + lease_seconds,
         "not_before": None,
+        "reserved_at": None,
+        "reserved_node": None,
+        "preempted": null(),
     }
     if kind != "prepare" and job.started_at is None:
         values["started_at"] = db_now()
-    if not move(session, job, after, reason=words, data={"node": node, "slot": slot.id}, values=values):
+    data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
+    if not move(session, job, after, reason=words, data=data, values=values):
         return None
     ids = {
         "job_id": won.token.job_id,
@@ -117,33 +145,27 @@ def claim(
         "owner_id": won.owner_id,
         "project_id": won.project_id,
     }
-    session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=slot.id))
+    session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=names[0]))
     # What only prepares or previews is charged to nobody, and that is settled at once.
     charged = {"charged_at": db_now()} if slot.phase != "train" else {}
     gpus = 1 if slot.kind == "gpu" else 0
-    session.execute(
-        insert(Allocation).values(**ids, node=node, slot=slot.id, gpus=gpus, billing=slot.billing, **charged)
-    )
+    for name in names:
+        row = {**ids, "node": node, "slot": name, "gpus": gpus, "billing": slot.billing, **charged}
+        session.execute(insert(Allocation).values(**row))
     return won
 
 
-def _choose(session: Session, slot: Slot, now: float, conditions: line.Ready, half_life: float) -> Job | None:
-    """The job whose turn it is, locked."""
-    while True:
-        chosen = line.look(session, slot.phase, now, conditions, half_life=half_life).next(line.serves(slot))
-        if chosen is None:
-            return None
-        # PostgreSQL waits here for a cancel of that moment, and then sees that the job waits no more: look again.
-        query = select(Job).where(Job.id == chosen.id, Job.status == Status.QUEUED.value).with_for_update()
-        job = session.execute(query).scalar_one_or_none()
-        if job is not None:
-            return job
-
-
-def _spent(session: Session, job_id: str) -> float:
-    """An attempt that was lost counts until it was taken back: up to a lease longer than it ran."""
-    query = select(func.sum(func.coalesce(Attempt.ended_at, db_now()) - Attempt.started_at))
-    return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == "train")).scalar_one() or 0.0)
+def _write_down(session: Session, kept: Sequence[gangs.Kept], now: float) -> None:
+    """Who has come to its turn keeps it while its slots come together (Order.rank)."""
+    for one in kept:
+        if one.waiting.reserved_node != one.group.node:
+            since = func.coalesce(Job.reserved_at, now)
+            session.execute(
+                update(Job)
+                .where(Job.id == one.waiting.id, Job.status == Status.QUEUED.value)
+                .values(reserved_at=since, reserved_node=one.group.node)
+                .execution_options(synchronize_session=False)
+            )
 
 
 def runnable(session: Session, *, room: int | None = None) -> str | None:
@@ -190,18 +212,26 @@ def running(session: Session, token: Token) -> None:
         move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
 
 
-def release(session: Session, job_id: str, attempt: int, outcome: str, exit_code: int | None) -> None:
-    """Free the slot and close the attempt. Call once the process group is dead, or the lease has run out."""
-    session.execute(
+def release(
+    session: Session, job_id: str, attempt: int, outcome: str, exit_code: int | None, *, paced: bool = False
+) -> None:
+    """Free the slots and close the attempt. Call once the process group is dead, or the lease has run out. `paced`: it
+    has left with a checkpoint of where it was."""
+    freed = session.execute(
         update(Allocation)
         .where(Allocation.job_id == job_id, Allocation.attempt == attempt, Allocation.released_at.is_(None))
         .values(released_at=db_now())
-    )
+        .returning(Allocation.slot)
+        .execution_options(synchronize_session=False)
+    ).all()
+    for _ in freed[1:]:  # the thread that ran it looks for one job; the other slots need a bell each
+        outbox.ring(session, job_id)
     session.execute(
         update(Attempt)
         .where(Attempt.job_id == job_id, Attempt.attempt == attempt, Attempt.ended_at.is_(None))
         .values(ended_at=db_now(), outcome=outcome, exit_code=exit_code)
     )
+    bounds.keep(session, job_id, paced=paced)
 
 
 def hand_back(session: Session, job: Job, why: str, values: Mapping[str, Any] | None = None) -> None:

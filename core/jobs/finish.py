@@ -95,7 +95,14 @@ def finish(
         _list_artifacts(session, job, token, outcome.artifacts)
     if after is Status.QUEUED:
         outbox.ring(session, token.job_id)
-    release(session, token.job_id, token.attempt, f"{outcome.kind}: {reason}", exit_code)
+    release(
+        session,
+        token.job_id,
+        token.attempt,
+        f"{outcome.kind}: {reason}",
+        exit_code,
+        paced=isinstance(outcome, HandedBack),
+    )
     return after
 
 

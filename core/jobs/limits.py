@@ -78,6 +78,14 @@ class Standing:
                 return Quota(scope, subject_id, "disk", row.disk_bytes, self.disk.get(whose, 0))
         return None
 
+    def one_budget(self, first: tuple[str, str], second: tuple[str, str]) -> bool:
+        """Whether what one (owner, project) uses may keep the other's jobs from starting: of GPU hours, of disk."""
+        for whose in set(_scopes(*first)) & set(_scopes(*second)):
+            row = self.limits.get(whose)
+            if row is not None and (row.gpu_hours_week is not None or row.disk_bytes is not None):
+                return True
+        return False
+
     def queues(self) -> list[tuple[Scope, str, int]]:
         """The quotas of queued jobs."""
         return [
@@ -100,9 +108,9 @@ def standing(session: Session, spans: Iterable[Span], now: float) -> Standing:
     limits = {(row.scope, row.subject_id): row for row in session.execute(select(Limit)).scalars()}
     found = Standing(limits)
     spans = list(spans)
-    for span in spans:
-        if span.ended is None:
-            found.take(span.owner_id, span.project_id)
+    at_work = {span.attempt: (span.owner_id, span.project_id) for span in spans if span.ended is None}
+    for owner_id, project_id in at_work.values():  # jobs, however many slots each has
+        found.take(owner_id, project_id)
     if any(row.gpu_hours_week is not None for row in limits.values()):
         found.gpu_hours = _gpu_hours(session, spans, now)
     if any(row.disk_bytes is not None for row in limits.values()):

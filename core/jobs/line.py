@@ -2,26 +2,30 @@
 
 A line is what has the same `queue_key`: the same needs, project, owner and priority; in it, age decides. The database
 finds the lines by jumping through an index and the head of each by one look more, whatever waits behind them. Among the
-heads `rank` decides: priority, then what the owner has used by its shares (core/jobs/shares.py), then age. `Order.next`
-is all there is to a claim's choice; an explanation calls it again and again and lets the state follow each choice as a
-claim would change it.
+heads `rank` decides: priority, then who has slots kept already (core/jobs/gangs.py), then what the owner has used by
+its shares (core/jobs/shares.py), then age. `Order.next` is whose turn it is; an explanation calls it again and again
+and lets the state follow each choice as a claim would change it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
-from core.db.tables import WAITS_FOR, Attempt, Job
+from core.db.tables import BOUNDED, WAITS_FOR, Attempt, Job
 from core.jobs import usage
 from core.jobs.limits import Quota, Standing, standing
 from core.jobs.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
 from core.jobs.slots import Key, Phase, Slot
 
 PAGE = 50
+DEPTH = 100
+"""How far a line is searched for a job that fits into a gap: a look costs the same however many wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,11 @@ class Waiting:
     id: str
     key: Key
     created_at: float
+    bound: float | None = None
+    """Seconds that it will hold its slots at the most; None: nobody knows."""
+    reserved_at: float | None = None
+    """Since when slots are kept for it."""
+    reserved_node: str | None = None
 
 
 @dataclass(slots=True)
@@ -80,35 +89,47 @@ def spent(now: float) -> ColumnElement[float]:
     return query.scalar_subquery()
 
 
-def heads(phase: Phase, conditions: Ready) -> Select[str, str, float]:
-    """(job, queue_key, created_at) of the oldest ready job of every line: a loose index scan, then a look a line."""
-    waits = text(WAITS_FOR[phase])
+COLUMNS = (Job.id, Job.queue_key, Job.created_at, Job.bound_seconds, Job.reserved_at, Job.reserved_node)
+
+
+def _waiting(row: Any) -> Waiting:
+    job_id, key, *rest = row
+    return Waiting(job_id, Key.parse(key), *rest)
+
+
+def heads(
+    phase: Phase, conditions: Ready, within: float | None = None
+) -> Select[str, str, float, float | None, float | None, str | None]:
+    """COLUMNS of the oldest ready job of every line: a loose index scan, then a look a line.
+
+    `within`: the oldest that is over so many seconds after its start, if it is among the first DEPTH of its line whose
+    time is known.
+    """
+    waits = text(WAITS_FOR[phase] if within is None else BOUNDED)
     first = select(func.min(Job.queue_key)).where(waits).scalar_subquery()
     keys = select(first.label("key")).cte("keys", recursive=True)
     after = select(func.min(Job.queue_key)).where(waits, Job.queue_key > keys.c.key).correlate(keys).scalar_subquery()
     keys = keys.union_all(select(after).select_from(keys).where(keys.c.key.is_not(None)))
-    oldest = (
-        select(Job.id)
-        .where(waits, Job.queue_key == keys.c.key, *conditions)
-        .order_by(Job.created_at, Job.id)
-        .limit(1)
-        .correlate(keys)
-        .scalar_subquery()
-    )
+    line = select(Job.id, Job.created_at, Job.bound_seconds).where(waits, Job.queue_key == keys.c.key, *conditions)
+    line = line.order_by(Job.created_at, Job.id).correlate(keys)
+    if within is None:
+        oldest = line.with_only_columns(Job.id).limit(1).scalar_subquery()
+    else:
+        few = line.limit(DEPTH).subquery("few")
+        fitting = select(few.c.id).where(few.c.bound_seconds <= within)
+        oldest = fitting.order_by(few.c.created_at, few.c.id).limit(1).scalar_subquery()
     found = select(oldest.label("id")).where(keys.c.key.is_not(None)).subquery("heads")
-    return select(Job.id, Job.queue_key, Job.created_at).join(found, found.c.id == Job.id)
+    return select(*COLUMNS).join(found, found.c.id == Job.id)
 
 
 def _behind(
     session: Session, phase: Phase, key: str, conditions: Ready, after: Waiting | None, most: int
 ) -> list[Waiting]:
-    query = select(Job.id, Job.created_at).where(text(WAITS_FOR[phase]), Job.queue_key == key, *conditions)
+    query = select(*COLUMNS).where(text(WAITS_FOR[phase]), Job.queue_key == key, *conditions)
     if after is not None:
         same = (Job.created_at == after.created_at) & (Job.id > after.id)
         query = query.where(Job.created_at >= after.created_at, or_(Job.created_at > after.created_at, same))
-    parsed = Key.parse(key)
-    rows = session.execute(query.order_by(Job.created_at, Job.id).limit(most))
-    return [Waiting(job_id, parsed, created_at) for job_id, created_at in rows]
+    return [_waiting(row) for row in session.execute(query.order_by(Job.created_at, Job.id).limit(most))]
 
 
 @dataclass(slots=True)
@@ -125,11 +146,16 @@ class Order:
     standing: Standing
     admitted: dict[tuple[str, str], Admitted] = field(default_factory=dict)
 
-    def rank(self, waiting: Waiting) -> tuple[float, float, float, str]:
-        """Smallest first. This is the order of the queue: nothing else in the service compares two waiting jobs."""
+    def rank(self, waiting: Waiting) -> tuple[float, float, float, float, str]:
+        """Smallest first. This is the order of the queue: nothing else in the service compares two waiting jobs.
+
+        Who had come to its turn and has slots kept stays first: what goes ahead of it meanwhile, and is charged to its
+        owner, does not cost it its place.
+        """
         key = waiting.key
         share = self.used.get(key.owner_id, 0.0) / self.standing.shares(key.owner_id)
-        return -key.priority, share, waiting.created_at, waiting.id
+        since = math.inf if waiting.reserved_at is None else waiting.reserved_at
+        return -key.priority, since, share, waiting.created_at, waiting.id
 
     def next(self, fits: Callable[[Key], bool]) -> Waiting | None:
         """The job that a slot takes which serves the lines that `fits` names."""
@@ -150,7 +176,7 @@ class Order:
         return None
 
     def take(self, waiting: Waiting, billing: float) -> None:
-        """Let the state follow a claim of `waiting`, the head of its line, on a slot that counts `billing`."""
+        """Let the state follow a claim of `waiting`, the head of its line, on slots that count `billing` each."""
         key = waiting.key
         (line,) = [line for line in self.lines if line.head is waiting]
         line.at += 1
@@ -161,9 +187,17 @@ class Order:
             self.lines.remove(line)
         if self.phase == "train":
             self.standing.take(key.owner_id, key.project_id)
-            self.used[key.owner_id] = self.used.get(key.owner_id, 0.0) + billing * SLICE_SECONDS
+            counts = billing * key.needs.gpus * SLICE_SECONDS
+            self.used[key.owner_id] = self.used.get(key.owner_id, 0.0) + counts
         for admitted in self.admitted.values():
             admitted.gone.add(waiting.id)
+
+    def bounded(self, within: float) -> Order:
+        """The same moment, with those jobs alone that are over `within` seconds after their start."""
+        rows = self.session.execute(heads(self.phase, self.conditions, within))
+        # Nobody takes a second one from a line of it.
+        lines = [Line(head.key, [head], more=False) for head in map(_waiting, rows)]
+        return replace(self, lines=lines)
 
     def all(self, fits: Callable[[Key], bool], billing: float) -> Iterator[Waiting]:
         """In the order in which slots would take them if nothing else happened. The state is used up by it."""
@@ -194,15 +228,11 @@ def look(
     half_life: float = HALF_LIFE_SECONDS,
     deep: int = 0,
 ) -> Order:
-    """The order as it stands. `deep`: how many jobs `Order.all` will be asked for; 0 for a claim."""
+    """The order as it stands. `deep`: how many jobs will be taken from it."""
     spans = usage.open_spans(session)
     used = effective(usage.booked(session), spans, now, half_life)
     counts = standing(session, spans, now)
-    rows = session.execute(heads(phase, conditions)).all()
-    lines = [
-        Line(parsed, [Waiting(job_id, parsed, created_at)], more=deep > 0)
-        for job_id, parsed, created_at in ((row[0], Key.parse(row[1]), row[2]) for row in rows)
-    ]
+    lines = [_line(row) for row in session.execute(heads(phase, conditions))]
     order = Order(session, phase, now, conditions, lines, used, counts)
     if phase == "train":
         for scope, subject_id, most in counts.queues():
@@ -211,13 +241,18 @@ def look(
     return order
 
 
+def _line(row: Any) -> Line:
+    head = _waiting(row)
+    return Line(head.key, [head], more=True)
+
+
 def _first_of(session: Session, scope: str, subject_id: str, most: int) -> list[str]:
     """Its first waiting jobs by priority and age, whatever they need and whether their models are there or not: by the
     lines, so that it costs as much as is asked for and not as much as waits."""
     found: list[tuple[int, float, str]] = []
     phases: tuple[Phase, ...] = ("prepare", "train")
     for phase in phases:
-        for _, text_key, _ in session.execute(heads(phase, ())):
+        for _, text_key, *_ in session.execute(heads(phase, ())):
             key = Key.parse(text_key)
             if (key.project_id if scope == "project" else key.owner_id) == subject_id:
                 line = _behind(session, phase, text_key, (), None, most)
@@ -225,6 +260,14 @@ def _first_of(session: Session, scope: str, subject_id: str, most: int) -> list[
     return [job_id for _, _, job_id in sorted(found)[:most]]
 
 
-def serves(slot: Slot) -> Callable[[Key], bool]:
-    """The lines that `slot` can serve."""
-    return lambda key: not key.needs.missing(slot)
+def serves(slot: Slot, peers: Sequence[Slot] = ()) -> Callable[[Key], bool]:
+    """The lines that `slot` can serve, where `peers` are the slots of its node, busy or not."""
+    alike = [one for one in peers if one.family == slot.family and one.id != slot.id]
+
+    def fits(key: Key) -> bool:
+        if key.needs.missing(slot):
+            return False
+        others = key.needs.width(slot.phase) - 1
+        return others <= 0 or sum(not key.needs.missing(one) for one in alike) >= others
+
+    return fits

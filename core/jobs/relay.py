@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from core.db.engine import db_now
 from core.db.tables import Attempt, Job, Metric
 from core.jobs.transitions import Token, append_events
 
@@ -62,6 +63,7 @@ def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None
     values: dict[str, Any] = {}
     for line in batch.lines:
         if line["type"] == "progress" and of is None:
+            values["progress_at"] = db_now()
             values["progress"] = {key: value for key, value in line.items() if key not in ("seq", "time", "type")}
     furthest = max((line["step"] for line in batch.lines if line["type"] == "checkpoint"), default=0)
     if furthest > job.furthest_step:  # it gets on: what was lost before counts no more
@@ -75,11 +77,14 @@ def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None
     if not append_events(session, job, token.holds(), told, values, attempt=attempt):
         return False
     _metrics(session, job, attempt, [line for line in batch.lines if line["type"] in ("metrics", "evaluation")])
+    trained = {}
+    if any(line["type"] == "metrics" for line in batch.lines):  # it has done a step
+        trained = {"training_at": func.coalesce(Attempt.training_at, db_now())}
     record = next((line["record"] for line in batch.lines if line["type"] == "run_record"), None)
     session.execute(
         update(Attempt)
         .where(Attempt.job_id == job.id, Attempt.attempt == attempt)
-        .values(events_offset=batch.end, **({} if record is None else {"run_record": _json_safe(record)}))
+        .values(events_offset=batch.end, **trained, **({} if record is None else {"run_record": _json_safe(record)}))
     )
     return True
 

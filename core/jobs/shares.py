@@ -36,6 +36,8 @@ class Span:
     """None: it is still held."""
     billing: float
     gpus: int
+    attempt: tuple[str, int] = ("", 0)
+    """(job, number) of what held it: a job of several slots has a span of each."""
 
 
 def faded(seconds: float, age: float, half_life: float) -> float:

@@ -41,6 +41,11 @@ class Slot:
                 assert_never(never)
 
     @property
+    def family(self) -> tuple[str, str, str]:
+        """What the slots of one job have in common: the same build of PyTorch, the same kernels."""
+        return self.kind, self.vendor, self.arch
+
+    @property
     def billing(self) -> float:
         """What a second of it counts in fair share."""
         return {"gpu": GPU_BILLING, "cpu": CPU_BILLING}.get(self.kind, 0.0)
@@ -66,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a job asks of its slot. Its `key` is the first part of `jobs.queue_key`."""
+    """What a job asks of each of its slots, and how many it needs. Its `key` is the first part of `jobs.queue_key`."""
 
     accelerator: str
     memory_mb: int = 0
@@ -74,6 +79,8 @@ class Needs:
     vendor: str = ""
     arch: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    gpus: int = 1
+    """Slots of one node and one family (Slot.family) that it trains on at once."""
 
     @classmethod
     def of(cls, resources: Resources) -> Needs:
@@ -85,12 +92,14 @@ class Needs:
             "" if asks.vendor == "any" else asks.vendor,
             tuple(sorted(set(asks.arch))),
             tuple(sorted(set(asks.labels))),
+            resources.gpus,
         )
 
     @property
     def key(self) -> str:
         """One spelling for one meaning; `parse` reads it back."""
-        words = [self.accelerator]
+        # A version that knows no jobs of several GPUs reads `4*gpu` as a kind of slot that it does not have.
+        words = [f"{self.gpus}*{self.accelerator}" if self.gpus > 1 else self.accelerator]
         if self.memory_mb:
             words.append(f"mb={self.memory_mb}")
         if self.bf16:
@@ -103,7 +112,8 @@ class Needs:
 
     @classmethod
     def parse(cls, key: str) -> Needs:
-        accelerator, *words = key.split(" ")
+        first, *words = key.split(" ")
+        gpus, _, accelerator = first.rpartition("*")
         pairs = [word.partition("=")[::2] for word in words]
 
         def named(name: str) -> tuple[str, ...]:
@@ -111,7 +121,12 @@ class Needs:
 
         (memory,) = named("mb") or ("0",)
         (vendor,) = named("vendor") or ("",)
-        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, named("arch"), named("label"))
+        arches, labels = named("arch"), named("label")
+        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, arches, labels, int(gpus or 1))
+
+    def width(self, phase: Phase) -> int:
+        """Slots that it takes for this: a model is prepared on one, however many train."""
+        return self.gpus if phase == "train" else 1
 
     def missing(self, slot: Slot) -> list[str]:
         """What `slot` does not have of it, in words; empty where it fits."""
@@ -131,10 +146,11 @@ class Needs:
         return missing + [f"label {label}" for label in self.labels if label not in slot.labels]
 
     def words(self) -> str:
-        """E.g. `1 GPU with bf16 and 40 GB`."""
-        place = {"gpu": "1 GPU", "cpu": "1 CPU slot"}.get(self.accelerator, "1 slot")
+        """E.g. `1 GPU with bf16 and 40 GB`, `4 AMD GPUs`."""
+        kind = {"gpu": "GPU", "cpu": "CPU slot"}.get(self.accelerator, "slot")
         if self.vendor:
-            place = f"1 {_VENDORS.get(self.vendor, self.vendor)} GPU"
+            kind = f"{_VENDORS.get(self.vendor, self.vendor)} GPU"
+        place = f"{self.gpus} {kind}{'s' if self.gpus > 1 else ''}"
         asks = ["bf16"] if self.bf16 else []
         asks += [f"{self.memory_mb / 1000:g} GB"] if self.memory_mb else []
         asks += [" or ".join(self.arch)] if self.arch else []

@@ -48,6 +48,7 @@ def submit(
             spec=spec.model_dump(mode="json"),
             accelerator=spec.resources.accelerator,
             priority=priority,
+            bound_seconds=spec.resources.max_runtime_seconds,
             queue_key=str(Key(Needs.of(spec.resources), actor.project_id, actor.user_id, priority)),
             request_id=actor.request_id,
             retry_of=None if retry_of is None else retry_of.id,

@@ -40,11 +40,13 @@ def open_spans(session: Session) -> list[Span]:
             Allocation.released_at,
             Allocation.billing,
             Allocation.gpus,
+            Allocation.job_id,
+            Allocation.attempt,
         )
         .where(Allocation.charged_at.is_(None))
-        .order_by(Allocation.job_id, Allocation.attempt)
+        .order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
     )
-    return [Span(*row) for row in rows]
+    return [Span(*row[:6], attempt=(row[6], row[7])) for row in rows]
 
 
 def due(session: Session) -> bool:
@@ -59,7 +61,7 @@ def charge(session: Session, half_life: float = HALF_LIFE_SECONDS, limit: int = 
         session.execute(
             select(Allocation)
             .where(Allocation.charged_at.is_(None), Allocation.released_at.is_not(None))
-            .order_by(Allocation.job_id, Allocation.attempt)
+            .order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
             .limit(limit)
             .with_for_update(skip_locked=True)  # two that believe to lead: each row is charged once
         )
