@@ -17,7 +17,7 @@ from core.errors import ModelError
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.export.formats import Withheld, check_memory
 from core.train.lifeline import Stop
-from core.train.memory import available_bytes
+from core.train.memory.available import available_bytes
 from core.train.model_files import inspect
 from core.train.recipe import run
 from tests.support.tiny_model import make

@@ -28,7 +28,7 @@ from core.train.failures import is_out_of_memory
 from core.train.kernels.scratch import clear_scratch
 from core.train.load import load_model, saved_dtype
 from core.train.loop import StopRequested
-from core.train.memory import available_bytes
+from core.train.memory.available import available_bytes
 
 MERGED = "merged"
 

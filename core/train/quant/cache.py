@@ -93,11 +93,22 @@ def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
 def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, kept: Sequence[str]) -> str | None:
     """Write an entry; when another process was faster its entry stays. Answers why it could not be written, if so: a
     run does not need it."""
+    try:
+        publish(cache_dir, key, lambda aside: save_quantized(model, aside, options, kept))
+    except (OSError, SafetensorError) as error:
+        log.warning("the packed weights were not kept in %s: %s", cache_dir, error)
+        return f"the packed weights could not be kept ({error}); the next start packs them again"
+    return None
+
+
+def publish(cache_dir: Path, key: str, fill: Callable[[Path], None]) -> None:
+    """An entry whose files `fill` writes into a folder that it makes: synced and complete, or not there. When another
+    process was faster its entry stays. OSError and SafetensorError when it cannot be written."""
     aside = cache_dir / f".new-{key}-{uuid.uuid4().hex}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         _sweep(cache_dir)
-        save_quantized(model, aside, options, kept)
+        fill(aside)
         files = {file.name: sha256(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps({"version": VERSION, "key": key, "files": files}), encoding="utf-8")
         for file in [*aside.iterdir(), aside]:
@@ -108,12 +119,8 @@ def store(cache_dir: Path, key: str, model: nn.Module, options: QuantOptions, ke
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         sync(cache_dir)
-    except (OSError, SafetensorError) as error:
-        log.warning("the packed weights were not kept in %s: %s", cache_dir, error)
-        return f"the packed weights could not be kept ({error}); the next start packs them again"
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return None
 
 
 def _sweep(cache_dir: Path) -> None:

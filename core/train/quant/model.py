@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,23 +97,29 @@ def load_quantized(
         if hit is not None:
             source, read_from = "cache", hit
     doing = "quantizing" if source == "quantised" else "loading"
-    _fill(model, read_from, targets, kept, dtype, None if already else options, lambda: between(doing))
+    how = None if already else options
+    _fill(model, _tensors(read_from), _wanted(model), targets, kept, dtype, how, lambda: between(doing))
     model.tie_weights()
     _finish(model, folder)
-    packed = [m for m in model.modules() if isinstance(m, QuantLinear)]
     if cache_dir is not None and source == "quantised":
         between(doing)
         fault = cache.store(cache_dir, key, model, options, sorted(kept)) or fault
-    report = QuantReport(
+    report = report_of(model, options, dtype, kept, source)
+    return model, replace(report, cache_fault=fault, seconds=time.perf_counter() - started)
+
+
+def report_of(
+    model: nn.Module, options: QuantOptions, dtype: torch.dtype, kept: dict[str, str], source: str
+) -> QuantReport:
+    packed = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    return QuantReport(
         format=options.format,
         layers=len(packed),
         packed_bytes=sum(m.quantized.nbytes for m in packed),
         dense_bytes=sum(m.in_features * m.out_features for m in packed) * dtype.itemsize,
         kept=kept,
         source=source,
-        cache_fault=fault,
     )
-    return model, replace(report, seconds=time.perf_counter() - started)
 
 
 # --- the skeleton ----------------------------------------------------------------------------------
@@ -237,9 +243,15 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise ModelError(f"{file.name} is truncated or damaged: {error}", field="model") from error
 
 
+def _wanted(model: Any) -> set[str]:
+    """Names of everything that the files must give values to."""
+    return {name for name, _ in model.named_parameters()} | set(_persistent_buffers(model))
+
+
 def _fill(
     model: Any,
-    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    wanted: set[str],
     targets: set[str],
     kept: dict[str, str],
     dtype: torch.dtype,
@@ -247,13 +259,12 @@ def _fill(
     between: Callable[[], None],
 ) -> None:
     """Give every parameter its values, and every target its packed module. Without options nothing is packed that the
-    files have dense; `kept` then names it."""
+    files have dense; `kept` then names it. `wanted`: names of what these tensors must give values to; it is used up."""
     packed_suffixes = {f"weight.{suffix}" for suffix in (*SUFFIXES, INT8_KEY)}
-    wanted = {name for name, _ in model.named_parameters()} | set(_persistent_buffers(model))
     tied = _tied(model)
     pieces: dict[str, dict[str, Tensor]] = {}
     packed: dict[str, PackedWeight] = {}
-    for name, tensor in _tensors(folder):
+    for name, tensor in tensors:
         between()
         module, suffix = _split(name, targets, packed_suffixes)
         if module in targets and (suffix in packed_suffixes or (suffix == "weight" and not tensor.is_floating_point())):
