@@ -1,0 +1,1 @@
+"""What lies where while training: how much memory is left, and blocks that pass through the device (docs/memory.md)."""

@@ -1,0 +1,191 @@
+"""The blocks of a model, and what of them passes through the device.
+
+The rule: of a block, every frozen tensor of two or more dimensions is streamed (dense weights of linear layers and
+fused experts), and of a packed linear layer its packed elements and their scales. Everything else stays on the device:
+what is trained (adapters, DoRA's magnitudes), norms and biases (one dimension), constants and buffers, and whatever is
+outside of the blocks (embeddings, final norm, output head, rotary frequencies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import ModelError
+from core.train.quant.linear import QuantLinear
+
+FIELD = "memory.stream"
+PACKED_PARTS = ("packed", "absmax", "nested_absmax")
+"""Buffers of a QuantLinear that are streamed; its other two are a table of 1 KiB that all share, and a number."""
+_OUT = "leave `memory.stream` out"
+ALIGNMENT = 256
+"""Bytes. Kernels read up to 16 at once; a copy engine likes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A streamed tensor and its place in the bytes of its block."""
+
+    name: str
+    """In the block, e.g. `self_attn.q_proj.packed`."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This tensor in `flat`, uint8 [at least offset + nbytes]: the same memory, and the same version counter."""
+        return flat[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a model holds a streamed tensor: a parameter (`data` is what changes), or a buffer of a packed layer."""
+
+    owner: nn.Parameter | QuantLinear
+    buffer: str = ""
+
+    @property
+    def tensor(self) -> Tensor:
+        if isinstance(self.owner, nn.Parameter):
+            return self.owner
+        found = self.owner._buffers[self.buffer]
+        assert found is not None
+        return found
+
+    def put(self, tensor: Tensor) -> None:
+        if isinstance(self.owner, nn.Parameter):
+            self.owner.data = tensor
+        else:
+            self.owner._buffers[self.buffer] = tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A block of a model with what is streamed of it; `parts` and `places` go together."""
+
+    name: str
+    """E.g. `model.layers.3`."""
+    module: nn.Module
+    parts: tuple[Part, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its streamed tensors, with the gaps between them."""
+        return self.parts[-1].offset + self.parts[-1].nbytes
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Let the model see these."""
+        for place, tensor in zip(self.places, tensors, strict=True):
+            place.put(tensor)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return [part.view(flat) for part in self.parts]
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of each block, in the order in which the model runs them. ModelError when there are none."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    lists = [
+        (name, module)
+        for name, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and _marked(base, module)
+    ]
+    if not lists:
+        raise ModelError(
+            f"no blocks are found in {type(base).__name__}: it has no list of layers that transformers marks as blocks"
+            f"; {_OUT}",
+            field=FIELD,
+        )
+    name, found = max(lists, key=lambda item: sum(_numel(module) for module in item[1]))
+    return [(f"{name}.{number}", module) for number, module in enumerate(found)]
+
+
+def _marked(base: Any, layers: nn.ModuleList) -> bool:
+    """transformers marks a block by its class: one that can be checkpointed, or one that must not be split."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    whole = set(getattr(base, "_no_split_modules", None) or ())
+    return len(layers) > 0 and all(
+        isinstance(layer, GradientCheckpointingLayer) or type(layer).__name__ in whole for layer in layers
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    packed = sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, QuantLinear))
+    return packed + sum(p.numel() for p in module.parameters())
+
+
+def lay_out(model: nn.Module, *, trained: bool = True) -> list[Block]:
+    """The blocks of a model with what is streamed of them, each laid out in bytes of its own. `trained`: parameters
+    with `requires_grad` are trained, so they stay; otherwise nothing is trained yet. ModelError when there are no
+    blocks, or when blocks share memory with one another or with the rest of the model."""
+    found = find_blocks(model)
+    _check_distinct(model, found)
+    return [lay_out_block(name, module, trained=trained) for name, module in found]
+
+
+def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> Block:
+    parts, places, offset = [], [], 0
+    for local, place in _streamed(module, trained):
+        tensor = place.tensor
+        parts.append(Part(local, tensor.dtype, tuple(tensor.shape), offset))
+        places.append(place)
+        offset += -(-parts[-1].nbytes // ALIGNMENT) * ALIGNMENT
+    if not parts:
+        raise ModelError(f"nothing of {name} is frozen, so nothing of it can be streamed: {_OUT}", field=FIELD)
+    return Block(name, module, tuple(parts), tuple(places))
+
+
+def _streamed(block: nn.Module, trained: bool) -> Iterator[tuple[str, Place]]:
+    for prefix, module in block.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, QuantLinear):
+            for name in PACKED_PARTS:
+                if module._buffers[name] is not None:
+                    yield dot + name, Place(module, name)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() >= 2 and not (trained and parameter.requires_grad):
+                yield dot + name, Place(parameter)
+
+
+def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> None:
+    """No block twice, and no tensor in two blocks, or in a block and outside: a slot can be only one of them."""
+    first: dict[int, str] = {}
+    for name, module in found:
+        if id(module) in first:
+            raise ModelError(
+                f"{name} is the same block as {first[id(module)]}: shared blocks cannot be streamed; {_OUT}",
+                field=FIELD,
+            )
+        first[id(module)] = name
+    owner: dict[tuple[str, int], str] = {}
+    tensors = [(name, place.tensor) for name, module in found for _, place in _streamed(module, trained=False)]
+    tensors += [("the rest of the model", tensor) for tensor in _outside(model, [module for _, module in found])]
+    for name, tensor in tensors:
+        key = ("meta", id(tensor)) if tensor.is_meta else ("at", tensor.data_ptr())
+        other = owner.setdefault(key, name)
+        if other != name and tensor.numel():
+            raise ModelError(
+                f"{name} shares a weight with {other}: tied blocks cannot be streamed; {_OUT}", field=FIELD
+            )
+
+
+def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Tensor]:
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [
+        parameter
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
