@@ -223,8 +223,10 @@ class Agent:
                             self.settings.node,
                             slot,
                             self.settings.lease_seconds,
+                            beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
                             room=self._room.left(),
                             half_life=self.settings.fairshare_half_life_hours * 3600.0,
+                            leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
                         )
                 except DATABASE_AWAY as error:
                     log.warning("cannot claim, database: %s", error)
@@ -237,10 +239,8 @@ class Agent:
                     with self._idle:
                         self._busy.update({one.id: attempt for one in claim.slots})
                     return attempt
-                            beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
         return None
 
-                            leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
     def _give_back_unheard(self) -> None:
         """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
         if not self._unheard:
@@ -251,6 +251,16 @@ class Agent:
         self._unheard = False
         for job_id in given_back:
             log.warning("%s: handed back; it was claimed while the database went away", job_id)
+
+    def _offered(self, slot: Slot) -> bool:
+        """It is free and fit, nobody uses it beside eft, and this worker stays."""
+        if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
+            return False
+        return self._selftests.offered(slot.id) and slot.id not in self._others
+
+    def _attempts(self) -> list[Attempt]:
+        """What runs now; one of several slots is one."""
+        return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
 
     def _starting(self) -> bool:
         """A job is on its way to its first step, or there will be none: not the time to import torch beside it."""
@@ -274,16 +284,6 @@ class Agent:
                 log.warning("cannot tell of room and slots, database: %s", error)
             except Exception:
                 log.exception("sweep")
-    def _offered(self, slot: Slot) -> bool:
-        """It is free and fit, nobody uses it beside eft, and this worker stays."""
-        if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
-            return False
-        return self._selftests.offered(slot.id) and slot.id not in self._others
-
-    def _attempts(self) -> list[Attempt]:
-        """What runs now; one of several slots is one."""
-        return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
-
             if self._stopped.wait(self.settings.sweep_seconds):
                 return
 

@@ -122,6 +122,8 @@ class RunOrder(SpecModel):
     """End when stdin is silent this long; null when run by hand, without a worker."""
     selftest: dict[str, Any] | None = None
     """What the device's self-test found (core/hardware/selftest.py); null: it was not tried."""
+    world_size: int = Field(default=1, ge=1)
+    """Ranks, one a GPU (or CPU slot) of the claim. With several the child only starts them (core/train/ranks)."""
     held_at: float | None = None
     """When the worker last knew that it holds the lease, in seconds of this node's CLOCK_BOOTTIME: the silence that
     `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""

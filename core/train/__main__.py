@@ -28,6 +28,10 @@ def main() -> int:
                 "error", failure="internal", code="bad_order", message=message, field=None
             )
         return EXIT_FAILED
+    if order.world_size > 1:
+        from core.train.ranks.launch import launch
+
+        return launch(run_dir, order)
     stop = arm(order.fence_seconds, held_at=order.held_at)
     _interrupt_stops(stop)
     before_torch()

@@ -27,6 +27,7 @@ from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_logits
+from core.train.ranks.group import ALONE, Ranks
 from core.train.scaler import LossScaler
 
 
@@ -80,6 +81,9 @@ class Engine:
 
     `max_grad_norm` clips the global norm; None does not clip. Parts registered in `parts` are saved and loaded too.
     `scaler` scales the loss of a run in fp16: gradients that wait for their step are scaled by it.
+
+    Of several `ranks` each has an engine like this one; `step`, `save` with `save_rank`, and `load` are what they do
+    together. Between two steps gradients are a rank's own: nothing is sent after a `backward`.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Engine:
         pad_token_id: int = 0,
         parts: Mapping[str, Stateful] | None = None,
         scaler: LossScaler | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -104,6 +109,7 @@ class Engine:
         self.pad_token_id = pad_token_id
         self.parts: dict[str, Stateful] = dict(parts or {})
         self.scaler = scaler
+        self.ranks = ranks
         self.steps = 0
         """Optimizer steps done."""
         self.micro_steps = 0
@@ -133,16 +139,18 @@ class Engine:
         self.micro_steps += 1
 
     def step(self, watch: Tensor | None = None) -> StepResult:
-        """Clip, update, advance the schedule, drop the gradients; the device is not waited for.
+        """Sum the gradients over the ranks, clip, update, advance the schedule, drop the gradients; the device is not
+        waited for.
 
-        When the gradient, or `watch` (a scalar, such as the loss), is not finite, the weights stay as they are, in
-        this step and in all that follow, and `check` raises Diverged from then on. An optimizer that cannot skip a step
-        on the device by itself (torch's fused ones can) is checked here.
+        When the gradient, or `watch` (a scalar, such as the loss, the same on all ranks), is not finite, the weights
+        stay as they are, in this step and in all that follow, and `check` raises Diverged from then on. An optimizer
+        that cannot skip a step on the device by itself (torch's fused ones can) is checked here.
 
         With a loss scaler the norm is waited for, since an overflow changes what comes next: the step is skipped and
         counts, its rows are not seen again, and the schedule stays where it is (as accelerate does it for
         `transformers.Trainer`).
         """
+        self.ranks.sum_gradients(self._trained)
         parameters = list(self._trained.values())
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.scaler is not None:
@@ -277,27 +285,40 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
-        place of writing what is no good (`step`)."""
+        place of writing what is no good (`step`). Of several ranks the first does this, all others `save_rank`."""
         self.save_weights(folder)
-        gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
-        save_file(_flat(gradients), folder / "gradients.safetensors")
         tensors, numbers = self._optimizer_state()
         save_file(_flat(tensors), folder / "optimizer.safetensors")
-        rng_tensors, rng_numbers = capture_rng()
-        save_file(_flat(rng_tensors), folder / "rng.safetensors")
         state = {
             "steps": self.steps,
             "micro_steps": self.micro_steps,
+            "ranks": self.ranks.world,
             "optimizer": numbers,
-            "rng": rng_numbers,
+            "rng": self.save_rank(folder),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
+    def save_rank(self, folder: Path) -> dict[str, Any]:
+        """What a rank has for itself, into the folder of `save`: random numbers, and the gradients of the unfinished
+        window. What of it is JSON is answered by the first rank, and written by all others."""
+        gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        save_file(_flat(gradients), folder / self._own("gradients.safetensors"))
+        tensors, numbers = capture_rng()
+        save_file(_flat(tensors), folder / self._own("rng.safetensors"))
+        if not self.ranks.first:
+            (folder / self._own("rng.json")).write_text(json.dumps(numbers, allow_nan=False), encoding="utf-8")
+        return numbers
+
+    def _own(self, name: str) -> str:
+        """Name of a file that every rank has: `rng.safetensors` of rank 0, `rng-1.safetensors` of rank 1."""
+        stem, _, ending = name.partition(".")
+        return name if self.ranks.first else f"{stem}-{self.ranks.rank}.{ending}"
+
     def checkpoint_bytes(self) -> int:
-        """What `save` would write now, less a few kilobytes of JSON."""
-        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+        """What `save` and `save_rank` of all would write now, less some kilobytes of JSON and random numbers."""
+        gradients = [p.grad for p in self._trained.values() if p.grad is not None] * self.ranks.world
         tensors = [*self._weights().values(), *gradients, *self._optimizer_state()[0].values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -305,6 +326,10 @@ class Engine:
         """Only what `load_weights` takes, into an existing empty folder. Raises Diverged as `save`."""
         self.check()
         save_file(_flat(self._weights()), folder / "weights.safetensors")
+
+    def hold_together(self) -> None:
+        """RanksDrifted when the ranks do not have the same weights, bit for bit."""
+        self.ranks.hold_together(self._weights())
 
     def weight_bytes(self) -> int:
         """What `save_weights` would write now."""
@@ -324,10 +349,16 @@ class Engine:
                 tensor.copy_(weights[name])
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. ValueError when it belongs to another model or optimizer."""
+        """Restore what `save` and this rank's `save_rank` wrote. ValueError when it belongs to another model or
+        optimizer, or to another number of ranks: what each has done of a window is of no use to another number."""
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if (then := int(state.get("ranks", 1))) != self.ranks.world:
+            raise ValueError(
+                f"it was written by {then} ranks, and this run has {self.ranks.world}; go on with resources.gpus: "
+                f"{then}, or start anew"
+            )
         self.load_weights(folder)
-        gradients = load_file(folder / "gradients.safetensors")
+        gradients = load_file(folder / self._own("gradients.safetensors"))
         rescale = self._load_scaler(state.get("scaler"))
         for name, parameter in self._trained.items():
             saved = gradients.get(name)
@@ -338,7 +369,10 @@ class Engine:
         self.steps = int(state["steps"])
         self.micro_steps = int(state["micro_steps"])
         self._broken.zero_()
-        restore_rng(load_file(folder / "rng.safetensors"), state["rng"])  # last: nothing may draw after it
+        numbers = state["rng"]
+        if not self.ranks.first:
+            numbers = json.loads((folder / self._own("rng.json")).read_text(encoding="utf-8"))
+        restore_rng(load_file(folder / self._own("rng.safetensors")), numbers)  # last: nothing may draw after it
 
     def _load_scaler(self, saved: dict[str, Any] | None) -> float:
         """What saved gradients must be multiplied by: 1, unless the run goes on in another precision than before."""

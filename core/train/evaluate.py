@@ -3,6 +3,7 @@ weights, gradients and random numbers are afterwards what they were before."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -74,23 +75,32 @@ class Evaluator:
                 assert_never(never)
         self._stops = stop_tokens(engine.model, tokenizer, self.prompts)
 
-    def figures(self) -> dict[str, float]:
-        """See `evaluate`."""
-        batches = eval_batches(self.dataset, self.spec.per_device_eval_batch_size, self.engine.pad_token_id)
-        return evaluate(self.engine, batches, exact_match=self.completions, between=self.between)
+    def share(self) -> Share:
+        """This rank's batches and prompts now; a run of one has them all."""
+        ranks, size = self.engine.ranks, self.spec.per_device_eval_batch_size
+        batches = eval_batches(self.dataset, size, self.engine.pad_token_id, rank=ranks.rank, world=ranks.world)
+        return Share(measure(self.engine, batches, between=self.between), self._answers())
 
-    def samples(self) -> list[Sample]:
-        """The model's answers now, in the order of the prompts; empty when none are wanted."""
+    def together(self, share: Share) -> tuple[dict[str, float], list[Sample]]:
+        """Of all ranks: the figures (see `evaluate`), and the model's answers in the order of the prompts, none when
+        none are wanted. Collective."""
+        shares = self.engine.ranks.gather(share)
+        sums = functools.reduce(Sums.plus, (one.sums for one in shares))
+        found = {at: sample for one in shares for at, sample in one.samples.items()}
+        return figures(self.engine, sums, exact_match=self.completions), [found[at] for at in sorted(found)]
+
+    def _answers(self) -> dict[int, Sample]:
+        """This rank's samples by the number of their prompt."""
         wanted = self.spec.samples
         if isinstance(wanted, NoSamples):
-            return []
+            return {}
         drawn: dict[str, Any] = {}
         if isinstance(wanted, Sampling):
             drawn = {"temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
         order = sorted(range(len(self.prompts)), key=lambda at: len(self.prompts[at].ids))  # like lengths: less padding
         found: dict[int, Sample] = {}
-        size = self.spec.per_device_eval_batch_size
-        for start in range(0, len(order), size):
+        size, ranks = self.spec.per_device_eval_batch_size, self.engine.ranks
+        for start in range(ranks.rank * size, len(order), ranks.world * size):
             places = order[start : start + size]
             answers = self.engine.generate(
                 [self.prompts[at].ids for at in places],
@@ -101,7 +111,7 @@ class Evaluator:
             )
             for at, answer in zip(places, answers, strict=True):
                 found[at] = self._sample(self.prompts[at], answer, wanted.max_new_tokens)
-        return [found[at] for at in range(len(order))]
+        return found
 
     def _sample(self, prompt: Prompt, answer: list[int], most: int) -> Sample:
         def text(ids: Sequence[int]) -> str:
@@ -127,6 +137,37 @@ def evaluate(
     every labelled token is the most likely one given the row so far. For a row with one completion that is exactly
     the share that greedy decoding would write token for token, its end token included.
     """
+    return figures(engine, measure(engine, batches, between=between), exact_match=exact_match)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Over held-out rows: of the losses of their labelled tokens, and counts."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    matched: int = 0
+    rows: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(
+            self.loss + other.loss,
+            self.tokens + other.tokens,
+            self.matched + other.matched,
+            self.rows + other.rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank found."""
+
+    sums: Sums
+    samples: dict[int, Sample]
+
+
+def measure(engine: Engine, batches: Iterable[Batch], *, between: Callable[[], None] = lambda: None) -> Sums:
+    """See `evaluate`."""
     total, tokens, matched, rows = 0.0, 0, 0, 0
     for batch in batches:
         between()
@@ -138,12 +179,17 @@ def evaluate(
         matched += sum(bool(part.all()) for part in torch.split(right, batch.label_counts()))
         tokens += batch.label_tokens
         rows += len(batch.lengths)
-    loss = total / tokens
+    return Sums(total, tokens, matched, rows)
+
+
+def figures(engine: Engine, sums: Sums, *, exact_match: bool) -> dict[str, float]:
+    """See `evaluate`. Raises Diverged when they are no numbers."""
+    loss = sums.loss / sums.tokens
     if not math.isfinite(loss):
         raise Diverged(f"the held-out loss is {loss} after step {engine.steps}", field="optimizer.learning_rate")
     values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
     if exact_match:
-        values["eval_exact_match"] = matched / rows
+        values["eval_exact_match"] = sums.matched / sums.rows
     return values
 
 

@@ -70,6 +70,24 @@ class EventWriter:
             self._fd = -1
 
 
+class Unheard(EventWriter):
+    """Of a rank that is not the first: it writes nothing, since what it has to tell rank 0 tells too."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+
+    def write(self, type: EventType, /, **payload: Any) -> int:
+        if type == "phase":
+            self.phase = payload["phase"]
+        return 0
+
+    def alive(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _last_line(fd: int) -> tuple[int, int]:
     """(bytes up to and including the last newline, `seq` of the line it ends); (0, 0) for an empty file."""
     size = os.fstat(fd).st_size

@@ -12,6 +12,7 @@ from core.spec.run import FailureClass
 from core.train.data.helpers import HelperKilled
 from core.train.disk import disk_full
 from core.train.placement import DeviceMissing, DeviceRefused
+from core.train.ranks.group import PeerLost, RanksDrifted
 
 _OOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
@@ -35,6 +36,10 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
             f"{error}, as the kernel does when the box runs out of memory; smaller batches would not help: let fewer"
         )
         return _event("memory", "host_out_of_memory", f"{words} jobs run beside this one, or give it more memory")
+    if isinstance(error, PeerLost):
+        return _event("machine", "rank_lost", f"the ranks lost each other: {error}")
+    if isinstance(error, RanksDrifted):
+        return _event("machine", "ranks_drifted", str(error))
     if isinstance(error, DeviceMissing):
         return _event("machine", "device_missing", str(error))
     if isinstance(error, DeviceRefused):

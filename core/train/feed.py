@@ -22,6 +22,7 @@ from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
 from core.train.events import EventWriter
+from core.train.ranks.group import ALONE, Ranks
 from core.train.record import data_record
 from core.train.render.options import LossOn
 from core.train.render.renderer import renderer_of
@@ -48,7 +49,9 @@ class Data:
         return self.loss_on != "all"
 
 
-def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None]) -> Data:
+def read_data(
+    order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None], ranks: Ranks = ALONE
+) -> Data:
     """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
     spec = order.spec
     told = time.monotonic()
@@ -72,6 +75,8 @@ def read_data(order: RunOrder, tokenizer: Any, events: EventWriter, between: Cal
             lambda row_format: renderer_of(spec, row_format, tokenizer),
             between=between,
             model_dir=Path(order.model_dir),
+            rank=ranks.rank,
+            world=ranks.world,
         )
         renderer = stream.renderer
     else:
@@ -135,13 +140,15 @@ def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-def build_feed(spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter) -> tuple[Feed, int]:
-    """The batches of the run, and the number of its optimizer steps."""
+def build_feed(
+    spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter, ranks: Ranks = ALONE
+) -> tuple[Feed, int]:
+    """The batches of this rank, and the number of the run's optimizer steps."""
     if data.stream is not None:
         assert spec.training.max_steps is not None  # the spec sees to it
         data.stream.pad_token_id = pad_token_id
         return data.stream, spec.training.max_steps
-    order = build_order(spec, data.train.lengths)
+    order = build_order(spec, data.train.lengths, rank=ranks.rank, world=ranks.world)
     match spec.batching:
         case Rows():
             pass

@@ -35,13 +35,18 @@ class Stop:
 
 
 def arm(
-    fence_seconds: float | None, *, held_at: float | None = None, on_stop: Callable[[], None] | None = None
+    fence_seconds: float | None,
+    *,
+    held_at: float | None = None,
+    on_stop: Callable[[], None] | None = None,
+    on_fence: Callable[[], None] = lambda: None,
 ) -> Stop:
     """Call once, from the main thread, before anything slow is imported.
 
     `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. The fence's clock
     starts at `held_at` (core/spec/run.py), and ends us here and now when that is too long ago. `on_stop` runs
-    inside the signal handler, for a child whose work may be dropped anywhere. The kernel ties PDEATHSIG to the
+    inside the signal handler, for a child whose work may be dropped anywhere; `on_fence` ends what must not live on
+    when the fence ends this process. The kernel ties PDEATHSIG to the
     *thread* that spawned us, so a worker must spawn from a thread that lives as long as the child.
     """
     stop = Stop()
@@ -64,7 +69,27 @@ def arm(
         last = _clock() if held_at is None else held_at
         if _clock() - last >= fence_seconds:
             _fence(f"no heartbeat for {_clock() - last:.0f} s, since before it was started")
-        threading.Thread(target=_watch, args=(fence_seconds, parent, last), name="eft-fence", daemon=True).start()
+        about = (fence_seconds, parent, last, on_fence)
+        threading.Thread(target=_watch, args=about, name="eft-fence", daemon=True).start()
+    return stop
+
+
+def arm_rank() -> Stop:
+    """As `arm`, for one of several ranks: its launcher has the heartbeat, and when that is gone, so is the rank."""
+    stop = Stop()
+
+    def stop_requested(signum: int, frame: FrameType | None) -> None:
+        stop.requested = True
+
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
+    signal.signal(signal.SIGTERM, stop_requested)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _volunteer_for_oom_kill()
+    _die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_FENCED)
     return stop
 
 
@@ -91,23 +116,24 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _watch(fence_seconds: float, parent: int, last: float) -> None:
+def _watch(fence_seconds: float, parent: int, last: float, on_fence: Callable[[], None]) -> None:
     while True:
         silent = _clock() - last
         if silent >= fence_seconds:
-            _fence(f"no heartbeat for {silent:.0f} s")
+            _fence(f"no heartbeat for {silent:.0f} s", on_fence)
         readable, _, _ = select.select([STDIN], [], [], min(1.0, fence_seconds - silent))
         if readable:
             if not os.read(STDIN, 4096):
-                _fence("the worker closed the heartbeat")
+                _fence("the worker closed the heartbeat", on_fence)
             last = _clock()
         if os.getppid() != parent:
-            _fence("the worker is gone")
+            _fence("the worker is gone", on_fence)
 
 
-def _fence(why: str) -> None:
+def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> None:
     # Not sys.stderr: its lock may be held by the thread we are about to cut off.
     os.write(2, f"fenced: {why}; nobody owns this attempt any more\n".encode())
+    on_fence()
     os._exit(EXIT_FENCED)
 
 
@@ -116,11 +142,11 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from core.train import disk
 from core.train.checkpoint import store
 from core.train.data.windows import Feed
 from core.train.engine import REMEDY, Diverged, Engine, LossFunction
-from core.train.evaluate import Evaluator
+from core.train.evaluate import Evaluator, Share
 from core.train.events import EventWriter
 from core.train.judge import judge, needed
 from core.train.lifeline import Stop
@@ -96,6 +97,16 @@ class _Closed:
     """Of a run in fp16: the loss scale from then on, and the steps skipped so far."""
 
 
+@dataclass(slots=True)
+class _Part:
+    """What this process has done of the window at hand: of several ranks each has its own part."""
+
+    loss: Tensor
+    """A sum; float64 on the device. Sums of float32 are exact in it, however a window is cut."""
+    tokens: int = 0
+    slots: int = 0
+
+
 @dataclass
 class Loop:
     engine: Engine
@@ -138,6 +149,11 @@ class Loop:
             raise
 
     @property
+    def _asked(self) -> bool:
+        """Whether one rank at least was asked to leave: all of them leave at the same micro-step."""
+        return self.engine.ranks.any(self.stop.requested)
+
+    @property
     def stopped_early(self) -> bool:
         return self.engine.steps < self.total_steps and judge(self.ledger.evaluations, self.evaluation).stop
 
@@ -145,8 +161,25 @@ class Loop:
         """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
         self._settle()
-        engine, root = self.engine, self.run_dir / CHECKPOINTS
-        path = self._write(store.name_of(engine.steps, engine.micro_steps), engine.save, engine.checkpoint_bytes())
+        engine, ranks, root = self.engine, self.engine.ranks, self.run_dir / CHECKPOINTS
+        engine.hold_together()
+        if ranks.first:
+            self._save(root)
+        else:
+            engine.save_rank(Path(ranks.share("")))
+            ranks.barrier()
+        ranks.barrier()  # whoever leaves now leaves a whole checkpoint behind
+
+    def _save(self, root: Path) -> None:
+        """The first rank's part; the others put theirs into the same folder before it is sealed."""
+        engine, ranks = self.engine, self.engine.ranks
+
+        def fill(aside: Path) -> None:
+            ranks.share(str(aside))
+            engine.save(aside)
+            ranks.barrier()
+
+        path = self._write(store.name_of(engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
         store.prune(root, self.checkpoint.keep_last)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
@@ -175,21 +208,21 @@ class Loop:
         engine, ledger = self.engine, self.ledger
         window = self.feed.window(engine.steps)
         items, started = window.label_tokens, mark(engine.device)
-        # Sums of float32 are exact in float64, however a window is cut.
-        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+        part = _Part(torch.zeros((), dtype=torch.float64, device=engine.device))
         for batch_of in window.batches[engine.micro_steps :]:
-            if self.stop.requested:
-                self._leave(loss_sum, started)
+            if self._asked:
+                self._leave(part, started)
             self.events.alive()
             batch = batch_of()
             loss = engine.forward(batch, self.loss_function)
             engine.backward(loss.total / items)
-            loss_sum = loss_sum + loss.total.detach().double()
-            ledger.window_tokens += batch.tokens
-            ledger.window_slots += batch.slots
-        if self.stop.requested:
-            self._leave(loss_sum, started)
-        result = engine.step(watch=loss_sum)
+            part.loss = part.loss + loss.total.detach().double()
+            part.tokens += batch.tokens if batch.label_tokens else 0  # a rank without rows computes on some others'
+            part.slots += batch.slots
+        if self._asked:
+            self._leave(part, started)
+        figures = self._figures(part)
+        result = engine.step(watch=figures["loss"])
         closed = _Closed(
             step=engine.steps,
             items=items,
@@ -207,14 +240,32 @@ class Loop:
             else {"loss_scale": engine.scaler.scale, "skipped_steps": float(engine.scaler.skipped)},
         )
         ledger.drop_window()
-        self._readings.put(closed, {"loss": loss_sum, "grad_norm": result.grad_norm})
+        self._readings.put(closed, figures | {"grad_norm": result.grad_norm})
         for about, figures in self._readings.ready():
             self._tell(about, figures)
 
-    def _leave(self, loss_sum: Tensor, started: Mark) -> NoReturn:
+    def _figures(self, part: _Part) -> dict[str, Tensor]:
+        """What the ranks have done of a window, as one sum on the device; and the memory of each of several."""
+        ranks, device = self.engine.ranks, self.engine.device
+        if ranks.world == 1:
+            self.ledger.window_tokens += part.tokens
+            self.ledger.window_slots += part.slots
+            return {"loss": part.loss}
+        memory = [0.0] * ranks.world
+        memory[ranks.rank] = float(memory_bytes(device))
+        host = torch.tensor([part.tokens, part.slots, *memory], dtype=torch.float64).to(device)
+        names = ["loss", "tokens", "slots", *(f"memory_bytes_rank_{rank}" for rank in range(ranks.world))]
+        total = ranks.sum(torch.cat([part.loss.reshape(1), host]))
+        return dict(zip(names, total.unbind(), strict=True))
+
+    def _leave(self, part: _Part, started: Mark) -> NoReturn:
         """StopRequested, with the figures of the unfinished window in the ledger."""
         self._settle()
-        self.ledger.window_loss += _finite(float(loss_sum), "loss", self.engine.steps + 1)
+        figures = self._figures(part)
+        self.ledger.window_loss += _finite(float(figures["loss"]), "loss", self.engine.steps + 1)
+        if self.engine.ranks.world > 1:
+            self.ledger.window_tokens += int(figures["tokens"])
+            self.ledger.window_slots += int(figures["slots"])
         self.ledger.window_seconds += seconds_between(started, mark(self.engine.device))
         raise StopRequested
 
@@ -229,19 +280,22 @@ class Loop:
         loss = _finite((closed.loss + figures["loss"]) / closed.items, "loss", closed.step)
         norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
         seconds = closed.seconds + seconds_between(closed.started, closed.ended)
+        tokens, slots = (getattr(closed, name) + figures.get(name, 0.0) for name in ("tokens", "slots"))
+        memory = {name: figure for name, figure in figures.items() if name.startswith("memory_bytes")}
         values = {
             "loss": loss,
             "learning_rate": closed.learning_rate,
             **norm,
             **closed.scaling,
-            "tokens_per_second": closed.tokens / max(seconds, 1e-9),
-            "padding_share": 1.0 - closed.tokens / closed.slots,
-            "memory_bytes": float(closed.memory_bytes),
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "padding_share": 1.0 - tokens / slots,
+            "memory_bytes": max(memory.values(), default=float(closed.memory_bytes)),
+            **memory,
             "epoch": self.feed.epochs_after(closed.step),
         }
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
         ledger.loss_sum += loss
-        ledger.tokens += closed.tokens
+        ledger.tokens += int(tokens)
         ledger.seconds += seconds
         ledger.metrics.append({"step": closed.step, **values})
         self.events.write("metrics", step=closed.step, values=values)
@@ -301,7 +355,13 @@ class Loop:
         self.events.write("phase", phase="evaluating")
         started = time.monotonic()
         assert self.evaluator is not None
-        values, samples = self.evaluator.figures(), self.evaluator.samples()
+        share: Share | None = None
+        with suppress(StopRequested):
+            share = self.evaluator.share()
+        if self.engine.ranks.any(share is None):
+            raise StopRequested
+        assert share is not None
+        values, samples = self.evaluator.together(share)
         self._eval_seconds = time.monotonic() - started
         self.ledger.evaluations.append({"step": step, **values})
         self.events.write("evaluation", step=step, values=values)
@@ -319,7 +379,7 @@ class Loop:
         if isinstance(self.evaluation, NoEvaluation) or not self.evaluation.load_best_model_at_end:
             return
         best = judge(self.ledger.evaluations, self.evaluation).best
-        if best is not None and best["step"] == engine.steps < self.total_steps:
+        if best is not None and best["step"] == engine.steps < self.total_steps and engine.ranks.first:
             self._write(store.best_name(engine.steps), engine.save_weights, engine.weight_bytes())
 
     def _tell_end(self) -> None:

@@ -69,9 +69,12 @@ class Placement:
         }
 
 
-def place(resources: Resources, training: Training, method: Method, choice: Choice = UNTRIED) -> Placement:
-    """Choose for the one visible device, and set threads, attention kernels, TF32 and deterministic kernels for this
-    process. `choice` is what the device's self-test leaves. SpecError when that rules out what was asked for.
+def place(
+    resources: Resources, training: Training, method: Method, choice: Choice = UNTRIED, *, local_rank: int = 0
+) -> Placement:
+    """Choose for the visible device with this number, and set threads, attention kernels, TF32 and deterministic
+    kernels for this process. `choice` is what the device's self-test leaves. SpecError when that rules out what was
+    asked for.
 
     Matrix products are computed under autocast in 16 bits, or in fp32. What is trained is always float32: full
     fine-tuning keeps float32 weights, LoRA holds the frozen base in 16 bits (or packed) and the adapter in float32.
@@ -79,7 +82,7 @@ def place(resources: Resources, training: Training, method: Method, choice: Choi
     if choice.refused is not None:
         raise DeviceRefused(f"the self-test of this device refuses it: {choice.refused}")
     threads = _set_threads()
-    device = _device(resources)
+    device = _device(resources, local_rank)
     arch, name = _arch(device), _device_name(device)
     precision, in_fp8, notice = _precision(training, device, arch, choice)
     attention = choose_attention(training.attention, arch, precision, choice)
@@ -119,8 +122,12 @@ def _set_threads() -> int:
     return torch.get_num_threads()
 
 
-def _device(resources: Resources) -> torch.device:
+def _device(resources: Resources, local_rank: int) -> torch.device:
     here = torch.cuda.is_available()
+    if here and resources.accelerator != "cpu":
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise DeviceMissing(f"this is rank {local_rank}, counted from 0, and torch sees {count} GPUs here")
+        torch.cuda.set_device(local_rank)
     match resources.accelerator:
         case "cpu":
             return torch.device("cpu")
@@ -129,7 +136,7 @@ def _device(resources: Resources) -> torch.device:
         case "any" if not here and (promise := _promise()) is not None:
             raise DeviceMissing(f"{promise} names a GPU, and torch {torch.__version__} sees none here")
         case "gpu" | "any":
-            return torch.device("cuda", 0) if here else torch.device("cpu")
+            return torch.device("cuda", local_rank) if here else torch.device("cpu")
         case _ as never:
             assert_never(never)
 

@@ -18,7 +18,7 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation
-from core.spec.training import Packed
+from core.spec.training import NoQuantization, Packed
 from core.train.attention.probe import prepare_packing
 from core.train.best import hand_back_best
 from core.train.build import build_model, count_parameters
@@ -27,7 +27,7 @@ from core.train.data.windows import Feed
 from core.train.disk import tell_failure
 from core.train.engine import Engine
 from core.train.evaluate import Evaluator
-from core.train.events import EventWriter
+from core.train.events import EventWriter, Unheard
 from core.train.export.artifacts import write_artifacts
 from core.train.export.compare import probes
 from core.train.failures import describe
@@ -40,6 +40,9 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.placement import Placement, place
 from core.train.quant.fp8 import dense_again
+from core.train.ranks.group import join
+from core.train.ranks.meet import meet, tell_launcher
+from core.train.ranks.words import Seat
 from core.train.record import Environment
 from core.train.render.options import RenderOptions
 from core.train.scaler import LossScaler
@@ -47,24 +50,26 @@ from core.train.selftest.heed import heed
 from core.train.stages.sft import choose_sft_loss
 
 
-def run(run_dir: Path, stop: Stop | None = None) -> int:
+def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> int:
     """Do what `run_dir/run.json` orders; the answer is the exit code (core/spec/run.py). A failure is told in an error
-    event, with the traceback in the log. Set `stop.requested` (SIGTERM does) to checkpoint and leave."""
-    events = EventWriter(run_dir / EVENTS_FILE)
+    event, with the traceback in the log. Set `stop.requested` (SIGTERM does) to checkpoint and leave. `seat`: which of
+    several ranks this process is; None: there is one."""
+    events = EventWriter(run_dir / EVENTS_FILE) if seat is None or seat.rank == 0 else Unheard()
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
-        _train(order, run_dir, events, stop or Stop())
+        _train(order, run_dir, events, stop or Stop(), seat)
     except StopRequested:
         return EXIT_CHECKPOINTED
     except Exception as error:
-        return tell_failure(error, events, describe(error, events.phase))
+        payload = describe(error, events.phase)
+        return tell_failure(error, events, payload) if seat is None else tell_launcher(error, seat, events, payload)
     finally:
         events.close()
     return EXIT_OK
 
 
-def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> None:
-    spec = order.spec
+def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat: Seat | None) -> None:
+    spec, training = order.spec, order.spec.training
 
     def leave_if_asked() -> None:
         events.alive()
@@ -76,28 +81,33 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     quiet()
     tried = None if order.selftest is None else Verdict.model_validate(order.selftest)
     choice = choose(tried)
-    placement = place(spec.resources, spec.training, spec.method, choice)
+    local_rank = 0 if seat is None else seat.local_rank
+    placement = place(spec.resources, spec.training, spec.method, choice, local_rank=local_rank)
+    ranks = join(seat, placement.device)
+    together = meet(ranks, order, placement)
     if placement.notice:
         events.write("notice", code="precision_fallback", message=placement.notice)
     for code, words in [*placement.notices, *heed(choice, spec, placement.precision)]:
         events.write("notice", code=code, message=words)
     tokenizer = load_tokenizer(Path(order.model_dir))
-    data = read_data(order, tokenizer, events, leave_if_asked)
-    built = build_model(
-        spec,
-        Path(order.model_dir),
-        placement,
-        tokenizer,
-        cache_dir=None if order.cache_dir is None else Path(order.cache_dir),
-        longest=data.longest,
-        events=events,
-        between=leave_if_asked,
-    )
+    with ranks.in_turn(order.cache_dir is not None and not spec.data.streaming):
+        data = read_data(order, tokenizer, events, leave_if_asked, ranks)
+    with ranks.in_turn(order.cache_dir is not None and not isinstance(spec.quantization, NoQuantization)):
+        built = build_model(
+            spec,
+            Path(order.model_dir),
+            placement,
+            tokenizer,
+            cache_dir=None if order.cache_dir is None else Path(order.cache_dir),
+            longest=data.longest,
+            events=events,
+            between=leave_if_asked,
+        )
+    ranks.seed(training.seed)
 
     # --- engine --------------------------------------------------------------------------------------
-    training = spec.training
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    feed, total_steps = build_feed(spec, data, pad, events)
+    feed, total_steps = build_feed(spec, data, pad, events, ranks)
     ledger, environment = Ledger(), Environment(placement)
     engine = Engine(
         built.model,
@@ -109,6 +119,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         pad_token_id=pad,
         parts={"ledger": ledger, "environment": environment, "cursor": feed},
         scaler=LossScaler() if placement.precision == "fp16" else None,
+        ranks=ranks,
     )
     packing = prepare_packing(engine) if isinstance(spec.batching, Packed) else None
     loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
@@ -117,6 +128,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     check_products(spec, engine.model, placement.limits, computed, data.longest, whole)
     record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
     record |= {"quantization": built.quantization, "fp8": built.fp8, "loss": loss_record, "packing": packing}
+    record |= {"ranks": together}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None
@@ -124,6 +136,7 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
         options = RenderOptions(data.loss_on, spec.data.rendering)
         evaluator = Evaluator(engine, tokenizer, data.eval, held_out, options=options, between=leave_if_asked)
     _resume(engine, feed, ledger, environment, order, run_dir, events)
+    engine.hold_together()
 
     # --- loop ----------------------------------------------------------------------------------------
     loop = Loop(
@@ -150,6 +163,9 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop) -> N
     events.write("phase", phase="saving")
     if spec.export:
         loop.save()  # making and checking formats may take a while: whoever is stopped in it goes on from here
+    ranks.disband()
+    if not ranks.first:
+        return  # what is left is one model's, and one process's work
     best = hand_back_best(engine, ledger.evaluations, held_out, _checkpoint_folders(order, run_dir), events)
     result = _result(ledger, engine, best, stopped_early=loop.stopped_early)
     if placement.fp8:

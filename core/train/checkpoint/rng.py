@@ -1,4 +1,4 @@
-"""The random number generators of a process, as tensors and JSON: torch (CPU and each GPU), Python, numpy."""
+"""The random number generators of a process, as tensors and JSON: torch (CPU and its GPU), Python, numpy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+GPU = "cuda.0"
+"""The process's own, whichever number it has: of several ranks each sees all their GPUs, and computes on one."""
 
 
 def seed_all(seed: int) -> None:
@@ -21,7 +24,7 @@ def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, JSON): what `restore_rng` takes."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+        tensors[GPU] = torch.cuda.get_rng_state()
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
@@ -32,12 +35,10 @@ def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_rng(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Continue every generator where `capture_rng` saw it. GPUs that are not here are left out."""
+    """Continue every generator where `capture_rng` saw it; a GPU's is left out where there is none."""
     torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"cuda.{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+    if torch.cuda.is_available() and GPU in tensors:
+        torch.cuda.set_rng_state(tensors[GPU])
     version, internal, gauss = numbers["python"]
     random.setstate((version, tuple(internal), gauss))
     position, has_gauss, cached = numbers["numpy"]

@@ -108,8 +108,11 @@ def _count(
     return counts
 
 
-def eval_batches(dataset: TokenDataset, batch_size: int, pad_token_id: int) -> Iterator[Batch]:
-    """All rows once, those of like length together: less padding, the same figures."""
+def eval_batches(
+    dataset: TokenDataset, batch_size: int, pad_token_id: int, *, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """All rows once, those of like length together: less padding, the same figures. Of several ranks each has every
+    `world`-th batch; the batches are those of a run of one."""
     order: Sequence[int] = sorted(range(len(dataset)), key=dataset.length)
-    for start in range(0, len(order), batch_size):
+    for start in range(rank * batch_size, len(order), world * batch_size):
         yield dataset.collate(order[start : start + batch_size], pad_token_id)

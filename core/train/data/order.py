@@ -104,13 +104,17 @@ class Order(ABC):
         return self._dealt(step, self.batch_size)
 
     def _dealt(self, step: int, batch_size: int) -> list[list[int]]:
+        return self._cut(step, batch_size)[self.rank :: self.world]
+
+    def _cut(self, step: int, batch_size: int) -> list[list[int]]:
+        """The batches of a step on all ranks, those of one micro-step side by side."""
         batches = self.cut(self.rows_of(step), batch_size)
         while len(batches) % self.world:
             fullest = max(range(len(batches)), key=lambda at: len(batches[at]))
             rows = batches[fullest]
             batches[fullest] = rows[: (len(rows) + 1) // 2]
             batches.append(rows[(len(rows) + 1) // 2 :])  # empty where no batch has two rows
-        return batches[self.rank :: self.world]
+        return batches
 
     def _planned(self, epoch: int) -> Sequence[Sequence[int]]:
         if epoch != self._epoch:
@@ -155,15 +159,15 @@ class Order(ABC):
         self._saved_batch_size = then["batch_size"]
 
     def translate(self, step: int, micro_steps: int) -> int | None:
-        """How many batches of ours hold just the rows of the first `micro_steps` batches of a 0-based step as the
-        loaded checkpoint cut it; None when one of ours would begin inside one of those."""
-        before = {row for rows in self._dealt(step, self._saved_batch_size)[:micro_steps] for row in rows}
+        """How many micro-steps of ours hold just the rows of the first `micro_steps` of a 0-based step as the loaded
+        checkpoint cut it; None when one of ours would begin inside one of those. Rows of all ranks: which of them did
+        a row makes no difference to the step's sum, so all get the same answer."""
+        before = {row for rows in self._cut(step, self._saved_batch_size)[: micro_steps * self.world] for row in rows}
+        ours = self._cut(step, self.batch_size)
         done: set[int] = set()
         batches = 0
-        for rows in self.window(step):
-            if done == before:
-                break
-            done.update(rows)
+        while done != before and batches * self.world < len(ours):
+            done.update(row for rows in ours[batches * self.world :][: self.world] for row in rows)
             batches += 1
         return batches if done == before else None
 

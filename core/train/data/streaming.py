@@ -51,9 +51,13 @@ class StreamFeed:
         *,
         between: Callable[[], None],
         model_dir: Path | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
-        """`model_dir`: where a process that works ahead finds the tokenizer; None: there is none."""
+        """`model_dir`: where a process that works ahead finds the tokenizer; None: there is none. Of several ranks each
+        reads all rows, and takes its own batches of them."""
         self.pad_token_id = 0
+        self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
         began = time.monotonic()
         rows, end, formats = _read(data, None, self._block_rows, between)
@@ -139,7 +143,7 @@ class StreamFeed:
         writer.extend(made.part)
         dataset, report = truncate(writer.dataset(), training.max_length, training.truncation)
         report.cut_prompts = writer.cut_prompts
-        order = build_order(self._spec, dataset.lengths)
+        order = build_order(self._spec, dataset.lengths, rank=self._rank, world=self._world)
         text = f"block {training.seed} {place.number}"
         order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         if self._helpers is not None:

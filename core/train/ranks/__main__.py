@@ -1,0 +1,34 @@
+"""`python -m core.train.ranks RUN_DIR`: one rank of a run, started by launch.py, or by torchrun:
+
+torchrun --nproc-per-node 2 --max-restarts 0 -m core.train.ranks RUN_DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from core.train.__main__ import before_torch
+from core.train.lifeline import arm_rank, leave
+from core.train.ranks.launch import LOOPBACK
+from core.train.ranks.words import Seat
+
+
+def main() -> int:
+    try:
+        seat = Seat.mine()
+    except (KeyError, ValueError) as error:
+        print(f"this is no rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
+        return 2
+    stop = arm_rank()
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    before_torch()
+    from core.train.recipe import run  # slow: torch and transformers
+
+    return run(Path(sys.argv[1]).absolute(), stop, seat)
+
+
+if __name__ == "__main__":
+    leave(main())

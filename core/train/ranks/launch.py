@@ -1,0 +1,250 @@
+"""The launcher of a run with several ranks: what the worker sees as its one child. It never imports torch.
+
+It holds the lifeline (heartbeat, SIGTERM, SIGUSR1) for all ranks, starts them as torchrun would with max_restarts 0,
+and waits. The first rank that does not end well ends the attempt: all others are killed at once, since they wait in a
+sum that can never be complete, and what is told is what that first one had to say. The launcher then ends as it did, by
+the same exit code or by the same signal, so that a worker needs to know nothing of ranks.
+
+torchrun itself is not that launcher, for what its 2.13 does: it puts each rank into a session of its own, beyond the
+reach of a worker that has to see to the end of everything it started; survivors of a death get SIGTERM and 30 s, in
+which a rank of ours would write a checkpoint with nobody; who died first is decided by who is looked at first; its exit
+status is 1 whatever the ranks' were; and its store listens on every interface. The ranks run under it all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import resource
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from core import HOME
+from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK, RunOrder
+from core.train.events import EventWriter
+from core.train.lifeline import arm
+from core.train.ranks import words
+from core.train.ranks.words import LastWord
+
+LEAVE_SECONDS = 2.0
+"""For the others, once one rank has left with its checkpoint: there is nothing left for them to write."""
+END_SECONDS = 60.0
+"""For the others, once one has ended well and the rest should be about to."""
+DUMP_SECONDS = 0.15
+"""For one rank to write its stacks, before the next does, so that they do not mix."""
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Gangs are of one node: what gloo and NCCL (RCCL) open, on ports of the kernel's choice, is for this machine alone."""
+
+
+def launch(run_dir: Path, order: RunOrder) -> int:
+    """Run the order's ranks to their end: the exit code (core/spec/run.py). Does not return where a rank was ended by
+    a signal: this process is ended by the same one then."""
+    gang = Gang(run_dir, order.world_size)
+    stop = arm(order.fence_seconds, held_at=order.held_at, on_stop=gang.ask, on_fence=gang.kill)
+
+    def interrupted(signum: int, frame: FrameType | None) -> None:
+        """Ctrl-C by hand is SIGTERM; the second one interrupts."""
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        gang.ask()
+
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *_: gang.dump())
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        gang.start()
+        if stop.requested:
+            gang.ask()  # it came while they were being started
+        end = gang.wait()
+    finally:
+        gang.kill()
+        gang.reap()
+    try:
+        return _tell(end, gang, run_dir, asked=stop.requested)
+    finally:
+        shutil.rmtree(gang.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the attempt ended: the code of the rank that decided it (-N: signal N)."""
+
+    rank: int
+    code: int
+    word: LastWord | None = None
+
+
+@dataclass(slots=True)
+class Gang:
+    """The processes of all ranks, in this process's session. Signals may be sent from handlers and other threads."""
+
+    run_dir: Path
+    world: int
+    folder: Path = field(init=False)
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    codes: dict[int, int] = field(default_factory=dict)
+    """Of those that have ended."""
+
+    def __post_init__(self) -> None:
+        self.folder = self.run_dir / f"{words.PREFIX}{secrets.token_hex(8)}"
+
+    def start(self) -> None:
+        self.folder.mkdir(mode=0o700)
+        for rank in range(self.world):
+            self.ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "core.train.ranks", str(self.run_dir)],
+                    stdin=subprocess.DEVNULL,
+                    cwd=HOME,
+                    env=self._environment(rank),
+                )
+            )
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        share = max(1, len(os.sched_getaffinity(0)) // self.world)
+        return (
+            {"OMP_NUM_THREADS": str(share)}  # a worker has set it
+            | LOOPBACK
+            | os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world),
+                words.FOLDER: str(self.folder),
+            }
+        )
+
+    # -- signals
+
+    def ask(self) -> None:
+        """SIGTERM to each: they agree on where to leave."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def dump(self) -> None:
+        """The stacks of every rank into the log, one after another."""
+        for rank, process in enumerate(self.ranks):
+            if process.returncode is None:
+                os.write(2, f"--- rank {rank} of {self.world} (process {process.pid})\n".encode())
+                _signal(process, signal.SIGUSR1)
+                time.sleep(DUMP_SECONDS)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self.ranks:
+            if process.returncode is None:
+                _signal(process, number)
+
+    # -- their end
+
+    def wait(self) -> End:
+        """Until it is decided how the attempt ends. Ranks may live on; `kill` and `reap` them."""
+        deadline: float | None = None
+        left = False
+        while len(self.codes) < self.world:
+            ended = self._next(deadline)
+            bad = [End(rank, code, words.last_word(self.folder, rank)) for rank, code in ended.items() if code]
+            if fatal := [end for end in bad if end.code != EXIT_CHECKPOINTED]:
+                # Several at once are looked at together: whoever only lost a peer was not the first.
+                return min(fatal, key=_blame)
+            if bad and not left:
+                left, deadline = True, time.monotonic() + LEAVE_SECONDS
+            elif ended and not left and deadline is None and 0 in self.codes:
+                deadline = time.monotonic() + END_SECONDS
+            if not ended:
+                break  # the deadline
+        rank = 0 if not left else next(rank for rank, code in self.codes.items() if code == EXIT_CHECKPOINTED)
+        return End(rank, self.codes[rank])
+
+    def _next(self, deadline: float | None) -> dict[int, int]:
+        """The ranks that have ended since the last call, with their codes; waits for one. Empty at the deadline."""
+        poll, exits = select.poll(), dict[int, int]()
+        try:
+            for rank, process in enumerate(self.ranks):
+                if rank not in self.codes:
+                    exits[rank] = os.pidfd_open(process.pid)
+                    poll.register(exits[rank], select.POLLIN)
+            poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+        finally:
+            for descriptor in exits.values():
+                os.close(descriptor)
+        found = {}
+        for rank in exits:
+            if (code := self.ranks[rank].poll()) is not None:
+                found[rank] = self.codes[rank] = code
+        return found
+
+    def reap(self) -> None:
+        """Wait for all. One that hangs in a driver cannot be killed: its GPU is not free, and the worker waits too."""
+        for rank, process in enumerate(self.ranks):
+            self.codes[rank] = process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _blame(end: End) -> tuple[int, float]:
+    """Sorts ends by how likely they were the first."""
+    if end.word is not None:
+        return (2 if end.word.lost_peer else 1), end.word.at
+    # NCCL's watchdog aborts a rank whose peer is gone.
+    return (2 if end.code == -signal.SIGABRT else 0), 0.0
+
+
+def _tell(end: End, gang: Gang, run_dir: Path, *, asked: bool) -> int:
+    """Write what the ranks left to be told, and end as the first of them did."""
+    if asked and end.code == -signal.SIGTERM:
+        return EXIT_CHECKPOINTED  # before it could listen: nothing was done yet
+    who = f"rank {end.rank} of {gang.world}"
+    if end.code < 0:
+        name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else f"signal {-end.code}"
+        _write(run_dir, "notice", code="rank_died", message=f"{who} was ended by {name}, and the others with it")
+        _die_by(-end.code)
+    if end.code in (EXIT_OK, EXIT_CHECKPOINTED):
+        return end.code
+    if end.word is not None:
+        payload = end.word.payload
+        if end.rank:
+            payload = payload | {"message": f"{payload['message']} ({who})"}
+        if not _write(run_dir, "error", **payload):
+            return EXIT_NO_SPACE if end.code == EXIT_NO_SPACE else EXIT_FAILED
+    return end.code
+
+
+def _write(run_dir: Path, type: Any, **payload: Any) -> bool:
+    """One event, all ranks being gone. False when the disk refused it; the exit code tells the most of it."""
+    try:
+        events = EventWriter(run_dir / EVENTS_FILE)
+        try:
+            events.write(type, **payload)
+        finally:
+            events.close()
+    except OSError as error:
+        print(f"{type} {payload} could not be written: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _die_by(number: int) -> None:
+    """End this process by the signal that ended a rank, without a second core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    time.sleep(10.0)  # a signal whose default is to be ignored

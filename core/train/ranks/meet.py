@@ -1,0 +1,64 @@
+"""How ranks begin, and how one ends with an error."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from typing import Any
+
+from core.errors import SpecError
+from core.spec.run import EXIT_FAILED, EXIT_NO_SPACE, RunOrder
+from core.train.disk import disk_full, tell_failure
+from core.train.events import EventWriter
+from core.train.placement import Placement
+from core.train.ranks.group import PeerLost, Ranks
+from core.train.ranks.words import Seat, leave_word
+
+ALIKE = ("device", "arch", "precision", "weights_dtype", "attention", "tf32", "threads")
+"""Of a placement: where these differ, the ranks would not compute the same sums."""
+WAIT_SECONDS = 30.0
+"""For a rank that lost its peer, until the launcher has seen why."""
+
+
+def meet(ranks: Ranks, order: RunOrder, placement: Placement) -> dict[str, Any] | None:
+    """For the run record: how many ranks there are and what each computes on; None for a run of one. SpecError when
+    they are not as many as the order says, or not alike."""
+    if ranks.world != order.world_size:
+        raise SpecError(
+            f"this run is one of {order.world_size} ranks, and {ranks.world} were started; start it by "
+            "`python -m core.train`, or with as many under torchrun",
+            field="resources.gpus",
+        )
+    if ranks.world == 1:
+        return None
+    found = ranks.gather(placement.as_dict())
+    for name in ALIKE:
+        if any(one[name] != found[0][name] for one in found):
+            values = ", ".join(str(one[name]) for one in found)
+            raise SpecError(f"the GPUs of this job differ in {name} ({values})", field="resources.gpus")
+    return {
+        "world_size": ranks.world,
+        "backend": getattr(ranks, "backend", None),
+        "devices": [one["device_name"] for one in found],
+    }
+
+
+def tell_launcher(error: Exception, seat: Seat, events: EventWriter, payload: dict[str, Any]) -> int:
+    """The traceback into the log, `payload` to the launcher, which tells of the first rank that failed; the exit code.
+
+    A rank that has only lost its peer waits to be ended, so that it is never mistaken for the one that died.
+    """
+    if seat.folder is None:  # under torchrun
+        return tell_failure(error, events, payload)
+    try:
+        print(f"--- rank {seat.rank} of {seat.world}", file=sys.stderr)
+        traceback.print_exception(error, file=sys.stderr)
+        leave_word(seat, payload, lost_peer=isinstance(error, PeerLost))
+    except OSError as second:
+        if not disk_full(second):
+            raise
+        return EXIT_NO_SPACE
+    if isinstance(error, PeerLost):
+        time.sleep(WAIT_SECONDS)
+    return EXIT_NO_SPACE if disk_full(error) else EXIT_FAILED
