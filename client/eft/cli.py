@@ -1,11 +1,12 @@
-"""The `eft` command."""
+"""The `eft` command: what there is, in the order in which help shows it."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from eft import (
     commands,
@@ -14,26 +15,24 @@ from eft import (
     commands_data,
     commands_files,
     commands_gpu,
+    commands_help,
     commands_queue,
     commands_webhooks,
     commands_worker,
 )
-from eft.client import Client
-from eft.config import load_config, write_config
-from eft.errors import EXIT_MEANINGS, ConfigError
-from eft.session import JsonOption, UrlOption, outputs, session
+from eft.app import HEADINGS, App
+from eft.manual import manual
 from eft.version import VERSION
 
-EPILOG = "Exit codes:\n\n" + "\n\n".join(f"{int(code):>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
+JOBS, DATA, LINE, PEOPLE, BOX, SELF = HEADINGS
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
-    add_completion=True,
+    add_completion=False,  # ours: `eft completion`
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     help="Fine-tune language models on the lab's own GPU box. EFT_URL and EFT_API_KEY say where it is.",
-    epilog=EPILOG,
 )
+verb: Any
 for verb in (
     commands.submit,
     commands.ls,
@@ -48,24 +47,26 @@ for verb in (
     commands.retry,
     commands.priority,
     commands.cancel,
-    commands_queue.queue,
-    commands_queue.usage,
-    commands_queue.gc,
-    commands_access.whoami,
-    commands_access.audit,
 ):
-    app.command()(verb)
-app.add_typer(commands_files.app, name="files")
-app.add_typer(commands_data.app, name="data", rich_help_panel="On the box itself")
-app.add_typer(commands_worker.app, name="worker")
-app.add_typer(commands_gpu.gpu, name="gpu")
-app.add_typer(commands_gpu.maintenance, name="maintenance")
-app.add_typer(commands_queue.quota, name="quota")
-app.add_typer(commands_webhooks.app, name="webhooks")
-app.add_typer(commands_access.keys, name="keys")
-app.add_typer(commands_access.users, name="users")
-app.add_typer(commands_access.projects, name="projects")
-commands_box.register(app)
+    app.command(rich_help_panel=JOBS)(verb)
+app.add_typer(commands_files.app, name="files", rich_help_panel=DATA)
+app.add_typer(commands_data.app, name="data", rich_help_panel=DATA)
+app.command(rich_help_panel=LINE)(commands_queue.queue)
+app.add_typer(commands_gpu.gpu, name="gpu", rich_help_panel=LINE)
+app.add_typer(commands_worker.app, name="worker", rich_help_panel=LINE)
+app.add_typer(commands_gpu.maintenance, name="maintenance", rich_help_panel=LINE)
+app.command(rich_help_panel=LINE)(commands_queue.usage)
+app.add_typer(commands_queue.quota, name="quota", rich_help_panel=LINE)
+app.command(rich_help_panel=LINE)(commands_queue.gc)
+app.command(rich_help_panel=PEOPLE)(commands_access.whoami)
+app.add_typer(commands_access.keys, name="keys", rich_help_panel=PEOPLE)
+app.add_typer(commands_access.users, name="users", rich_help_panel=PEOPLE)
+app.add_typer(commands_access.projects, name="projects", rich_help_panel=PEOPLE)
+app.add_typer(commands_webhooks.app, name="webhooks", rich_help_panel=PEOPLE)
+app.command(rich_help_panel=PEOPLE)(commands_access.audit)
+commands_box.register(app, BOX)
+for verb in (commands_help.login, commands_help.version, commands_help.show_help, commands_help.man):
+    app.command(commands_help.NAMES.get(verb), rich_help_panel=SELF)(verb)
 
 
 def _version(wanted: bool) -> None:
@@ -75,41 +76,24 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
+@manual(
+    examples=[
+        ("eft submit job.yaml --wait", "Train, and end as the job does."),
+        ("eft watch", "See everything that runs and waits."),
+        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc", "Bring home what a job has made."),
+    ]
+)
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version of this command.")
+    ] = False,
 ) -> None:
     pass
 
 
-@app.command()
-def login(
-    url: UrlOption = None,
-    key_from_stdin: Annotated[bool, typer.Option("--key-stdin", help="Read the key from stdin.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Keep address and key in ~/.config/eft/config.toml (0600), after a try of both."""
-    with outputs(as_json) as output:
-        address = load_config(url, None).url
-        key = (
-            sys.stdin.readline().strip() if key_from_stdin else typer.prompt(f"API key for {address}", hide_input=True)
-        )
-        if not key:
-            raise ConfigError("no key was given")
-        with Client(address, key) as client:
-            client.access.me()
-        path = write_config(address, key)
-        output.json({"url": address, "config": str(path)}) if as_json else output.note(f"kept in {path}")
-
-
-@app.command()
-def version(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """The versions of client and server."""
-    with session(as_json, url) as (client, output):
-        server = client.version()
-        if as_json:
-            output.json({"client": VERSION, "server": server})
-        else:
-            output.text(f"client {VERSION}, server {server.get('version', '?')} at {client.config.url}\n")
+def tree() -> Any:
+    """All commands, as typer has built them."""
+    return get_command(app)
 
 
 def main() -> None:

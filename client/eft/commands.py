@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from eft.client import Client, LogChunk
 from eft.errors import UsageFault
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
-from eft.live import Follower
+from eft.live import Away, Follower
 from eft.output import Output, job_lines, jobs_table, number
 from eft.session import JobArgument, JsonOption, UrlOption, session
 from eft.types import FINAL, Artifact, File, Job
 
-POLL_SECONDS = 1.0
+if TYPE_CHECKING:
+    from eft.client import Client
+
+
 JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
 PatienceOption = Annotated[
     float, typer.Option(help="Seconds that the server may be away while we wait.", min=0, show_default=True)
@@ -188,28 +189,14 @@ def logs(
             chunk = client.logs(job_id, attempt=attempt, tail=tail)
             put(chunk.text, chunk.attempt)
             return
-        seen, offset = 0, 0
-        while True:
-            job = client.persist(lambda: client.get(job_id), 300.0)
-            current = attempt or job.attempt
-            if current != seen:
-                # The log of a new attempt is a new file.
-                if seen:
-                    output.note(f"--- attempt {current}")
-                seen, offset = current, 0
-            chunk = _log(client, job_id, seen, tail=tail, offset=offset)
-            tail, offset = None, chunk.offset
-            if chunk.text:
-                put(chunk.text, seen)
-            elif job.finished or (attempt is not None and job.attempt > attempt):
-                return
-            else:
-                time.sleep(POLL_SECONDS)
-
-
-def _log(client: Client, job_id: str, attempt: int, *, tail: int | None, offset: int) -> LogChunk:
-    where = {"tail": tail} if tail is not None else {"offset": offset}
-    return client.persist(lambda: client.logs(job_id, attempt=attempt or None, **where), 300.0)
+        seen = attempt or 0
+        away = Away(output)
+        for chunk in client.follow_logs(job_id, attempt=attempt, tail=tail, on_gap=away.gap):
+            away.back()
+            if seen and chunk.attempt != seen:
+                output.note(f"--- attempt {chunk.attempt}")
+            seen = chunk.attempt
+            put(chunk.text, chunk.attempt)
 
 
 def metrics(
@@ -272,7 +259,7 @@ def download(
             TransferSpeedColumn(),
             console=output.notes,
             transient=True,
-            disable=not output.notes.is_terminal,
+            disable=not output.live,
         ) as bar:
             task = bar.add_task("download", total=sum(artifact.bytes for artifact in chosen))
             targets = client.download(job_id, chosen, into=folder, advance=lambda count: bar.advance(task, count))

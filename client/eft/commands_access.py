@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eft.client import Client
-from eft.commands_box import KEYS, become
+from eft.app import App
+from eft.commands_box import KEYS, pass_on
 from eft.config import write_config
 from eft.errors import UsageFault
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
 
-keys = typer.Typer(no_args_is_help=True, help="API keys: yours, and for admins everybody's.")
-users = typer.Typer(no_args_is_help=True, help="Who uses this box; for its admins.")
-projects = typer.Typer(no_args_is_help=True, help="Projects, and who is what in them.")
+if TYPE_CHECKING:
+    from eft.client import Client
+
+
+keys = App(no_args_is_help=True, help="API keys: yours, and for admins everybody's.")
+users = App(no_args_is_help=True, help="Who uses this box; for its admins.")
+projects = App(no_args_is_help=True, help="Projects, and who is what in them.")
 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or prefix; `eft keys list` shows them.")]
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Name or id of a user.")]
@@ -122,14 +126,7 @@ def revoke_key(key: KeyArgument, url: UrlOption = None, as_json: JsonOption = Fa
         output.json(gone) if as_json else output.text(f"{gone['id']} revoked\n")
 
 
-@keys.command(
-    "local",
-    help=f"{KEYS[1]} Options: eft keys local --help.",
-    add_help_option=False,  # its own --help answers
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def local(context: typer.Context) -> None:
-    become(KEYS[0], context)
+pass_on(keys, "local", *KEYS)
 
 
 def _key_id(client: Client, id_or_prefix: str) -> str:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
 from eft.errors import ConfigError
+from eft.manual import manual
 from eft.session import outputs
 
 VERBS = {
     "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
-    "train": ("core.train.cli", "Train without a server: eft train MODEL DATA --method lora."),
+    "train": ("core.train.cli", "Train on this machine, without a server."),
     "doctor": ("box.doctor", "What this box has, what is wrong with it, and what to do about it."),
     "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
+    "db": ("box.db", "Where the database's schema stands, and bringing it forward while jobs run."),
+    "backup": ("box.backup", "Keep database and data root, while jobs run."),
+    "restore": ("box.restore", "Put a backup into an empty installation."),
 }
 """Verb → module of the application, and what it does."""
 MARK = Path("core") / "spec" / "job.py"
@@ -54,20 +58,25 @@ WORKER = ("worker", "Run this box's worker, next to a database and a broker else
 KEYS = ("api.auth.keys", "Make, list and revoke keys on the server's own machine, where none is needed.")
 
 
-def register(app: typer.Typer) -> None:
-    for verb, (_, words) in VERBS.items():
-        app.command(
-            verb,
-            help=f"{words} Options: eft {verb} --help.",
-            rich_help_panel="On the box itself",
-            add_help_option=False,  # its own --help answers
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_start)
+def register(app: typer.Typer, heading: str) -> None:
+    for verb, (module, words) in VERBS.items():
+        pass_on(app, verb, module, words, rich_help_panel=heading)
 
 
-def _start(context: typer.Context) -> NoReturn:
-    module, _ = VERBS[context.info_name or ""]
-    become(module, context)
+def pass_on(app: typer.Typer, verb: str, module: str, words: str, **settings: Any) -> None:
+    """Declare a command that a module of the application does: all behind it is the module's."""
+
+    @manual(module=module)
+    def start(context: typer.Context) -> None:
+        become(module, context)
+
+    app.command(
+        verb,
+        help=words,
+        add_help_option=False,  # its own --help is asked
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        **settings,
+    )(start)
 
 
 def become(module: str, context: typer.Context) -> NoReturn:

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from eft.app import App
 from eft.commands_box import application_home, command
 from eft.datasheet import print_check, print_preview, print_samples
 from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
 from eft.output import Output
 from eft.session import JobArgument, JsonOption, UrlOption, outputs, session
 
-app = typer.Typer(no_args_is_help=True, help="Look at training data on this machine, without a server.")
+app = App(no_args_is_help=True, help="Look at training data on this machine, without a server.")
 
 SetOption = Annotated[
     list[str] | None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from eft.app import App
 from eft.commands_data import SetOption
 from eft.datasheet import print_preview
 from eft.errors import ExitCode, UsageFault
@@ -18,7 +19,7 @@ from eft.jobfile import apply_settings, read_job
 from eft.output import files_table
 from eft.session import JsonOption, UrlOption, session
 
-app = typer.Typer(no_args_is_help=True, help="Training data on the server.")
+app = App(no_args_is_help=True, help="Training data on the server.")
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's id.")]
 
@@ -51,7 +52,7 @@ def upload(
                 TransferSpeedColumn(),
                 console=output.notes,
                 transient=True,
-                disable=not output.notes.is_terminal,
+                disable=not output.live,
             ) as bar:
                 task = bar.add_task(path.name, total=path.stat().st_size if path.is_file() else None)
                 file = client.upload(path, format=row_format, columns=named, advance=partial(bar.advance, task))
@@ -99,7 +100,7 @@ def preview(
         if data is not None:  # its file is the one that is named here
             job = job | {"data": {k: v for k, v in data.items() if k == "rendering"} if isinstance(data, dict) else {}}
         job = apply_settings(job | ({"model": model} if model is not None else {}), settings or [])
-        with output.notes.status("waiting for a worker") if output.notes.is_terminal else nullcontext():
+        with output.notes.status("waiting for a worker") if output.live else nullcontext():
             found = client.preview(file_id, job)
         if as_json:
             output.json(found)

@@ -8,12 +8,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from eft.app import App
 from eft.output import Output, size
 from eft.session import JsonOption, UrlOption, session
 from eft.times import point
 
-gpu = typer.Typer(no_args_is_help=True, help="GPUs: who has them; hold some for somebody, give them back.")
-maintenance = typer.Typer(no_args_is_help=True, help="Times in which nothing runs on a node; for admins of the box.")
+gpu = App(no_args_is_help=True, help="GPUs: who has them; hold some for somebody, give them back.")
+maintenance = App(no_args_is_help=True, help="Times in which nothing runs on a node; for admins of the box.")
 GpuArguments = Annotated[
     list[str], typer.Argument(metavar="GPU...", help="NODE/INDEX, or INDEX where one node has it.")
 ]

@@ -9,11 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from eft.app import App
 from eft.errors import UsageFault
 from eft.output import Output, age, size
 from eft.session import JsonOption, UrlOption, session
 
-quota = typer.Typer(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
+quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
 NONE = "none"
 """What `eft quota set` takes for: no quota."""
 

@@ -8,10 +8,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from eft.app import App
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
 
-app = typer.Typer(no_args_is_help=True, help="Be told what becomes of a project's jobs.")
+app = App(no_args_is_help=True, help="Be told what becomes of a project's jobs.")
 
 HookArgument = Annotated[str, typer.Argument(metavar="HOOK", help="A webhook's id.")]
 STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}

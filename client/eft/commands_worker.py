@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperGroup
 
-from eft.client import Client
-from eft.commands_box import WORKER, become
+from eft.app import App, Group
+from eft.commands_box import WORKER, pass_on
 from eft.output import Output, duration
 from eft.session import JsonOption, UrlOption, session
 from eft.types import Node
+
+if TYPE_CHECKING:
+    from eft.client import Client
+
 
 POLL_SECONDS = 1.0
 STATE_STYLE = {"serving": "green", "draining": "yellow", "drained": "magenta", "silent": "red"}
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Its name; `eft worker list` shows it.")]
 
 
-class _RunByDefault(TyperGroup):
+class _RunByDefault(Group):
     """`eft worker [OPTIONS]`, as a service manager calls it, is `eft worker run [OPTIONS]`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: click's own or typer's copy of it
@@ -31,17 +34,10 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=_RunByDefault, help="Run this box's worker; list, drain and undrain the boxes.")
+app = App(cls=_RunByDefault, help="Run this box's worker; list, drain and undrain the boxes.")
 
 
-@app.command(
-    "run",
-    help=f"{WORKER[1]} Also `eft worker` alone. Options: eft worker run --help.",
-    add_help_option=False,  # its own --help answers
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def run(context: typer.Context) -> None:
-    become(WORKER[0], context)
+pass_on(app, "run", WORKER[0], f"{WORKER[1]} Also `eft worker` alone.")
 
 
 @app.command("list")

@@ -8,14 +8,17 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from eft.client import Client
 from eft.download import digest
 from eft.errors import LocalError, UsageFault
 from eft.types import File
+
+if TYPE_CHECKING:
+    from eft.client import Client
+
 
 ROLES = ("train", "eval")
 Uploader = Callable[[Path, dict[str, Any]], File]

@@ -9,13 +9,52 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from eft.client import Snapshot
 from eft.errors import EftClientError
 from eft.output import Output, duration, number
-from eft.types import Event, Progress
+from eft.types import Event, Progress, Snapshot
 
 PLAIN_SHARE = 0.1
 """In a pipe, a line of progress for every tenth of the way."""
+
+
+def event_words(event: Event) -> str | None:
+    """One line for people; None: not worth one (checkpoints, records, and whatever a newer server tells: --json has all
+    of it)."""
+    data = event.data
+    match event.type:
+        case "status":
+            reason = data.get("reason")
+            return f"{data.get('to')}{f': {reason}' if reason else ''}"
+        case "phase":
+            return str(data.get("phase"))
+        case "evaluation":
+            values = ", ".join(f"{key} {number(value)}" for key, value in data.get("values", {}).items())
+            return f"evaluation at step {data.get('step')}: {values}"
+        case "notice":
+            return f"notice: {data.get('message')}"
+        case "resumed":
+            return f"goes on from step {data.get('step')} (attempt {event.attempt})"
+        case "error":
+            return f"error {data.get('code')}: {data.get('message')}"
+        case _:
+            return None
+
+
+class Away:
+    """Says once that the server is away, and once that it is back."""
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._away = output, False
+
+    def gap(self, error: EftClientError) -> None:
+        if not self._away:
+            self._output.note(f"{error.message}; trying again")
+        self._away = True
+
+    def back(self) -> None:
+        if self._away:
+            self._output.note("the server is back")
+        self._away = False
 
 
 class Follower:
@@ -23,7 +62,7 @@ class Follower:
 
     def __init__(self, output: Output) -> None:
         self._console = output.notes
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = output.live
         self._told = -1.0
         self._step = -1
         self._away = False
@@ -58,30 +97,11 @@ class Follower:
         self._away = False
         self._describe(snapshot.job.status)
         for event in snapshot.events:
-            self._tell(event)
+            if (words := event_words(event)) is not None:
+                self._say(words)
         progress = snapshot.job.progress
         if progress is not None:
             self._steps(progress, snapshot.loss, ended=snapshot.job.finished)
-
-    def _tell(self, event: Event) -> None:
-        data = event.data
-        match event.type:
-            case "status":
-                reason = data.get("reason")
-                self._say(f"{data.get('to')}{f': {reason}' if reason else ''}")
-            case "phase":
-                self._say(str(data.get("phase")))
-            case "evaluation":
-                values = ", ".join(f"{key} {number(value)}" for key, value in data.get("values", {}).items())
-                self._say(f"evaluation at step {data.get('step')}: {values}")
-            case "notice":
-                self._say(f"notice: {data.get('message')}")
-            case "resumed":
-                self._say(f"goes on from step {data.get('step')} (attempt {event.attempt})")
-            case "error":
-                self._say(f"error {data.get('code')}: {data.get('message')}")
-            case _:
-                pass  # checkpoints, records, and whatever a newer server tells: `eft watch --json` shows them
 
     def _steps(self, progress: Progress, loss: float | None, *, ended: bool) -> None:
         step, total = progress.step, progress.total_steps

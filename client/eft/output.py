@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +30,12 @@ STATUS_STYLE = {
 }
 
 
+def stdout_console() -> Console:
+    """A pipe has no width: a table that is cut to 80 columns would lose what grep looks for. COLUMNS gives it one."""
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 10_000
+    return Console(highlight=False, width=width)
+
+
 @dataclass
 class Output:
     """`data` is stdout, `notes` is stderr; rich leaves colours out for pipes and NO_COLOR."""
@@ -39,9 +46,12 @@ class Output:
 
     @classmethod
     def make(cls, as_json: bool) -> Output:
-        # A pipe has no width: a table that is cut to 80 columns would lose what grep looks for.
-        width = None if sys.stdout.isatty() else 10_000
-        return cls(as_json, Console(highlight=False, width=width), Console(stderr=True, highlight=False))
+        return cls(as_json, stdout_console(), Console(stderr=True, highlight=False))
+
+    @property
+    def live(self) -> bool:
+        """Bars may move on stderr. Not asked of rich: FORCE_COLOR, which CI systems set, makes no terminal of a log."""
+        return sys.stderr.isatty() and not self.notes.is_dumb_terminal
 
     def json(self, document: Any) -> None:
         """One document (or one line of JSON lines) on stdout, past any wrapping."""

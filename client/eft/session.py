@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eft.client import Client
 from eft.errors import EftClientError, ExitCode, LocalError
 from eft.output import Output, print_error
+
+if TYPE_CHECKING:
+    from eft.client import Client
 
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 UrlOption = Annotated[
@@ -40,5 +42,7 @@ def outputs(as_json: bool) -> Generator[Output, None, None]:
 
 @contextmanager
 def session(as_json: bool, url: str | None) -> Generator[tuple[Client, Output], None, None]:
+    from eft.client import Client  # not before it is needed: help and completion are quick
+
     with outputs(as_json) as output, Client(url) as client:
         yield client, output

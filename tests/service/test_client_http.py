@@ -61,12 +61,18 @@ def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, wo
         {"type": "metrics", "step": 1, "values": {"loss": 1.25}},
         {"type": "progress", "step": 1, "total_steps": 2, "epoch": 0.5, "seconds_left": 61},
     )
-    time.sleep(1.5)  # the watcher looks once a second
+    assert watcher.stderr is not None
+    told = ""
+    while "step 1/2" not in told:  # it has looked
+        line = watcher.stderr.readline()
+        assert line, told
+        told += line
     if outcome is None:
         assert eft(sqlite_api, "cancel", job_id).returncode == 0
         outcome = HandedBack("cancelled by its owner")
     sqlite_api.end(token, outcome)
-    stdout, stderr = watcher.communicate(timeout=30)
+    stdout, rest = watcher.communicate(timeout=30)
+    stderr = told + rest
     assert watcher.returncode == code, stderr
     assert words in stdout and "Traceback" not in stderr
     assert re.search(r"step 1/2 +loss 1\.250 +1m 01s left", stderr), stderr

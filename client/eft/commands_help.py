@@ -1,0 +1,99 @@
+"""`eft help|man|login|version`: the command about itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+
+from eft.config import load_config, write_config
+from eft.errors import ConfigError, UsageFault
+from eft.manual import find, manual, page, pages
+from eft.session import JsonOption, UrlOption, outputs, session
+from eft.version import VERSION
+
+CommandArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[COMMAND]...", help="A command, e.g. keys create. Default: eft itself.")
+]
+
+
+@manual(examples=[("eft help submit", "Options, examples and exit codes of one command.")])
+def show_help(command: CommandArgument = None) -> None:
+    """Print the manual's page of a command, the same as its --help."""
+    from eft.manual_terminal import show
+
+    with outputs(False):
+        show(page(_found(command or []), tuple(command or ())))
+
+
+@manual(
+    examples=[
+        ("eft man", "Read the whole manual."),
+        ("eft man submit > eft-submit.1", "One command's page, for man(1)."),
+    ]
+)
+def man(command: CommandArgument = None) -> None:
+    """Read the manual with man(1). Into a pipe or a file goes the page itself (roff), to be installed."""
+    from eft.manual_pages import roff
+
+    with outputs(False):
+        text = roff(list(pages(_found(command or []), tuple(command or ()))))
+        if sys.stdout.isatty() and (reader := shutil.which("man")):
+            subprocess.run([reader, "-l", "-"], input=text, text=True, check=False)
+        else:
+            sys.stdout.write(text)
+
+
+def _found(path: list[str]) -> Any:
+    from eft.cli import tree
+
+    root = tree()
+    command = find(root, path)
+    if command is None:
+        known = [" ".join(one.path) for one in pages(root) if one.path]
+        near = get_close_matches(" ".join(path), known, n=1)
+        hint = f"did you mean `eft help {near[0]}`?" if near else "`eft --help` lists them"
+        raise UsageFault(f"there is no command `eft {' '.join(path)}`; {hint}")
+    return command
+
+
+@manual(examples=[("eft login --url https://box.lab:8321", "Keep address and key; the key is asked for.")])
+def login(
+    url: UrlOption = None,
+    key_from_stdin: Annotated[bool, typer.Option("--key-stdin", help="Read the key from stdin.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep address and key in ~/.config/eft/config.toml (0600), after a try of both."""
+    from eft.client import Client
+
+    with outputs(as_json) as output:
+        address = load_config(url, None).url
+        key = (
+            sys.stdin.readline().strip() if key_from_stdin else typer.prompt(f"API key for {address}", hide_input=True)
+        )
+        if not key:
+            raise ConfigError("no key was given")
+        with Client(address, key) as client:
+            client.access.me()
+        path = write_config(address, key)
+        output.json({"url": address, "config": str(path)}) if as_json else output.note(f"kept in {path}")
+
+
+@manual(examples=[("eft version --json", "For a bug report.")])
+def version(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """The versions of client and server."""
+    with session(as_json, url) as (client, output):
+        server = client.version()
+        if as_json:
+            output.json({"client": VERSION, "server": server})
+        else:
+            output.text(f"client {VERSION}, server {server.get('version', '?')} at {client.config.url}\n")
+
+
+NAMES: Mapping[Callable[..., None], str] = {show_help: "help"}
+"""Where the name of the function is not that of the command."""
