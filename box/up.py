@@ -30,7 +30,7 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
 from core.settings import Settings
-from core.storage.layout import Layout
+from core.storage.layout import HalfRestored, Layout
 
 LOOK_SECONDS = 0.1
 MAX_FAILURES = 5
@@ -101,11 +101,16 @@ class Supervisor:
         self.stops += 1
 
     def _database(self) -> None:
-        self.layout.create()
+        try:
+            self.layout.create()
+        except HalfRestored as error:
+            raise GivesUp(str(error)) from error
         database = Database(self.settings.sqlalchemy_url)
         try:
             migrate.upgrade(database)
             self._since = database.now()
+        except migrate.NewerSchema as error:
+            raise GivesUp(str(error)) from error
         except SQLAlchemyError as error:
             raise GivesUp(f"the database cannot be used ({error}); see EFT_DATABASE_URL") from error
         finally:

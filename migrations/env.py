@@ -1,8 +1,11 @@
 """Alembic's entry: migrate the database that the settings (or `-x url=…`) name."""
 
+from pathlib import Path
+
 from alembic import context
 from sqlalchemy import text
 
+from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base
 from core.settings import settings
@@ -21,3 +24,4 @@ with database.write() as session:
         transactional_ddl=False,
     )
     context.run_migrations()
+    migrate.record_floor(session, Path(context.script.dir))

@@ -80,14 +80,15 @@ def probe(layout: Layout, database: Database, node: str) -> None:
 
 
 def check_schema(database: Database) -> None:
+    """Raises Refused for a schema that this code may not use (core/db/migrate.py)."""
     try:
-        current, head = migrate.current(database), migrate.head()
+        standing = migrate.standing(database)
     except SQLAlchemyError as error:
         raise NotNow(f"the database cannot be reached ({error}); see EFT_DATABASE_URL") from error
-    if current != head:
-        raise Refused(
-            f"the database has schema {current or 'none'}, this version needs {head}: run `python -m core.db.migrate`"
-        )
+    if not standing.fit:
+        raise Refused(f"the database {standing.words}")
+    if standing.newer:
+        log.warning("the database has schema %s", standing.words)
 
 
 def loss_policy(settings: Settings) -> LossPolicy:

@@ -1,36 +1,82 @@
-"""Bring a database to this version's schema: `python -m core.db.migrate` (or `eft migrate`)."""
+"""Bring a database to this version's schema, and say which versions may use one: `python -m core.db.migrate`.
+
+Migrations only expand (docs/operations.md): what an older version reads and writes stays as it is, so that its workers go
+on while, and after, a newer one migrates. Where that has to end, a migration says so: `works_from = '…'` in its module is
+the oldest schema whose code may use a database from then on. It is kept in the database, since the older code has never
+heard of that migration.
+"""
 
 from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
+from alembic.script import Script, ScriptDirectory
+from sqlalchemy import delete, insert, inspect, select
+from sqlalchemy.orm import Session
 
 from core import HOME
 from core.db.engine import Database
+from core.db.tables import SchemaFloor
+from core.errors import EftError
 from core.settings import settings
 
+SCRIPTS = HOME / "migrations"
 
-def _config(database: Database) -> Config:
+
+class NewerSchema(EftError):
+    """The database belongs to a newer version."""
+
+    code = "newer_schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a database stands to this version's code."""
+
+    current: str | None
+    """Its revision; None: it is empty."""
+    head: str
+    """The revision this code was written for."""
+    fit: bool
+    """This code may use it."""
+    newer: bool
+    words: str
+
+
+def _config(database: Database, scripts: Path = SCRIPTS) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(HOME / "migrations"))
+    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     config.attributes["database"] = database
     return config
 
 
-def upgrade(database: Database, revision: str = "head") -> None:
-    """Run the missing migrations, one transaction in all. Several processes may call it at once; one of them works."""
-    command.upgrade(_config(database), revision)
+def upgrade(database: Database, revision: str = "head", *, scripts: Path = SCRIPTS) -> None:
+    """Run the missing migrations, one transaction in all. Several processes may call it at once; one of them works.
+
+    A database of a newer version stays as it is. Raises NewerSchema when this one may not use it.
+    """
+    found = standing(database, scripts)
+    if found.newer:
+        if not found.fit:
+            raise NewerSchema(f"the database {found.words}")
+        return
+    command.upgrade(_config(database, scripts), revision)
 
 
 def downgrade(database: Database, revision: str) -> None:
     command.downgrade(_config(database), revision)
 
 
-def head() -> str:
+def head(scripts: Path = SCRIPTS) -> str:
     """The revision this code was written for."""
-    revision = ScriptDirectory(str(HOME / "migrations")).get_current_head()
+    revision = ScriptDirectory(str(scripts)).get_current_head()
     assert revision is not None
     return revision
 
@@ -41,9 +87,72 @@ def current(database: Database) -> str | None:
         return MigrationContext.configure(session.connection()).get_current_revision()
 
 
-if __name__ == "__main__":
-    database = Database(settings().sqlalchemy_url)
-    settings().root.mkdir(mode=0o700, parents=True, exist_ok=True)
+def history(scripts: Path = SCRIPTS, upto: str = "head") -> Iterator[Script]:
+    """Migrations from the first one on, `upto` included."""
+    yield from reversed(list(ScriptDirectory(str(scripts)).iterate_revisions(upto, "base")))
+
+
+def standing(database: Database, scripts: Path = SCRIPTS) -> Standing:
+    """May this code use the database as it is? Reads only."""
+    with database.read() as session:
+        found = MigrationContext.configure(session.connection()).get_current_revision()
+        works_from = _floor(session)
+    wanted = head(scripts)
+    known = {script.revision for script in history(scripts)}
+    if found == wanted:
+        return Standing(found, wanted, True, False, wanted)
+    if found is None:
+        return Standing(None, wanted, False, False, f"is at nothing, this version needs {wanted}: run `eft migrate`")
+    if found in known:
+        return Standing(found, wanted, False, False, f"is at {found}, this version needs {wanted}: run `eft migrate`")
+    if works_from in known:
+        return Standing(
+            found, wanted, True, True, f"{found}, of a newer version; this one ({wanted}) may go on with it"
+        )
+    words = (
+        f"is at {found}, of a newer version, and only those from {works_from or 'there'} on may use it; this one knows "
+        f"{wanted}: bring this box to the same version as the others"
+    )
+    return Standing(found, wanted, False, True, words)
+
+
+def _floor(session: Session) -> str | None:
+    if not inspect(session.connection()).has_table(SchemaFloor.__tablename__):
+        return None
+    return session.execute(select(SchemaFloor.works_from)).scalar_one_or_none()
+
+
+def record_floor(session: Session, scripts: Path) -> None:
+    """Keep in the database who may use it from now on; migrations/env.py calls it in the transaction of migrating."""
+    if not inspect(session.connection()).has_table(SchemaFloor.__tablename__):
+        return
+    found = MigrationContext.configure(session.connection()).get_current_revision()
+    stated = [getattr(script.module, "works_from", None) for script in history(scripts, found or "head")]
+    session.execute(delete(SchemaFloor))
+    session.execute(insert(SchemaFloor).values(works_from=[one for one in stated if one][-1]))
+
+
+def bring_forward() -> int:
+    """The database of the settings to this version's schema, in words; the exit status."""
+    here = settings()
+    here.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    database = Database(here.sqlalchemy_url)
     before = current(database)
-    upgrade(database)
+    try:
+        upgrade(database)
+    except NewerSchema as error:
+        print(f"eft migrate: {error}", file=sys.stderr)
+        return 1
+    finally:
+        database.dispose()
     print(f"schema: {before or 'empty'} -> {current(database)}")
+    return 0
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="eft migrate",
+        description="Bring the database to this version's schema, while jobs run. The same as `eft db upgrade`.",
+        epilog="Settings: EFT_DATA, EFT_DATABASE_URL. Exit status 0: done; 1: it belongs to a newer version.",
+    ).parse_args()
+    sys.exit(bring_forward())

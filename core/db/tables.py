@@ -514,6 +514,24 @@ class Delivery(Owned, Base):
     )
 
 
+class SchemaFloor(Base):
+    """One row: which versions may use the database (core/db/migrate.py)."""
+
+    __tablename__ = "schema_floor"
+    id: Mapped[str] = mapped_column(String(8), primary_key=True, insert_default="floor")
+    works_from: Mapped[str] = mapped_column(String(32))
+    """The oldest revision whose code may."""
+
+
+class DiskUsage(Base):
+    """What the data root holds, by kind, as the leading housekeeper has measured it last (core/jobs/budget.py)."""
+
+    __tablename__ = "disk_usage"
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+
+
 class Leader(Base):
     """Who does the housekeeping, and who sends notices, until when."""
 

@@ -8,10 +8,18 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import NoSpace
+from core.errors import EftError, NoSpace
 from core.spec.run import ARTIFACTS
 
+RESTORING = "restoring.json"
+"""In a data root into which a backup is being put (box/backup/restore.py)."""
 _SAFE_ID = re.compile(r"[a-z]{2,8}-[0-9a-z]{26}")
+
+
+class HalfRestored(EftError):
+    """Nothing may use this data root yet."""
+
+    code = "half_restored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,11 @@ class Layout:
         return self.attempt(job_id, attempt) / ARTIFACTS
 
     def create(self) -> None:
-        """Make the folders; only this user may look inside."""
+        """Make the folders; only this user may look inside. Raises HalfRestored."""
+        if (self.root / RESTORING).exists():
+            raise HalfRestored(
+                f"a backup is being put into {self.root}, or its restore broke off: end it with the same `eft restore`"
+            )
         for folder in (self.root, self.files, self.uploads, self.models, self.cache, self.runs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
