@@ -8,7 +8,6 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
 from core import HOME
@@ -145,8 +144,7 @@ def settings_page() -> str:
         "|---|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
-        nothing = field.default in (PydanticUndefined, None, "", ()) or isinstance(field.default, SecretStr)
-        default = "" if nothing else f"`{_shown(field.default)}`"
+        default = "" if field.default in (PydanticUndefined, None, "", ()) else f"`{_shown(field.default)}`"
         description = _flat(field.description or "")
         lines.append(f"| `EFT_{name.upper()}` | {_type_name(field.annotation)} | {default} | {description} |")
     return "\n".join(lines) + "\n"
@@ -167,8 +165,6 @@ def _type_name(annotation: Any) -> str:
         "float": "number",
         "bool": "true or false",
     }
-    if annotation is SecretStr:
-        return "text"
     if isinstance(annotation, type) and annotation.__name__ in names:
         return names[annotation.__name__]
     inner = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]

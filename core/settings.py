@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MAX_SOCKET_PATH = 106
@@ -50,8 +50,8 @@ class Settings(BaseSettings):
     """Region of the bucket. Default: `us-east-1`, which stores other than AWS mostly take."""
     s3_access_key_id: str = ""
     """Who asks the object store. Default: what boto3 finds by itself (AWS_… variables, ~/.aws, the instance's role)."""
-    s3_secret_access_key: SecretStr = SecretStr("")
-    """Secret that goes with it."""
+    s3_secret_access_key: str = Field(default="", repr=False)
+    """Secret that goes with it. Best as EFT_S3_SECRET_ACCESS_KEY_FILE."""
     database_url: str = ""
     """SQLAlchemy URL (`postgresql+psycopg://…` or `sqlite:///…`). Default: SQLite below the data root."""
     database_password: str = Field(default="", repr=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from pathlib import Path
 
 from api.app import create_app
 from core import HOME
@@ -17,7 +16,7 @@ BEGIN, END = "<!-- routes: written by `python -m api.auth.table` -->", "<!-- end
 def table() -> str:
     """One row for each set of routes that ask for the same."""
     with tempfile.TemporaryDirectory() as folder:
-        policies = create_app(Settings(data=Path(folder))).state.policies
+        policies = create_app(Settings(data=folder)).state.policies
     rows: dict[str, dict[str, list[str]]] = {}
     for (method, path), policy in sorted(policies.items(), key=lambda item: item[0][1]):
         if method != "HEAD":
