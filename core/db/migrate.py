@@ -1,9 +1,9 @@
 """Bring a database to this version's schema, and say which versions may use one: `python -m core.db.migrate`.
 
-Migrations only expand (docs/operations.md): what an older version reads and writes stays as it is, so that its workers go
-on while, and after, a newer one migrates. Where that has to end, a migration says so: `works_from = '…'` in its module is
-the oldest schema whose code may use a database from then on. It is kept in the database, since the older code has never
-heard of that migration.
+Migrations only expand (docs/operations.md): what an older version reads and writes stays as it is, so that its workers
+go on while, and after, a newer one migrates. Where that has to end, a migration says so: `works_from = '…'` in its
+module is the oldest schema whose code may use a database from then on. It is kept in the database, since the older code
+has never heard of that migration.
 """
 
 from __future__ import annotations
