@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import logging.config
+import sys
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from api import joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
 from core import health
+from core.errors import EftError
 from core.settings import settings
+from core.storage.store import StoreAway
 
 log = logging.getLogger("eft.api")
 
+EXIT_CONFIG = 78
+"""EX_CONFIG of sysexits.h: starting again will not help before somebody has changed something."""
+EXIT_NOT_NOW = 75
+"""EX_TEMPFAIL of sysexits.h: the data root cannot be reached now."""
 GRACE_SECONDS = 10
 """For requests under way when the server stops."""
 
@@ -52,11 +60,18 @@ class Server(uvicorn.Server):
 
 def main() -> None:
     logging.config.dictConfig(LOGGING)
-    app = create_app(settings())
-    here = app.state.installation
-    for name, check in health.database(here.database).items():
-        if not check.ok:
-            log.warning("%s: %s; requests will fail until that is mended", name, check.detail)
+    try:
+        app = create_app(settings())
+        here = app.state.installation
+        checks = health.database(here.database)
+        for name, check in checks.items():
+            if not check.ok:
+                log.warning("%s: %s; requests will fail until that is mended", name, check.detail)
+        if all(check.ok for check in checks.values()):
+            joining.join(here)
+    except EftError as error:
+        print(f"eft api: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_NOT_NOW if isinstance(error, StoreAway) else EXIT_CONFIG) from None
     config = uvicorn.Config(
         app,
         host=settings().host,

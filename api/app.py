@@ -36,6 +36,7 @@ from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
 from core.storage.layout import Layout
+from core.storage.store import open_store
 
 DESCRIPTION = """\
 Send a job, it waits its turn, trains, and hands back a model.
@@ -58,7 +59,8 @@ def create_app(settings: Settings) -> FastAPI:
     layout = Layout(settings.root)
     layout.create()
     database = Database(settings.sqlalchemy_url)
-    here = Installation(settings, database, layout, Hub(database), Limits(settings), LastUse(database))
+    store = open_store(settings)
+    here = Installation(settings, database, layout, store, Hub(database), Limits(settings), LastUse(database))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -25,6 +25,7 @@ from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
 from core.settings import Settings
 from core.storage.layout import Layout
+from core.storage.store import Store
 
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
@@ -37,6 +38,8 @@ class Installation:
     settings: Settings
     database: Database
     layout: Layout
+    store: Store
+    """The data root; `layout` is what this process works on."""
     hub: Hub
     limits: Limits
     last_use: LastUse

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
+from api import joining
 from api.auth.policy import PUBLIC
 from api.deps import Here
 from api.errors import responses
@@ -80,6 +81,9 @@ def readyz(here: Here) -> Response:
         "broker": health.broker(here.settings.celery_broker_url),
         "data": health.data(here.layout.files, here.settings.min_free_bytes),
     }
+    if all(checks[name].ok for name in ("database", "schema", "data")):
+        seen = joining.data_root(here)
+        checks |= {} if seen.ok else {"data": seen}
     ready = all(check.ok for check in checks.values())
     shown = {name: asdict(check) for name, check in checks.items()}
     body = {"status": "ready" if ready else "not_ready", "checks": shown, "followers": here.hub.followers}

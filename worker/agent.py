@@ -20,11 +20,12 @@ from core.db.engine import Database
 from core.hardware import faults
 from core.hardware.discover import Gpu, discover
 from core.ids import new_id
-from core.jobs import claims, nodes
+from core.jobs import claims, installation, nodes
 from core.jobs.claims import Slot
 from core.settings import Settings
 from core.storage.layout import Layout
-from worker import node
+from core.storage.store import open_store
+from worker import joining, node
 from worker.attempt import DATABASE_AWAY, Attempt, Site
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
@@ -63,17 +64,22 @@ class Agent:
                 f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
             )
         self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT]
-        layout = Layout(settings.root)
-        layout.create()
-        (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
-        self._lock_file = node.lock(layout.root, settings.node)
+        layout, store = Layout(settings.root), open_store(settings)
+        if not settings.database_url:
+            layout.create()  # the embedded database lies there
         database = Database(settings.sqlalchemy_url)
+        self._lock_file = -1
         try:
             node.check_schema(database)
-            node.probe(layout, database, settings.node)
+            self.notes += joining.join(database, store, settings)  # before anything is made in a folder not ours
+            layout.create()
+            (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
+            self._lock_file = node.lock(layout.root, settings.node)
+            node.probe(layout, settings.node)
         except BaseException:
             database.dispose()
-            os.close(self._lock_file)
+            if self._lock_file >= 0:
+                os.close(self._lock_file)
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
@@ -94,6 +100,8 @@ class Agent:
         self._claiming = threading.Lock()
         self._unheard = False
         """A claim may have been won without our hearing of it."""
+        self._unfit = ""
+        """Why this version may claim nothing any more, in words."""
         self._busy: dict[str, Attempt] = {}
         self._idle = threading.Condition()
         self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -206,6 +214,8 @@ class Agent:
         with self._claiming:
             try:
                 self._give_back_unheard()
+                if not self._fits():
+                    return None
             except DATABASE_AWAY as error:
                 log.warning("cannot claim, database: %s", error)
                 return None
@@ -240,6 +250,15 @@ class Agent:
                         self._busy.update({one.id: attempt for one in claim.slots})
                     return attempt
         return None
+
+    def _fits(self) -> bool:
+        """False: the API has been upgraded past this worker, which cannot read its jobs. What runs goes on."""
+        standing = installation.standing(self.site.database, __version__)
+        unfit = "" if standing.fit else f"nothing is claimed here: {standing.words}"
+        if unfit != self._unfit:
+            log.log(logging.ERROR if unfit else logging.WARNING, "%s", unfit or "this worker fits the API again")
+            self._unfit = unfit
+        return not unfit
 
     def _give_back_unheard(self) -> None:
         """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
@@ -276,10 +295,11 @@ class Agent:
                 with self._claiming:
                     self._give_back_unheard()
                 self._room.tell()
+                self._fits()
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
                 self._others.look()
-                self._show()
+                        self._show()
             except DATABASE_AWAY as error:
                 log.warning("cannot tell of room and slots, database: %s", error)
             except Exception:
@@ -299,7 +319,8 @@ class Agent:
 
     def _changing(self) -> list[str]:
         """Notes that come and go while this worker serves."""
-        return self._selftests.notes() + self._quarantine.notes()
+        unfit = [self._unfit] if self._unfit else []
+        return unfit + self._selftests.notes() + self._quarantine.notes()
 
     # -- leases
 

@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 import core
 from core.errors import EftError
 from core.settings import settings
+from worker import joining
 from worker.agent import Agent
 from worker.attempt import DATABASE_AWAY
 from worker.housekeeping import BrokerAway
@@ -104,7 +105,9 @@ def _prepare(conf: Any, **_: Any) -> None:
     """Find the box's slots before the pool is made: one thread a slot."""
     global _agent
     try:
+        joining.check_broker_is_named(settings())
         _agent = Agent(settings())
+        joining.check_broker(_agent.site.database, settings())
     except (Refused, EftError) as refusal:
         print(f"eft worker: {refusal}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_NOT_NOW if isinstance(refusal, NotNow) else EXIT_REFUSED) from None

@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Attempt, File, Job
+from core.db.tables import Attempt, Job
 from core.jobs import lost
 from core.jobs.lost import LossPolicy
 from core.settings import Settings
@@ -55,8 +55,8 @@ def _file(root: Path, node: str, ending: str) -> Path:
     return root / "nodes" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{ending}"
 
 
-def probe(layout: Layout, database: Database, node: str) -> None:
-    """Write, read back, and look for what the API wrote: a node with another disk would fail every job it takes.
+def probe(layout: Layout, node: str) -> None:
+    """Write and read back: whether it is the installation's data root was seen before (worker/joining.py).
 
     Call it while the node's lock is held: a worker that is killed here leaves a file that the next one writes again.
     """
@@ -67,16 +67,9 @@ def probe(layout: Layout, database: Database, node: str) -> None:
         same = path.read_bytes() == content
         path.unlink()
     except OSError as error:
-        raise Refused(f"the data root {layout.root} cannot be written: {error}") from error
+        raise Refused(f"{layout.root} cannot be written to: {error}") from error
     if not same:
-        raise Refused(f"the data root {layout.root} does not give back what was written to it")
-    with database.read() as session:
-        newest = session.execute(select(File.id).order_by(File.id.desc()).limit(1)).scalar_one_or_none()
-    if newest is not None and not layout.file(newest).is_file():
-        raise Refused(
-            f"file {newest}, which the API has stored, is not in {layout.files}: this node sees another disk. "
-            "Share one data root among all nodes, or point EFT_DATA at it"
-        )
+        raise Refused(f"{layout.root} does not give back what was written to it")
 
 
 def check_schema(database: Database) -> None:

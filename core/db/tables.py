@@ -436,6 +436,24 @@ class Node(Base):
     drain_reason: Mapped[str | None] = mapped_column(Text)
 
 
+class Installation(Base):
+    """The one row that says which installation this database is that of (core/jobs/installation.py)."""
+
+    __tablename__ = "installation"
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    mark: Mapped[str | None] = mapped_column(String(64))
+    """Token that the data root has in its installation.json; null until a process has put it there."""
+    marked_at: Mapped[float | None] = mapped_column(Float)
+    marked_by: Mapped[str | None] = mapped_column(Text)
+    """Who, and where they saw the data root, for people."""
+    version: Mapped[str | None] = mapped_column(String(32))
+    """Of the API that was started last."""
+    words: Mapped[list[Any] | None]
+    """What the jobs say that it writes (core/spec/vocabulary.py)."""
+    words_sha256: Mapped[str | None] = mapped_column(String(64))
+
+
 class Audit(Base):
     """A change that somebody made, written in the transaction of the change (core/jobs/audit.py). Never a secret."""
 

@@ -184,6 +184,7 @@ def test_a_disk_without_what_the_api_wrote(box: Box) -> None:
     with pytest.raises(node.Refused, match=f"{file_id}.*another disk.*EFT_DATA"):
         Agent(box.settings)
     box.layout.file(file_id).write_text("{}\n")
+    (box.layout.root / "nodes").mkdir()
     (box.layout.root / "nodes" / "box.probe").write_bytes(b"of a worker that was killed here")
     box.agent(start=False)
     assert [path.name for path in (box.layout.root / "nodes").iterdir()] == ["box.lock"]

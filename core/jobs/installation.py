@@ -1,0 +1,176 @@
+"""One installation: its database, its data root, what its API writes. Workers are held against it before they serve.
+
+The row is made by the migration. The data root carries a mark with the installation's id and a token that the database
+has too: whoever reads the mark where it looks for the data root sees the one that the others see, and not a folder that
+is empty, somebody else's, or a disk that was not mounted. The mark is made once, by whichever process comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from core.db.engine import Database, db_now
+from core.db.tables import File, Installation
+from core.errors import EftError
+from core.spec import vocabulary
+from core.storage.store import Store
+
+MARK = "installation.json"
+SHOWN = 3
+
+
+class OtherDataRoot(EftError):
+    """What EFT_DATA names is not the data root of this database."""
+
+    code = "other_data_root"
+    status = 503
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a worker of this version may serve an installation, and what to tell of it."""
+
+    fit: bool
+    words: str
+    """Empty where there is nothing to tell."""
+
+
+def find(session: Session) -> Installation:
+    return session.execute(select(Installation)).scalar_one()
+
+
+# -- the data root
+
+
+def check_data_root(database: Database, store: Store, who: str) -> str:
+    """Read the mark, or make it where nobody has yet; the installation's id. `who`: for people who meet the mark
+    somewhere else, e.g. `the API on box-1`. Raises OtherDataRoot, StoreAway."""
+    while True:
+        with database.read() as session:
+            row = find(session)
+        mark = _read(store)
+        if mark is not None and mark.get("installation") != row.id:
+            raise OtherDataRoot(
+                f"the data root {store.where} belongs to another installation ({mark.get('installation')}, marked "
+                f"by {mark.get('by')}); this database is that of {row.id}. EFT_DATA or EFT_DATABASE_URL names the "
+                "wrong one; if both are right: `eft adopt`"
+            )
+        if row.mark is None:
+            _look_for_newest(database, store)
+            _mark(database, store, row.id, mark, who)
+            continue
+        if mark is None:
+            raise OtherDataRoot(
+                f"the data root {store.where} is not that of this installation: it has no {MARK}, which "
+                f"{row.marked_by} has made there. Is it mounted? Let EFT_DATA name the folder (or bucket) that all "
+                "boxes share; if it has moved, its files have to move along; if this one shall be the data root from "
+                "now on: `eft adopt`"
+            )
+        if mark.get("token") != row.mark:
+            raise OtherDataRoot(
+                f"the data root {store.where} is a copy or another one: its {MARK} is not the one that {row.marked_by} "
+                "has made. Let EFT_DATA name the one that all boxes share; if this one shall be it from now on: "
+                "`eft adopt`"
+            )
+        return row.id
+
+
+def adopt(database: Database, store: Store, who: str) -> str:
+    """Let what EFT_DATA names be the data root of this installation from now on, whatever was it before; its id. For
+    people who have moved it, or have lost it. Processes that run keep what they have until they are started again."""
+    with database.read() as session:
+        row = find(session)
+    token = secrets.token_hex(16)
+    store.write(MARK, _content(row.id, token, who))
+    values = {"mark": token, "marked_at": db_now(), "marked_by": f"{who} in {store.where}"}
+    with database.write() as session:
+        session.execute(update(Installation).where(Installation.id == row.id).values(**values))
+    return row.id
+
+
+def _mark(database: Database, store: Store, installation: str, mark: dict[str, Any] | None, who: str) -> None:
+    """Two may come at once, in one folder or in two: one file wins, then one row."""
+    if mark is None:
+        content = _content(installation, secrets.token_hex(16), who)
+        store.create(MARK, content)
+        mark = _read(store)
+    if mark is None or not isinstance(mark.get("token"), str):
+        raise OtherDataRoot(f"the data root {store.where} does not give back what was written to it ({MARK})")
+    with database.write() as session:
+        unmarked = update(Installation).where(Installation.id == installation, Installation.mark.is_(None))
+        by = f"{mark.get('by')} in {store.where}"
+        session.execute(unmarked.values(mark=mark["token"], marked_at=db_now(), marked_by=by))
+
+
+def _read(store: Store) -> dict[str, Any] | None:
+    try:
+        found = json.loads(store.read(MARK))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise OtherDataRoot(f"{MARK} of the data root {store.where} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _content(installation: str, token: str, who: str) -> bytes:
+    about = {"installation": installation, "token": token, "by": who, "made": time.strftime("%FT%TZ", time.gmtime())}
+    return json.dumps(about, indent=1).encode() + b"\n"
+
+
+def _look_for_newest(database: Database, store: Store) -> None:
+    """Nobody has marked a data root yet, and there are files already: then this is one that has them."""
+    with database.read() as session:
+        newest = session.execute(select(File.id).order_by(File.id.desc()).limit(1)).scalar_one_or_none()
+    if newest is not None and store.size(f"files/{newest}") is None:
+        raise OtherDataRoot(
+            f"file {newest}, which the API has stored, is not in the data root {store.where}: this node sees another "
+            "disk. Share one data root among all nodes, or point EFT_DATA at it"
+        )
+
+
+# -- versions
+
+
+def announce(database: Database, version: str) -> None:
+    """The API writes jobs of these words from now on."""
+    words, digest = sorted(vocabulary.words()), vocabulary.digest()
+    with database.write() as session:
+        row = find(session)
+        if (row.version, row.words_sha256) != (version, digest):
+            values = {"version": version, "words": words, "words_sha256": digest}
+            session.execute(update(Installation).where(Installation.id == row.id).values(**values))
+
+
+def standing(database: Database, version: str) -> Standing:
+    """Of a worker of this version and these words. It may be newer than the API, whose every word it knows; an older
+    one may serve as long as the API's jobs say nothing that it does not know."""
+    with database.read() as session:
+        theirs = session.execute(select(Installation.version, Installation.words_sha256)).one()
+        if theirs.version is None:
+            return Standing(True, "")  # no API has been started yet
+        if theirs.words_sha256 == vocabulary.digest():
+            if theirs.version == version:
+                return Standing(True, "")
+            return Standing(
+                True, f"this worker is eft {version}, the API {theirs.version}: their jobs are the same, they fit"
+            )
+        words = frozenset(session.execute(select(Installation.words)).scalar_one() or ())
+    unknown = sorted(words - vocabulary.words())
+    if not unknown:
+        return Standing(
+            True,
+            f"this worker (eft {version}) is newer than the API ({theirs.version}); it knows all that jobs say there",
+        )
+    named = ", ".join(f"`{word}`" for word in unknown[:SHOWN]) + (" …" if len(unknown) > SHOWN else "")
+    return Standing(
+        False,
+        f"this worker (eft {version}) is older than the API ({theirs.version}): jobs say {named} there, which it "
+        "cannot read. Bring this box to the API's version; where boxes are upgraded one by one, the API comes last",
+    )
