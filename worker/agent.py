@@ -299,7 +299,7 @@ class Agent:
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
                 self._others.look()
-                        self._show()
+                self._show()
             except DATABASE_AWAY as error:
                 log.warning("cannot tell of room and slots, database: %s", error)
             except Exception:
