@@ -53,15 +53,16 @@ class Requirements(SpecModel):
 
 
 class SingleDevice(SpecModel):
-    """One slot of one node: a GPU, or the CPU of a node that has none."""
+    """Slots of one node: GPUs, or the CPU of a node that has none."""
 
     type: Literal["single"] = "single"
     accelerator: Literal["any", "gpu", "cpu"] = "any"
     """Which kind of slot may run it."""
     gpus: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs of one node. One is what runs today; more are refused."""
+    """GPUs of one node, alike in vendor and architecture, each with a rank of the training (on a node without GPUs: CPU
+    slots). The job starts when all of them are free."""
     requirements: Requirements = Requirements()
-    """What that slot must have."""
+    """What each of those slots must have."""
     max_runtime_seconds: Annotated[int, Field(ge=1, le=31_536_000)] | None = None
     """Seconds of training in all, over every attempt; waiting and preparing the model do not count. Shortly before they
     are over (a tenth of them, at most EFT_STOP_GRACE_SECONDS) the trainer writes a checkpoint and leaves, and the job
@@ -69,8 +70,6 @@ class SingleDevice(SpecModel):
 
     @model_validator(mode="after")
     def _one_slot(self) -> SingleDevice:
-        if self.gpus > 1:
-            raise ValueError(f"`gpus: {self.gpus}`: a job of several GPUs cannot run yet; leave `gpus` at 1")
         asks = self.requirements
         gpu_only = asks.min_memory_gb is not None or asks.vendor != "any" or bool(asks.arch)
         if self.accelerator == "cpu" and gpu_only:
