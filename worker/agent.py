@@ -30,6 +30,7 @@ from worker.attempt import DATABASE_AWAY, Attempt, Site
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.housekeeping import BrokerAway, Housekeeper
+from worker.live import Figures
 from worker.others import Others
 from worker.room import Room
 from worker.selftest import SelfTests
@@ -94,6 +95,7 @@ class Agent:
         self._room = Room(database, layout.root, settings.min_free_bytes)
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._others = Others(gpus, settings.sysfs)
+        self._figures = Figures(gpus, settings.sysfs)
         self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
         """What the node's row says, as far as it changes."""
         self._showing = threading.Lock()
@@ -114,6 +116,7 @@ class Agent:
         database, name = self.site.database, self.settings.node
         node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
         self._others.look()
+        self._figures.look()
         with database.write() as session:
             self._quarantine.restore(nodes.slots(session, name))
             notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
@@ -191,7 +194,7 @@ class Agent:
         gpu = self.site.gpus.get(slot.id)
         return (
             {"id": slot.id, "kind": slot.kind}
-            | ({} if gpu is None else {"gpu": asdict(gpu)})
+            | ({} if gpu is None else {"gpu": asdict(gpu) | self._figures.of(gpu)})
             | self._selftests.as_slot(slot.id)
             | ({} if gpu is None else self._quarantine.as_slot(slot.id) | self._others.as_slot(slot.id))
         )
@@ -299,6 +302,7 @@ class Agent:
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
                 self._others.look()
+                self._figures.look()
                 self._show()
             except DATABASE_AWAY as error:
                 log.warning("cannot tell of room and slots, database: %s", error)

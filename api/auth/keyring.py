@@ -82,9 +82,10 @@ def create(session: Session, asking: Principal, wish: KeyWish) -> tuple[str, Sho
     if scope is None:
         scope = most if asking.scope.reaches(most) else asking.scope
     if not asking.scope.reaches(scope):
-        raise forbidden(session, asking, scope)
+        raise forbidden(session, asking, Scope.BOX if scope is Scope.METRICS else scope)
     if not most.reaches(scope):
-        what = "no admin of the box" if scope is Scope.BOX else f"`{role.value}` in this project"
+        boxes = scope in (Scope.BOX, Scope.METRICS)
+        what = "no admin of the box" if boxes else f"`{role.value}` in this project"
         raise BadRequest(
             f"`{user.name}` is {what}: a key of scope `{scope.value}` would be of no use to them", field="scope"
         )

@@ -19,7 +19,9 @@ def lacks(asking: Principal, policy: Policy) -> Lacking | None:
     if policy.box != "no" and asking.operates:
         return None
     if policy.box == "only":
-        return Scope.BOX if asking.box_admin else "no box admin"
+        if not asking.box_admin:
+            return "no box admin"
+        return None if policy.scope is None or asking.scope.reaches(policy.scope) else policy.scope
     if policy.role is not None and (asking.role is None or not asking.role.reaches(policy.role)):
         return policy.role
     if policy.scope is not None and not asking.scope.reaches(policy.scope):

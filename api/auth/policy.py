@@ -1,7 +1,8 @@
 """Who may do what: roles of users, scopes of keys, and the one place where a route says which of them it needs.
 
 A route states its policy by the type of its parameter `asking` (`Reading`, `Writing`, `Managing`, `Operating`,
-`Knowing`) or, without a key, by the dependency `PUBLIC`. The application does not start with a route that states none.
+`Scraping`, `Knowing`) or, without a key, by the dependency `PUBLIC`. The application does not start with a route that
+states none.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of `Requires.__call__`.
@@ -32,8 +33,10 @@ class Role(StrEnum):
 
 
 class Scope(StrEnum):
-    """Of a key: what it may be used for at most, whatever its user may. Each includes the one before."""
+    """Of a key: what it may be used for at most, whatever its user may. From `read` on each includes the one before."""
 
+    METRICS = "metrics"
+    """Of an admin of the box, for `GET /metrics` and nothing else: the key that lies in Prometheus' folder."""
     READ = "read"
     WRITE = "write"
     ADMIN = "admin"
@@ -41,6 +44,8 @@ class Scope(StrEnum):
     """For admins of the box: nodes, users, projects."""
 
     def reaches(self, needed: "Scope") -> bool:
+        if Scope.METRICS in (self, needed):
+            return self in (needed, Scope.BOX)  # it names all projects: no key of a project may
         return list(Scope).index(self) >= list(Scope).index(needed)
 
 
@@ -109,7 +114,8 @@ class Policy:
         if self.scope is None:
             return "no key"
         if self.box == "only":
-            return "an admin of the box; key of scope `box`"
+            narrow = f"`{self.scope.value}` or " if self.scope is not Scope.BOX else ""
+            return f"an admin of the box; key of scope {narrow}`box`"
         who = "anybody with a key" if self.role is None else f"role `{self.role.value}`"
         return f"{who}; scope `{self.scope.value}`" + ("; or an admin of the box" if self.box == "also" else "")
 
@@ -135,6 +141,7 @@ Reading = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER))
 Writing = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER)))]
 Managing = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN)))]
 Operating = Annotated[Principal, Depends(Requires(Policy(Scope.BOX, None, "only")))]
+Scraping = Annotated[Principal, Depends(Requires(Policy(Scope.METRICS, None, "only")))]
 WritingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER, "also")))]
 ReadingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER, "also")))]
 ManagingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN, "also")))]

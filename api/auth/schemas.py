@@ -310,7 +310,7 @@ class AuditEntry(BaseModel):
     target: str
     """Id or name of what was changed."""
     actor: Named | None
-    """Null: a command on the box itself."""
+    """Null: a command on the box itself, or eft of its own accord."""
     key: str | None
     """Id of the key that was used."""
     project: Named | None

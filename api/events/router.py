@@ -46,7 +46,8 @@ class EventView(BaseModel):
     seq: int
     """Counts from 1 without gaps; the id of a server-sent event."""
     type: str
-    """`status`, `phase`, `evaluation`, `checkpoint`, `resumed`, `notice`, `run_record`, `result`, `error`."""
+    """`status`, `phase`, `evaluation`, `checkpoint`, `resumed`, `notice`, `run_record`, `result`, `error`; `priority`
+    when somebody has changed it."""
     time: str
     """ISO 8601, UTC."""
     attempt: int

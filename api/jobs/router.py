@@ -1,4 +1,4 @@
-"""`/jobs`: submit, list, look, measure, read, fetch, pause, resume, cancel, retry."""
+"""`/jobs`: submit, list, look, change, measure, read, fetch, pause, resume, cancel, retry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
-from api.body import read_body
+from api.body import json_body, read_body, read_json
 from api.deps import After, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.jobs import logs, schemas
@@ -22,7 +22,7 @@ from api.queue.desk import desk
 from api.queue.schemas import place_view
 from api.ranges import FileReply
 from core.errors import Fault, NotFound
-from core.jobs import explain, queries
+from core.jobs import explain, priority, queries
 from core.jobs.states import Status
 from core.jobs.submit import cancel, find, pause, resume
 from core.spec.run import LOG_FILE
@@ -149,6 +149,25 @@ def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
         job = find(session, asking, job_id)
         told = explain.job(session, desk(here), job)
         return JSONResponse(schemas.job_view(job, None if told is None else place_view(told)))
+
+
+@router.patch(
+    "/jobs/{job_id}",
+    summary="Change a job's priority",
+    response_model=schemas.JobView,
+    response_class=JSONResponse,
+    responses=responses(404, 409, 413, 415, 422),
+    openapi_extra=json_body(schemas.JobChange, {"priority": 5}),
+)
+async def change_job(request: Request, job_id: JobId, asking: Writing, here: Here) -> Response:
+    """A waiting job has its new place in the queue at once; what runs goes on. `spec` stays as it was submitted."""
+    wish = await read_json(request, schemas.JobChange, here.settings.max_body_bytes)
+
+    def write() -> dict[str, Any]:
+        with here.database.write() as session:
+            return schemas.job_view(priority.change(session, asking, job_id, wish.priority))
+
+    return JSONResponse(await run_in_threadpool(write))
 
 
 @router.post(

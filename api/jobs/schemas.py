@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from api.body import Body
 from core.db.tables import Artifact, Job
 from core.spec.job import JobSpec
 
@@ -104,6 +105,13 @@ class JobView(BaseModel):
     queue: dict[str, Any] | None
     """While it waits, from `GET /jobs/{id}` alone: position, code, reason, estimated_start (docs/queue.md)."""
     links: dict[str, str]
+
+
+class JobChange(Body):
+    """What may be changed of a job that has been submitted."""
+
+    priority: int = Field(ge=-100, le=100)
+    """Jobs of a higher one go first. A project has a limit (docs/queue.md)."""
 
 
 class JobPage(BaseModel):

@@ -107,14 +107,20 @@ def _gpus(seats: Sequence[Seat]) -> list[Family]:
     in_use = Family("eft_gpu_in_use", "gauge", "1 while a job of eft has the slot")
     state = Family("eft_gpu_state", "gauge", "1 for the state that a slot is in")
     outside = Family("eft_gpu_outside_memory_bytes", "gauge", "Memory of processes that are not eft's")
+    busy = Family("eft_gpu_utilization_ratio", "gauge", "Time in which something ran on a GPU, 0 to 1, by its driver")
+    used = Family("eft_gpu_memory_used_bytes", "gauge", "Memory of a GPU in use by anybody, by its driver")
     for seat in seats:
         of = {"node": seat.node, "gpu": seat.label}
+        if (percent := seat.live.get("busy_percent")) is not None:
+            busy.add(percent / 100, **of)
+        if (taken := seat.live.get("used_bytes")) is not None:
+            used.add(taken, **of)
         memory.add(seat.slot.memory_bytes, **of, vendor=seat.slot.vendor, arch=seat.slot.arch)
         in_use.add(seat.busy is not None, **of)
         for one in STATES:
             state.add(seat.state == one, **of, state=one)
         outside.add(sum(int(process.get("bytes") or 0) for process in seat.processes), **of)
-    return [memory, in_use, state, outside]
+    return [memory, in_use, state, outside, busy, used]
 
 
 def _running(session: Session, names: dict[str, str], seats: dict[str, Seat]) -> list[Family]:

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.auth.policy import Operating
+from api.auth.policy import Scraping
 from api.deps import Here
 from api.errors import responses
 from api.metrics.collect import collect
@@ -35,9 +35,10 @@ eft_jobs{project="voice",status="running"} 2
         **responses(),
     },
 )
-def metrics(asking: Operating, here: Here) -> Response:
+def metrics(asking: Scraping, here: Here) -> Response:
     """Queue, waits, jobs, GPUs, running jobs, nodes and notices from the database, the same whichever API process
-    answers; and the latencies of this process. It names all projects, so it is for admins of the box."""
+    answers; and the latencies of this process. It names all projects, so it is for admins of the box:
+    with a key of scope `metrics`, which allows this and nothing else."""
     began = time.monotonic()
     with here.database.read() as session:
         families = collect(session, desk(here))

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from api.notices.post import Answer
 from core.db.engine import db_now
 from core.db.tables import Delivery, Webhook
+from core.jobs import audit
 
 DAY = 86400.0
 PENDING = text("webhook_deliveries.state = 'pending'")
@@ -100,6 +101,8 @@ def disable(session: Session, webhook: Webhook, why: str) -> None:
     if webhook.disabled_at is not None:
         return
     webhook.disabled_at, webhook.disabled_reason = session.execute(select(db_now())).scalar_one(), why
+    told = {"name": webhook.name, "reason": why}
+    audit.record(session, None, "webhook.disable", webhook.id, told, project_id=webhook.project_id)
     session.execute(
         update(Delivery)
         .where(Delivery.webhook_id == webhook.id, PENDING)

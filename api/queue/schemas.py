@@ -137,6 +137,8 @@ _GPU: dict[str, Any] = {
     "reason": "held until 18:00 UTC for bob (notebook)",
     "job": None,
     "processes": [],
+    "busy_percent": 0,
+    "used_bytes": 297795584,
 }
 
 
@@ -172,6 +174,11 @@ class GpuView(BaseModel):
     """The job that has it, if it is of this project."""
     processes: list[ProcessView]
     """Of people who use it beside eft."""
+    busy_percent: int | None
+    """Utilisation as its driver says it, at most a few seconds ago. Null: the driver does not say, as of a partition, a
+    MIG slice and the CPU, or the worker is silent."""
+    used_bytes: int | None
+    """Of its memory, by anybody; null as above."""
 
 
 class GpuList(BaseModel):
@@ -228,6 +235,8 @@ def gpu_view(seat: Seat, project_id: str) -> dict[str, Any]:
         "reason": seat.closed,
         "job": seat.busy if seat.busy_project == project_id else None,
         "processes": [{key: process.get(key) for key in _PROCESS} for process in seat.processes],
+        "busy_percent": seat.live.get("busy_percent"),
+        "used_bytes": seat.live.get("used_bytes"),
     }
 
 

@@ -169,6 +169,17 @@ def used_bytes(gpu: Gpu, sysfs: Path) -> int | None:
         return None
 
 
+def busy_percent(gpu: Gpu, sysfs: Path) -> int | None:
+    """0 to 100; None where the kernel does not say: an old driver, an APU without that sensor, a partition."""
+    if gpu.partition is not None:
+        return None
+    try:
+        percent = int((sysfs / "class/drm" / gpu.render / "device/gpu_busy_percent").read_text())
+    except (OSError, ValueError):
+        return None
+    return percent if 0 <= percent <= 100 else None
+
+
 def processes(gpu: Gpu, sysfs: Path) -> dict[int, int] | None:
     """Bytes of the card by process number, of those with a compute context; None where that cannot be read."""
     folder = sysfs / PROCESSES

@@ -20,6 +20,7 @@ QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id", "--f
 MIG_QUERY = ("--query-gpu=index,mig.mode.current", "--format=csv,noheader")
 APPS_QUERY = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 USED_QUERY = ("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+LIVE_QUERY = ("--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 LIST = ("-L",)
 MIG_CAPABLE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "sm_120"})
 CARD_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
@@ -143,6 +144,18 @@ def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[
     for uuid, held in running.items():
         result.setdefault(uuid, Usage()).processes = held
     return result, why
+
+
+def live(
+    environ: Mapping[str, str], root: Path, seconds: float
+) -> tuple[dict[str, tuple[int | None, int | None]], str | None]:
+    """((busy percent, bytes in use) by UUID, why not). `[N/A]` and `[Not Supported]` are None."""
+    rows, why = _ask(LIVE_QUERY, environ, root, seconds)
+    found = {}
+    for uuid, percent, mebibytes in (row for row in rows if len(row) == 3 and row[0].startswith("GPU-")):
+        busy = int(percent) if percent.isdecimal() and int(percent) <= 100 else None
+        found[uuid] = busy, int(mebibytes) << 20 if mebibytes.isdecimal() else None
+    return found, why
 
 
 def _ask(

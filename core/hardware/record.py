@@ -28,6 +28,7 @@ FILES = (
     "class/drm/renderD*/device/mem_info_vram_total",
     "class/drm/renderD*/device/mem_info_vram_used",
     "class/drm/renderD*/device/mem_info_gtt_total",
+    "class/drm/renderD*/device/gpu_busy_percent",
     "class/drm/renderD*/device/product_name",
     "class/drm/renderD*/device/current_compute_partition",
     "class/drm/renderD*/device/current_memory_partition",
@@ -39,9 +40,9 @@ EMPTY = (".dockerenv", "run/.containerenv")
 """That they are there says enough."""
 DEVICES = ("kfd", "dri/renderD*")
 PROGRAMS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    ("amd-smi", (rocm.LIST, rocm.STATIC)),
+    ("amd-smi", (rocm.LIST, rocm.STATIC, rocm.LIVE)),
     ("rocm-smi", (rocm.SHOW,)),
-    ("nvidia-smi", (nvidia.QUERY, nvidia.MIG_QUERY, nvidia.LIST)),
+    ("nvidia-smi", (nvidia.QUERY, nvidia.MIG_QUERY, nvidia.LIST, nvidia.LIVE_QUERY)),
 )
 VARIABLE = re.compile(
     r"^((HIP|ROCR|CUDA|NVIDIA|AMD)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|(HSA|MIOPEN|HIPBLASLT|ROCBLAS|TORCH_BLAS)_\w+"

@@ -24,6 +24,7 @@ from core.hardware.visible import Gpu
 LIST = ("list", "-e", "--json")
 STATIC = ("static", "--asic", "--bus", "--vram", "--json")
 METRIC = ("metric", "--mem-usage", "--json")
+LIVE = ("metric", "--usage", "--mem-usage", "--json")
 PROCESS = ("process", "--json")
 SHOW = ("--showproductname", "--showbus", "--showuniqueid", "--showmeminfo", "vram", "--json")
 UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -249,3 +250,29 @@ def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[
                     held or _bytes(info.get("vram_mem")) or _bytes(info.get("mem_usage"))
                 )
     return result, notes[0] if notes else None
+
+
+def live(
+    environ: Mapping[str, str], root: Path, seconds: float
+) -> tuple[dict[str, tuple[int | None, int | None]], str | None]:
+    """((busy percent, bytes in use) by PCI address, why not), of amd-smi."""
+    program = tools.find("amd-smi", environ, root)
+    if program is None:
+        return {}, None
+    notes: list[str] = []
+    places = {one["gpu"]: _bdf(one.get("bdf")) for one in _entries(tools.ask(program, LIST, environ, seconds), notes)}
+    found: dict[str, tuple[int | None, int | None]] = {}
+    for entry in _entries(tools.ask(program, LIVE, environ, seconds), notes) if places else ():
+        if bdf := places.get(entry["gpu"]):
+            busy = _percent(_table(entry.get("usage")).get("gfx_activity"))
+            used = _table(entry.get("mem_usage")).get("used_vram")
+            found[bdf] = busy, None if used in (None, "N/A") else _bytes(used)
+    return found, notes[0] if notes else None
+
+
+def _percent(value: object) -> int | None:
+    """{"value": 12, "unit": "%"}, "12 %" or 12; 65535 is the firmware's word for: no such sensor."""
+    if isinstance(value, dict):
+        value = value.get("value")
+    percent = _number(value.partition(" ")[0] if isinstance(value, str) else value, -1)
+    return percent if 0 <= percent <= 100 else None

@@ -36,7 +36,8 @@ def record(
     *,
     project_id: str | EllipsisType | None = ...,
 ) -> None:
-    """One change of `target`, an id or a name. `actor` None: a command on the box itself.
+    """One change of `target`, an id or a name. `actor` None: a command on the box itself, or eft of
+    its own accord.
 
     Admins of `project_id` may read it; by default that is the actor's project. None: only admins of the box.
     """

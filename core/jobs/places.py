@@ -33,6 +33,8 @@ class Seat:
     """free, busy, held, drained, maintenance, quarantined, outside or silent."""
     processes: Sequence[Mapping[str, Any]]
     """Of people who use it beside eft: pid, user, name, bytes."""
+    live: Mapping[str, Any]
+    """What the worker last saw of it: busy_percent, used_bytes; empty where nobody says, or the worker is silent."""
     held: Hold | None
     ends_before: float | None
     """What is started must be over by then, as far as its time limit says."""
@@ -83,9 +85,11 @@ def _seat(
     processes = entry.get("processes") or []
     opening = holds.opening_of(hold, windows, now)
     closed, state, opens_at = opening.closed, "free", None
+    silent = now - node.heartbeat_at > silent_after
+    live = {} if silent else gpu.get("live") or {}
     if node.drained_at is not None:
         closed, state = f"the node is drained{f' ({node.drain_reason})' if node.drain_reason else ''}", "drained"
-    elif now - node.heartbeat_at > silent_after:
+    elif silent:
         closed, state = "its worker is silent", "silent"
     elif closed is not None and hold is not None:
         state, opens_at = "held" if hold.kind == "hold" else "drained", hold.until
@@ -95,7 +99,8 @@ def _seat(
         closed, state = f"in quarantine: {entry['quarantined']}", "quarantined"
     elif processes:
         closed, state = f"used by {_people(processes)}", "outside"
-    return Seat(node.name, slot, label, gpu, None, None, closed, state, processes, hold, opening.ends_before, opens_at)
+    ends_before = opening.ends_before
+    return Seat(node.name, slot, label, gpu, None, None, closed, state, processes, live, hold, ends_before, opens_at)
 
 
 def _people(processes: Sequence[Mapping[str, Any]]) -> str:

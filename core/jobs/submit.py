@@ -36,7 +36,7 @@ def submit(
     if retry_of is None:
         limits.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
-        priority = min(priority, limits.max_priority(session, actor.project_id))
+        priority = min(retry_of.priority, limits.max_priority(session, actor.project_id))
     job_id = new_id("job" if kind == "train" else "preview")
     session.add(
         Job(

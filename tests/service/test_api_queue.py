@@ -45,7 +45,7 @@ def box(api: Any) -> Iterator[str]:
     clear()
     process = {"pid": 4711, "user": "bob", "name": "python", "bytes": 1 << 30}
     with api.database.write() as session:
-        slots = [gpu(0), {**gpu(1), "processes": [process]}, PREPARE]
+        slots = [gpu(0, live={"busy_percent": 3, "used_bytes": 7}), {**gpu(1), "processes": [process]}, PREPARE]
         nodes.register(session, "qbox", "worker-of-qbox", "0.1.0", slots, [], ["fast"])
     yield "qbox"
     clear()
@@ -93,11 +93,54 @@ def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
     assert many.status_code == 422 and "several GPUs" in many.text
 
 
+def _events(api: Any, job_id: str) -> list[dict[str, Any]]:
+    return list(api.http.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"])
+
+
+def test_another_priority_is_another_place(api: Any, box: str) -> None:
+    first, second, third = (ready(api) for _ in range(3))
+
+    def line() -> list[str]:
+        return [row["job"] for row in api.http.get("/queue").json()["data"]]
+
+    assert line() == [first, second, third]
+    done = eft(api, "priority", third, "--to", "5")
+    assert done.stdout == f"{third} queued, priority 5\n", done.stderr
+    assert line() == [third, first, second]
+    shown = api.http.patch(f"/jobs/{first}", json={"priority": -5})
+    assert (shown.status_code, shown.json()["priority"], shown.json()["spec"]["priority"]) == (200, -5, 0)
+    assert line() == [third, second, first]
+    wrong = ((11, 422, "priority_too_high"), (101, 422, "invalid_value"), (None, 422, "invalid_value"))
+    for priority, status, code in wrong:
+        refused = api.http.patch(f"/jobs/{second}", json={"priority": priority})
+        assert (refused.status_code, refused.json()["error"]["faults"][0]["code"]) == (status, code)
+    api.http.patch(f"/jobs/{third}", json={"priority": 5})  # as it is: nothing more is told
+    told = [event for event in _events(api, third) if event["type"] == "priority"]
+    assert [(event["data"]["from"], event["data"]["to"]) for event in told] == [(0, 5)]
+    audited = api.http.get(f"/audit?action=job.priority&target={third}").json()["data"]
+    assert [(entry["actor"]["name"], entry["data"]) for entry in audited] == [("ada", {"from": 0, "to": 5})]
+    api.http.post(f"/jobs/{third}/cancel")
+    over = api.http.patch(f"/jobs/{third}", json={"priority": 1})
+    assert (over.status_code, over.json()["error"]["code"]) == (409, "already_final")
+    again = api.http.post(f"/jobs/{third}/retry").json()
+    assert again["priority"] == 5, "what was asked for last"
+
+
 def test_gpus_and_holds(api: Any, box: str) -> None:
     shown = {row["gpu"]: row for row in api.http.get("/gpus").json()["data"]}
     assert (shown["qbox/0"]["state"], shown["qbox/0"]["bf16"], shown["qbox/0"]["labels"]) == ("free", True, ["fast"])
     assert shown["qbox/1"]["state"] == "outside"
     assert shown["qbox/1"]["processes"] == [{"pid": 4711, "user": "bob", "name": "python", "bytes": 1 << 30}]
+    assert [(shown[name]["busy_percent"], shown[name]["used_bytes"]) for name in ("qbox/0", "qbox/1")] == [
+        (3, 7),
+        (None, None),
+    ]
+    with api.database.write() as session:
+        session.execute(update(Node).where(Node.name == "qbox").values(heartbeat_at=db_now() - 3600))
+    row = next(row for row in api.http.get("/gpus").json()["data"] if row["gpu"] == "qbox/0")
+    assert (row["state"], row["busy_percent"], row["used_bytes"]) == ("silent", None, None), "that was long ago"
+    with api.database.write() as session:
+        session.execute(update(Node).where(Node.name == "qbox").values(heartbeat_at=db_now()))
     done = eft(api, "gpu", "hold", "qbox/0", "--until", "2h", "--for", "bob", "--why", "notebook")
     assert done.stdout.startswith("qbox/0 held until ") and done.stdout.endswith(" for bob\n"), done.stderr
     (held,) = api.http.get("/holds").json()["data"]

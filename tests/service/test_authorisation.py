@@ -34,7 +34,7 @@ OPEN = {
 OWN_KEYS = {("POST", "/keys/{key_id}/rotate"), ("DELETE", "/keys/{key_id}")}
 """Changes that viewers may make: of their own keys."""
 FEW = {"viewer", "member", "boss", "who has left"}
-ROLES, SCOPES = ["viewer", "member", "admin"], ["read", "write", "admin", "box"]
+ROLES, SCOPES = ["viewer", "member", "admin"], ["metrics", "read", "write", "admin", "box"]
 BOX_LEVEL = {"name", "user"}
 """Parameters whose objects belong to no project."""
 
@@ -60,6 +60,8 @@ def callers(here: World) -> dict[str, Caller]:
         here.caller("boss with a narrow key", Role.VIEWER, Scope.READ, box_admin=True),
         here.caller("boss of no project", None, Scope.BOX, box_admin=True),
         here.caller("who has left", None, Scope.BOX),
+        here.caller("boss's prometheus", Role.ADMIN, Scope.METRICS, box_admin=True),
+        here.caller("prometheus of a member", Role.MEMBER, Scope.METRICS),
     ]
     if not here.database.is_sqlite:  # the same code decides there: one of each kind is enough
         made = [caller for caller in made if caller.name in FEW]
@@ -87,7 +89,9 @@ def refusal(policy: dict[str, Any], who: Caller) -> str | None:
     if policy["box_admin"] in ("also", "only") and operates:
         return None
     if policy["box_admin"] == "only":
-        return "missing_scope" if who.box_admin else "box_admin_only"
+        if not who.box_admin:
+            return "box_admin_only"
+        return None if policy["scope"] == who.scope == "metrics" else "missing_scope"
     if policy["role"] is not None:
         if who.role is None:
             return "not_a_member"
@@ -205,6 +209,11 @@ def test_changes_ask_for_more_than_reading(here: World) -> None:
             assert policy["box_admin"] == "only", (method, path)
         if path.startswith(("/jobs", "/files")):
             assert policy["box_admin"] == "no", "admins of the box do not look into projects"
+
+
+def test_a_key_for_metrics_opens_one_door(here: World) -> None:
+    scraper = here.caller("boss's prometheus", Role.ADMIN, Scope.METRICS, box_admin=True)
+    assert [route for route in guarded(here) if refusal(stated(here, route), scraper) is None] == [("GET", "/metrics")]
 
 
 def test_a_route_without_a_policy_cannot_be_added() -> None:

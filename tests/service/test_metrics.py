@@ -78,8 +78,9 @@ def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
     with world(tmp_path_factory.mktemp("metrics") / "data", url) as made:
         with made.database.write() as session:
+            live = {"busy_percent": 97, "used_bytes": 5}
             slots: list[dict[str, Any]] = [
-                {"id": "gpu-a", "kind": "gpu", "gpu": {**GPU, "index": 0}},
+                {"id": "gpu-a", "kind": "gpu", "gpu": {**GPU, "index": 0, "live": live}},
                 {"id": "gpu-b", "kind": "gpu", "gpu": {**GPU, "index": 1}},
             ]
             nodes.register(session, "box", "worker-x", "0.1.0", slots, [])
@@ -128,6 +129,9 @@ def test_it_says_what_there_is(here: World) -> None:
     assert value(seen, "eft_jobs", project="lab", status="running") == 1
     assert value(seen, "eft_jobs", project="rivals") == 1
     assert value(seen, "eft_queue_jobs", project="lab", phase="prepare") == 2
+    busy = seen["eft_gpu_utilization_ratio"][1]["eft_gpu_utilization_ratio"]
+    assert busy == {(("gpu", "box/0"), ("node", "box")): 0.97}
+    assert value(seen, "eft_gpu_memory_used_bytes", gpu="box/0") == 5, "nothing is said of the other GPU"
     assert all(dict(labels)["project"] == "lab" for labels in seen["eft_queue_jobs"][1]["eft_queue_jobs"])
     assert value(seen, "eft_job_wait_seconds_count", project="lab") == 2
     assert value(seen, "eft_job_wait_seconds_count", project="rivals") == 1
@@ -164,6 +168,20 @@ def test_it_is_for_admins_of_the_box(here: World) -> None:
     reply = here.ask("GET", "/metrics", here.caller("admin", Role.ADMIN, Scope.ADMIN).key)
     assert reply.json()["error"]["code"] == "box_admin_only"
     assert here.ask("GET", "/metrics").status_code == 401
+
+
+def test_a_key_for_scraping_is_made_by_an_admin_of_the_box_and_by_nobody_else(here: World) -> None:
+    boss = here.caller("boss", Role.MEMBER, Scope.BOX, box_admin=True)
+    wish = {"json": {"name": "prometheus", "scope": "metrics"}}
+    key = here.ask("POST", "/keys", boss.key, **wish).json()["key"]
+    assert here.ask("GET", "/metrics", key).status_code == 200
+    assert here.ask("GET", "/me", key).json()["error"]["code"] == "missing_scope"
+    assert here.ask("POST", "/keys", key, json={"name": "more"}).status_code == 403
+    narrow = here.caller("boss", Role.MEMBER, Scope.WRITE).key
+    refused = here.ask("POST", "/keys", narrow, **wish)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), "it would gain a right"
+    plain = here.ask("POST", "/keys", here.caller("member", Role.MEMBER, Scope.WRITE).key, **wish)
+    assert plain.status_code == 403
 
 
 def test_names_that_break_a_line_do_not() -> None:

@@ -298,7 +298,10 @@ def test_days_of_failure_disable(here: World, there: Target, sender: Sender) -> 
     there.plan["/down"].extend([503] * 5)
     ask(here, "POST", f"/webhooks/{made['id']}/test", 201)
     until(lambda: ask(here, "GET", f"/webhooks/{made['id']}")["disabled_at"], step=sender.turn)
-    assert "only failed for 5.1 days" in ask(here, "GET", f"/webhooks/{made['id']}")["disabled_reason"]
+    reason = ask(here, "GET", f"/webhooks/{made['id']}")["disabled_reason"]
+    assert "only failed for 5.1 days" in reason
+    (entry,) = ask(here, "GET", f"/audit?action=webhook.disable&target={made['id']}")["data"]
+    assert entry["actor"] is None and entry["data"]["reason"] == reason
 
 
 def test_a_slow_target_holds_up_nobody(here: World, there: Target, sender: Sender) -> None:
