@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import Database
 from core.errors import EftError
 from core.hardware.discover import Gpu
+from core.hardware.selftest import shared
 from core.jobs import claims, holds, nodes, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
@@ -117,7 +118,7 @@ class Attempt:
         assert self.child is not None
         code = self.child.reap()
         leftovers.clear(self.folder)
-        self._free_gpu(memory_before)
+        self._free_gpus(memory_before)
         killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
         try:
             self._persist(self._tell_rest)
@@ -172,10 +173,12 @@ class Attempt:
         return bool(self._persist(self._writing(lambda session: relay.relay(session, self.token, batch, of=attempt))))
 
     def _spawn(self) -> None:
-        settings, layout, slot = self.site.settings, self.site.layout, self.claim.slot
+        settings, layout, slots = self.site.settings, self.site.layout, self.claim.slots
         if self._limit is not None and self.claim.spent_seconds >= self._limit:
             raise _Ended(self._over())
-        verdict = None if self.site.selftests is None else self.site.selftests.verdict(slot.id)
+        gpus, verdict = self._gpus, None
+        if (selftests := self.site.selftests) is not None:
+            verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
         try:
             if self.claim.kind == "prepare":
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
@@ -183,7 +186,8 @@ class Attempt:
                 write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
             environment = child_environment(
                 self.claim.kind,
-                gpu=self.site.gpus.get(slot.id),
+                gpu=gpus[0] if gpus else None,
+                beside=gpus[1:],
                 threads=self.site.threads,
                 root=layout.root,
                 cure=None if verdict is None else verdict.environment,
@@ -191,7 +195,8 @@ class Attempt:
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
                     raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
-                if self.claim.kind == "train" and self.site.spares is not None:
+                # The child of several ranks is their launcher, which imports nothing that a spare has imported.
+                if self.claim.kind == "train" and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
                 if self.child is None:
                     self.child = Child(self.folder, MODULES[self.claim.kind], environment)
@@ -229,7 +234,9 @@ class Attempt:
             elif stop == nodes.DRAIN:
                 self._ask(f"node {self.site.node} is drained")
             elif stop == holds.HOLD:
-                self._ask(f"slot {self.claim.slot.id} of {self.site.node} is held")
+                names = ", ".join(slot.id for slot in self.claim.slots)
+                one = "slot" if len(self.claim.slots) == 1 else "one of the slots"
+                self._ask(f"{one} {names} of {self.site.node} is held")
             elif stop == holds.MAINTENANCE:
                 self._ask(f"the maintenance of {self.site.node} begins")
             elif stop:
@@ -268,18 +275,24 @@ class Attempt:
         )
         return Failed("user", "max_runtime", words, "resources.max_runtime_seconds")
 
-    def _gpu_memory(self) -> int | None:
-        gpu = self.site.gpus.get(self.claim.slot.id)
-        return None if gpu is None else gpu_memory.used(gpu, self.site.settings.sysfs)
+    @property
+    def _gpus(self) -> list[Gpu]:
+        """Of its slots, in their order; none on a CPU."""
+        return [gpu for slot in self.claim.slots if (gpu := self.site.gpus.get(slot.id)) is not None]
 
-    def _free_gpu(self, before: int | None) -> None:
-        """The slot is given back by `_finish`; where its memory is still taken it goes into quarantine first."""
-        gpu, quarantine, settings = self.site.gpus.get(self.claim.slot.id), self.site.quarantine, self.site.settings
-        if gpu is None or before is None or quarantine is None:
-            return
-        taken = gpu_memory.cleared(gpu, settings.sysfs, before, settings.gpu_clear_seconds)
-        if taken is not None:
-            log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
+    def _gpu_memory(self) -> dict[str, int | None]:
+        return {gpu.uuid: gpu_memory.used(gpu, self.site.settings.sysfs) for gpu in self._gpus}
+
+    def _free_gpus(self, memory_before: dict[str, int | None]) -> None:
+        """The slots are given back by `_finish`; one whose memory is still taken goes into quarantine first."""
+        quarantine, settings = self.site.quarantine, self.site.settings
+        for gpu in self._gpus:
+            before = memory_before[gpu.uuid]
+            if before is None or quarantine is None:
+                continue
+            taken = gpu_memory.cleared(gpu, settings.sysfs, before, settings.gpu_clear_seconds)
+            if taken is not None:
+                log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
 
     def _ask(self, why: str) -> None:
         with self._lock:

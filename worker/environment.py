@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from core.hardware import faults
@@ -12,7 +12,7 @@ from core.hardware.discover import Gpu, visible_env
 from core.jobs.claims import Kind
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
-ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
+ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|RCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
 """Tuning of the drivers and of torch's compilers."""
 ALLOWED_MORE = frozenset(
     {"CUDA_HOME", *faults.ALLOCATOR_VARIABLES} | {name for fault in faults.FAULTS for name in fault.set}
@@ -29,19 +29,21 @@ def child_environment(
     kind: Kind,
     *,
     gpu: Gpu | None,
+    beside: Sequence[Gpu] = (),
     threads: int,
     root: Path,
     arch: str | None = None,
     cure: Mapping[str, str] | None = None,
     inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Variables for one child, which sees `gpu` alone (None: no GPU).
+    """Variables for one child, which sees `gpu` alone (None: no GPU), or with it the GPUs `beside` it of a job of
+    several ranks: rank 0 computes on `gpu`, the others on those, in their order.
 
     Known faults of the GPU's architecture are routed around (core/hardware/faults.py); `arch` names it for a spare,
     which sees no GPU yet. `cure`: variables without which the self-test of the device found a fault.
 
-    `threads` is how many CPU threads it may use, always set, because the order of floating point sums, and with it a
-    resume to the bit, depends on their number.
+    `threads` is how many CPU threads it, or each of its ranks, may use, always set, because the order of floating point
+    sums, and with it a resume to the bit, depends on their number.
     """
     source = os.environ if inherited is None else inherited
     allowed = ALLOWED | ALLOWED_MORE | (ALLOWED_TO_PREPARE if kind == "prepare" else frozenset())
@@ -63,4 +65,4 @@ def child_environment(
     if kind != "prepare":
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
-    return visible_env(routed.environment | dict(cure or {}), gpu)
+    return visible_env(routed.environment | dict(cure or {}), gpu, *beside)

@@ -83,6 +83,7 @@ def run_order(
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
+        world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
     )
 

@@ -8,7 +8,7 @@ verdict into what a run on that device may use. Nothing is dropped in silence: e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -219,6 +219,23 @@ def describe(part: Part) -> str:
 
 def _settings(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in environment.items())
+
+
+def shared(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """What holds on every one of several devices of one kind: of each part the worst that was found, so that ranks
+    which compute together take the same kernels. None without any."""
+    if not verdicts:
+        return None
+    parts: dict[str, Part] = {}
+    for verdict in verdicts:
+        for name, part in verdict.parts.items():
+            parts[name] = max(parts.get(name, part), part, key=lambda one: _SEVERITY[one.status])
+    environment = {name: value for verdict in verdicts for name, value in verdict.environment.items()}
+    fault = next((verdict.fault for verdict in verdicts if verdict.fault is not None), None)
+    return verdicts[0].model_copy(update={"parts": parts, "environment": environment, "fault": fault})
+
+
+_SEVERITY: dict[Status, int] = {"passed": 0, "unavailable": 1, "failed": 2, "hung": 3, "crashed": 4}
 
 
 def finished(verdict: Verdict) -> Verdict:

@@ -86,13 +86,17 @@ class Excluded:
         return f"{which} ({self.gpu.name}): {self.reason}"
 
 
-def visible_env(environ: Mapping[str, str], gpu: Gpu | None) -> dict[str, str]:
-    """A copy of `environ` in which a child sees `gpu` alone, or no GPU at all (None: a CPU slot), by one variable."""
+def visible_env(environ: Mapping[str, str], gpu: Gpu | None, *beside: Gpu) -> dict[str, str]:
+    """A copy of `environ` in which a child sees `gpu` alone, or no GPU at all (None: a CPU slot), by one variable.
+
+    `beside`: further GPUs of a job of several, of the same vendor; the child numbers them in the order given. All its
+    ranks see all of them, as torchrun has it, since peers reach each other's memory only where they see each other.
+    """
     result = {name: value for name, value in environ.items() if name not in ALL}
     if gpu is None:
         result[CUDA] = NO_GPU
     else:
-        result[gpu.visible_variable] = gpu.visible_value
+        result[gpu.visible_variable] = ",".join(one.visible_value for one in (gpu, *beside))
     return result
 
 

@@ -11,6 +11,10 @@ Heartbeat: the worker holds the child's stdin and writes a byte with every renew
 for `fence_seconds`, means that nobody owns this attempt any more: the child ends itself at once (EXIT_FENCED).
 SIGTERM means: finish the micro-step, write a checkpoint, leave with EXIT_CHECKPOINTED.
 SIGUSR1 means: write the stacks of all threads into log.txt; the worker asks for them before it ends a hung child.
+
+Of a run over several ranks the child is their launcher (core/train/ranks/launch.py), and all of this holds for it: the
+ranks are in its session, it passes signals on, and it ends as the first of them did that did not end well. Rank 0 alone
+writes into the run folder, but for its own part of a checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 UNFINISHED = "tmp-"
 """Begins the name of a checkpoint that is being written. Its writer being dead, it is rubbish."""
+RANKS = "ranks-"
+"""Begins the name of the private folder in which several ranks find each other (core/train/ranks). As above."""
 ARTIFACTS = "artifacts"
 
 SPARE_READY = b"ready\n"

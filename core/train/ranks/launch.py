@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from core import HOME
-from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK, RunOrder
+from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK, RANKS, RunOrder
 from core.train.events import EventWriter
 from core.train.lifeline import arm
 from core.train.ranks import words
@@ -42,7 +42,7 @@ END_SECONDS = 60.0
 """For the others, once one has ended well and the rest should be about to."""
 DUMP_SECONDS = 0.15
 """For one rank to write its stacks, before the next does, so that they do not mix."""
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.platform == "linux" else {}
 """Gangs are of one node: what gloo and NCCL (RCCL) open, on ports of the kernel's choice, is for this machine alone."""
 
 
@@ -97,7 +97,7 @@ class Gang:
     """Of those that have ended."""
 
     def __post_init__(self) -> None:
-        self.folder = self.run_dir / f"{words.PREFIX}{secrets.token_hex(8)}"
+        self.folder = self.run_dir / f"{RANKS}{secrets.token_hex(8)}"
 
     def start(self) -> None:
         self.folder.mkdir(mode=0o700)

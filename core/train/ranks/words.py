@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "EFT_RANKS"
-PREFIX = "ranks-"
-"""Begins the folder's name in the run folder."""
 STORE = "store"
 
 
