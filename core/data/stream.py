@@ -29,6 +29,8 @@ Cursor = dict[str, Any]
 """JSON. What is in it is the stream's own affair."""
 
 SHOWN = 3
+MOST_PASSES = 1000
+"""Over one source within an epoch of a weighted mixture: more is a mistake in the weights, and would fill a disk."""
 
 
 class RowStream:
@@ -95,6 +97,8 @@ class RowStream:
             ahead[index] = next(reading[index], None)
             if ahead[index] is None:
                 passes[index] += 1
+                if passes[index] > MOST_PASSES:
+                    raise self._far_apart(index)
                 reading[index] = self._sources[index].rows(None)
                 ahead[index] = next(reading[index], None)
             yield {"drawn": drawn, "of": list(states), "passes": list(passes)}, numbered
@@ -110,6 +114,13 @@ class RowStream:
                 return all(passes)
             case _ as never:
                 assert_never(never)
+
+    def _far_apart(self, index: int) -> DataError:
+        words = (
+            f"the weights are so far apart that one epoch reads this source more than {MOST_PASSES} times before the "
+            "others are read once: bring the weights together, or take `stopping_strategy: first_exhausted`"
+        )
+        return DataError(words, field=self._order.sources[index].field)
 
     def _empty(self) -> DataError:
         field = self._order.sources[0].field if self._order.sources else "data.train"

@@ -293,6 +293,16 @@ def test_a_mixture_draws_by_weight_and_goes_on_from_any_row(tmp_path: Path, stop
         assert rest == whole[at + 1 :]
 
 
+def test_weights_that_are_far_apart_do_not_fill_the_disk(tmp_path: Path) -> None:
+    sources = [
+        DataFiles(paths=[texts(tmp_path, "a", 1)], weight=1e6, field="data.train.sources[0]"),
+        DataFiles(paths=[texts(tmp_path, "b", 5)], weight=1e-6, field="data.train.sources[1]"),
+    ]
+    with pytest.raises(DataError, match="weights are so far apart") as refused:
+        words(DataOrder(sources=sources))
+    assert refused.value.field == "data.train.sources[0]"
+
+
 def test_without_weights_every_row_is_there_once(tmp_path: Path) -> None:
     order = DataOrder(sources=[DataFiles(paths=[texts(tmp_path, name, 3)]) for name in "ab"])
     assert words(order) == ["a0", "a1", "a2", "b0", "b1", "b2"]
