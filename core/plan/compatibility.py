@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from core.errors import Fault
 from core.spec.data import FORMATS, Data, format_of
 from core.spec.job import JobSpec
-from core.spec.runtime import SingleDevice
+from core.spec.runtime import Resident, SingleDevice
 from core.spec.training import Batching, Merged, Packed, Rows, Tokens, Training
 
 
@@ -48,6 +48,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "streaming": ("no", "yes"),
     "precision": get_args(Training.model_fields["precision"].annotation),
     "memory": _field("memory"),
+    "stream": _arms(Resident.model_fields["stream"].annotation),
     "strategy": _field("resources"),
     "accelerator": get_args(SingleDevice.model_fields["accelerator"].annotation),
     "train rows": ("auto", *FORMATS),
@@ -175,6 +176,13 @@ RULES: tuple[Rule, ...] = (
         "set `quantization` to `none`, or take another precision",
     ),
     Rule(
+        "stream_of_what_is_trained",
+        {"method": ("full",), "stream": ("host", "disk")},
+        "memory.stream",
+        "blocks are streamed one way, so only frozen weights can be, and `method: full` trains them all",
+        "train adapters (`method: lora` or `qlora`), or leave `memory.stream` out",
+    ),
+    Rule(
         "nothing_to_merge",
         {"method": ("full",), "merged": ("yes",)},
         "export",
@@ -201,6 +209,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "streaming": "yes" if spec.data.streaming else "no",
         "precision": spec.training.precision,
         "memory": spec.memory.type,
+        "stream": spec.memory.stream.type,
         "strategy": spec.resources.type,
         "accelerator": spec.resources.accelerator,
         "train rows": format_of(spec.data.train),

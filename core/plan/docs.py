@@ -15,6 +15,7 @@ _PAGES = (
     ("method", "merged"),
     ("method", "optimizer"),
     ("method", "strategy"),
+    ("method", "stream"),
     ("batching", "streaming"),
     ("batching", "truncation"),
     ("truncation", "streaming"),

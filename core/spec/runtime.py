@@ -9,12 +9,57 @@ from pydantic import Field, StringConstraints, model_validator
 from core.spec.base import SpecModel, by_type, short_form
 
 
+class NoStream(SpecModel):
+    """All weights stay on the device."""
+
+    type: Literal["none"] = "none"
+
+
+class Slots(SpecModel):
+    """What the arms that stream share; no arm by itself."""
+
+    type: str
+    slots: Annotated[int, Field(ge=1, le=64)] = 2
+    """Blocks that are on the device at once. One waits for every copy; two copy the next block while one computes;
+    more only help where copies come unevenly."""
+    pinned: bool = True
+    """Lock host memory that a GPU copies from, so that it copies while it computes. `false` where the system refuses
+    it: slower. Makes no difference on a CPU."""
+
+
+class HostStream(Slots):
+    """Frozen weights of the model's blocks lie in host memory, and each block is copied to the device just before it is
+    computed, forwards and backwards: the device holds `slots` blocks at a time. Every block keeps its input alone, as
+    with `gradient_checkpointing`. What is trained stays on the device, and the result is the same to the bit."""
+
+    type: Literal["host"] = "host"
+
+
+class DiskStream(Slots):
+    """The same from files below the data root, for models larger than the box's memory, too."""
+
+    type: Literal["disk"] = "disk"
+
+
+class AutoStream(Slots):
+    """Settled when the run starts, by what is free then: `none` if all fits on the device, else `host`, else `disk`.
+    The run record says which, and why."""
+
+    type: Literal["auto"] = "auto"
+
+
+Stream = Annotated[NoStream | HostStream | DiskStream | AutoStream, Field(discriminator="type"), short_form(by_type)]
+
+
 class Resident(SpecModel):
-    """Weights, gradients and optimizer state stay on the device."""
+    """Gradients, optimizer state and all that is trained stay on the device; frozen weights, too, unless they are
+    streamed."""
 
     type: Literal["resident"] = "resident"
     gradient_checkpointing: bool = False
     """Keep only each block's input and compute the block again in the backward pass: less memory, more time."""
+    stream: Stream = NoStream()
+    """Where the frozen weights of the model's blocks are while others compute (docs/memory.md)."""
 
 
 Memory = Annotated[Resident, short_form(by_type)]

@@ -1,4 +1,4 @@
-"""The model of a run: load → quantise → check → adapt → place."""
+"""The model of a run: load → quantise → check → adapt → place (or stream)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,48 @@ import torch
 from torch import nn
 
 from core.errors import SpecError
+from core.plan.stream import Decision
 from core.spec.job import JobSpec
+from core.spec.runtime import NoStream
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
 from core.train.events import EventWriter
 from core.train.files import remembered_sha256
 from core.train.limits import pad_ranks
 from core.train.load import context_length, load_model, packed_as
+from core.train.memory.choice import choose_stream
 from core.train.placement import Placement
 from core.train.quant.fp8 import to_fp8
 
 if TYPE_CHECKING:
+    from core.train.memory.blocks import Block
+    from core.train.memory.source import FileBlocks
+    from core.train.memory.stream import Streamed
     from core.train.quant.model import QuantOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     model: nn.Module
+    streamed: Streamed | None
+    """To be closed when the model is no longer computed with; None when its blocks stay on the device."""
+    memory: dict[str, Any]
+    """For the run record: where the blocks lie and why."""
     quantization: dict[str, Any] | None
     """For the run record: what was packed, from where, and how it computes; None when nothing is."""
     fp8: dict[str, Any] | None
     """The same of layers that multiply in 8-bit floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model on the CPU."""
+
+    model: nn.Module
+    packed: dict[str, Any] | None
+    """What there is to say of its packed weights."""
+    files: tuple[list[Block], FileBlocks] | None = None
+    """Its blocks, where they are mapped from files."""
 
 
 def build_model(
@@ -47,7 +68,12 @@ def build_model(
 ) -> Built:
     """The model with what its method adds, on its device, every random number drawn from the job's seed. Packed weights
     are kept below `cache_dir`. `longest`: tokens of the longest row. `between` may raise to stop."""
-    model, packed = _load(spec, model_dir, placement.weights, cache_dir, events, between)
+    stream = choose_stream(spec, model_dir, placement, longest)
+    if not isinstance(spec.memory.stream, NoStream):
+        words = f"frozen blocks are streamed from {stream.where}" if stream.where != "none" else "no block is streamed"
+        events.write("notice", code="stream", message=f"{words}: {stream.reason}")
+    loaded = _load(spec, model_dir, placement.weights, stream, cache_dir, events, between)
+    model, packed = loaded.model, loaded.packed
     between()
     placement.attention.fit(model)
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
@@ -56,10 +82,9 @@ def build_model(
     model = _adapt(model, spec, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
-    model.to(placement.device)
-    if spec.memory.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    return Built(model, packed, in_fp8)
+    streamed = _place(model, placement.device, stream, loaded, checkpointing=spec.memory.gradient_checkpointing)
+    memory = {"stream": stream.as_dict() | ({} if streamed is None else streamed.about())}
+    return Built(model, streamed, memory, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------
@@ -69,17 +94,19 @@ def _load(
     spec: JobSpec,
     folder: Path,
     dtype: torch.dtype,
+    stream: Decision,
     cache_dir: Path | None,
     events: EventWriter,
     between: Callable[[], None],
-) -> tuple[nn.Module, dict[str, Any] | None]:
-    """The model on the CPU, and what there is to say of its packed weights."""
+) -> _Loaded:
     already = packed_as(folder)
     match spec.quantization:
         case None:
             raise ValueError("the spec is not resolved: quantization is missing")
+        case NoQuantization() if already is None and stream.where == "disk":
+            return _load_files(folder, dtype, None, cache_dir, events, between)
         case NoQuantization() if already is None:
-            return load_model(folder, dtype), None
+            return _Loaded(load_model(folder, dtype), None)
         case NoQuantization():
             options = _options("nf4")
         case NF4(double=double, skip_modules=skip):
@@ -90,6 +117,8 @@ def _load(
             assert_never(never)
     if already is not None:
         _check_packed(spec, already, events)
+    if stream.where == "disk":
+        return _load_files(folder, dtype, options, cache_dir, events, between)
     return _load_packed(folder, dtype, options, cache_dir, events, between)
 
 
@@ -127,14 +156,10 @@ def _load_packed(
     cache_dir: Path | None,
     events: EventWriter,
     between: Callable[[], None],
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> _Loaded:
     from core.train.quant.model import load_quantized
 
-    def told(doing: str) -> None:
-        if doing != events.phase:
-            events.write("phase", phase=doing)
-        between()
-
+    told = _teller(events, between)
     if cache_dir is None:
         model, report = load_quantized(folder, dtype, options, between=told)
     else:
@@ -148,11 +173,55 @@ def _load_packed(
             between=told,
             digest=lambda path: remembered_sha256(path, notes),
         )
-    if report.cache_fault is not None:
-        events.write("notice", code="quantization_cache", message=report.cache_fault)
+    _tell_loaded(events, report.cache_fault)
+    return _Loaded(model, asdict(report))
+
+
+def _load_files(
+    folder: Path,
+    dtype: torch.dtype,
+    options: QuantOptions | None,
+    cache_dir: Path | None,
+    events: EventWriter,
+    between: Callable[[], None],
+) -> _Loaded:
+    """With the blocks in files, of which no more than one is ever in memory."""
+    from core.train.memory.image import load_from_disk
+
+    if cache_dir is None:
+        raise SpecError(
+            "blocks that are streamed from disk lie in the cache of the data root, and this run has none (`cache_dir` "
+            "of its order); set `memory.stream` to `host`",
+            field="memory.stream",
+        )
+    notes = cache_dir / "digests"
+    notes.mkdir(parents=True, exist_ok=True)
+    model, report, blocks, files = load_from_disk(
+        folder,
+        dtype,
+        options,
+        cache_dir / "packed",
+        between=_teller(events, between),
+        digest=lambda path: remembered_sha256(path, notes),
+    )
+    _tell_loaded(events, None if report is None else report.cache_fault)
+    return _Loaded(model, None if report is None else asdict(report), (blocks, files))
+
+
+def _teller(events: EventWriter, between: Callable[[], None]) -> Callable[[str], None]:
+    def told(doing: str) -> None:
+        if doing != events.phase:
+            events.write("phase", phase=doing)
+        between()
+
+    return told
+
+
+def _tell_loaded(events: EventWriter, fault: str | None) -> None:
+    if fault is not None:
+        events.write("notice", code="quantization_cache", message=fault)
     if events.phase != "loading":
         events.write("phase", phase="loading")
-    return model, asdict(report)
 
 
 # --- check and adapt -------------------------------------------------------------------------------------
@@ -197,6 +266,31 @@ def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
     from core.train.quant.adapters import fuse_adapters
 
     return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
+
+
+def _place(
+    model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, *, checkpointing: bool
+) -> Streamed | None:
+    """The model on its device, whole or but for its blocks."""
+    match stream.where:
+        case "none":
+            model.to(device)
+            if checkpointing:
+                model.gradient_checkpointing_enable(  # type: ignore[operator]
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
+            return None
+        case "host":
+            from core.train.memory.stream import stream_from_host
+
+            return stream_from_host(model, device, slots=stream.slots, pinned=stream.pinned)
+        case "disk":
+            from core.train.memory.stream import stream_from_files
+
+            assert loaded.files is not None
+            return stream_from_files(model, *loaded.files, device, slots=stream.slots, pinned=stream.pinned)
+        case _ as never:
+            assert_never(never)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -85,7 +85,7 @@ def inspect(folder: Path, *, field: str) -> Summary:
             tensors[name] = tensor
     if index is not None and (missing := set(index["weight_map"]) - set(tensors)):
         raise unreadable(f"{INDEX_FILE} names {len(missing)} tensors that no file holds, e.g. {min(missing)}", field)
-    counted = {name: tensor for name, tensor in _unpacked(tensors).items() if not BUFFERS.search(name)}
+    counted = {name: tensor for name, tensor in unpacked(tensors).items() if not BUFFERS.search(name)}
     if _ties_head(config) and len(counted) > 1:
         counted.pop(OUTPUT_HEAD, None)
     dtypes: dict[str, int] = {}
@@ -100,7 +100,7 @@ def inspect(folder: Path, *, field: str) -> Summary:
     )
 
 
-def _unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with NF4 weights as what they stand for, and without their scales."""
     packed = {name.removesuffix(NF4_STATE) for name in tensors if name.endswith(NF4_STATE)}
     found: dict[str, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from core.spec.run import (
     ORDER_FILE,
     RunOrder,
 )
-from core.spec.runtime import HeldOut, NoEvaluation
+from core.spec.runtime import HeldOut, NoEvaluation, NoStream
 from core.spec.training import NoQuantization, Packed
 from core.train.attention.probe import prepare_packing
 from core.train.best import hand_back_best
@@ -57,7 +58,8 @@ def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> in
     events = EventWriter(run_dir / EVENTS_FILE) if seat is None or seat.rank == 0 else Unheard()
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
-        _train(order, run_dir, events, stop or Stop(), seat)
+        with ExitStack() as at_end:
+            _train(order, run_dir, events, stop or Stop(), seat, at_end)
     except StopRequested:
         return EXIT_CHECKPOINTED
     except Exception as error:
@@ -68,7 +70,9 @@ def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> in
     return EXIT_OK
 
 
-def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat: Seat | None) -> None:
+def _train(
+    order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat: Seat | None, at_end: ExitStack
+) -> None:
     spec, training = order.spec, order.spec.training
 
     def leave_if_asked() -> None:
@@ -92,7 +96,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat
     tokenizer = load_tokenizer(Path(order.model_dir))
     with ranks.in_turn(order.cache_dir is not None and not spec.data.streaming):
         data = read_data(order, tokenizer, events, leave_if_asked, ranks)
-    with ranks.in_turn(order.cache_dir is not None and not isinstance(spec.quantization, NoQuantization)):
+    plain = isinstance(spec.quantization, NoQuantization) and isinstance(spec.memory.stream, NoStream)
+    with ranks.in_turn(order.cache_dir is not None and not plain):
         built = build_model(
             spec,
             Path(order.model_dir),
@@ -103,6 +108,8 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat
             events=events,
             between=leave_if_asked,
         )
+    if built.streamed is not None:
+        at_end.callback(built.streamed.close)
     ranks.seed(training.seed)
 
     # --- engine --------------------------------------------------------------------------------------
@@ -127,7 +134,13 @@ def _train(order: RunOrder, run_dir: Path, events: EventWriter, stop: Stop, seat
     whole = loss_record["kernel"] == "logits"
     check_products(spec, engine.model, placement.limits, computed, data.longest, whole)
     record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
-    record |= {"quantization": built.quantization, "fp8": built.fp8, "loss": loss_record, "packing": packing}
+    record |= {
+        "quantization": built.quantization,
+        "fp8": built.fp8,
+        "memory": built.memory,
+        "loss": loss_record,
+        "packing": packing,
+    }
     record |= {"ranks": together}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()

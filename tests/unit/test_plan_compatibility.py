@@ -41,7 +41,7 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 if values["batching"] == "rows by length"
                 else values["batching"]
             ),
-            "memory": values["memory"],
+            "memory": {"type": values["memory"], "stream": values["stream"]},
             "resources": {"type": values["strategy"], "accelerator": values["accelerator"]},
             "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
         }

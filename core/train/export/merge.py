@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from core.train.load import stored_tensor
+from core.train.memory.stream import at_hand
 from core.train.quant.linear import QuantLinear
 
 SHARD_BYTES = 2 * 2**30
@@ -80,9 +81,11 @@ def merged_tensors(
                 values = _parameters(_dense(module, prefix, originals))
             case _:
                 values = _parameters(module, seen)
-        for name, tensor in values:
-            to = dtype if tensor.is_floating_point() else tensor.dtype
-            yield f"{prefix}.{name}" if prefix else name, tensor.to("cpu", to).contiguous()
+        made = isinstance(module, LoraLayer | QuantLinear)  # copies; the others are weights as they lie
+        with at_hand(module) if made else nullcontext():
+            for name, tensor in values:
+                to = dtype if tensor.is_floating_point() else tensor.dtype
+                yield f"{prefix}.{name}" if prefix else name, tensor.to("cpu", to).contiguous()
 
 
 def _merged(layer: Any, prefix: str, originals: Path | None) -> Iterator[tuple[str, Tensor]]:

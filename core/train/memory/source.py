@@ -36,16 +36,11 @@ class BlockLost(EftError):
 class Source(Protocol):
     """Blocks by number."""
 
-    kind: str
-
     def rest(self, block: int) -> Tensor:
         """uint8 [bytes of the block] on the CPU; read-only."""
 
     def read(self, block: int, into: Tensor) -> None:
         """Copy the block to the beginning of `into`, uint8 on the CPU. From any thread; BlockLost when it cannot."""
-
-    def about(self) -> dict[str, object]:
-        """For the run record."""
 
     def close(self) -> None: ...
 
@@ -55,8 +50,6 @@ class Source(Protocol):
 
 class HostBlocks:
     """One contiguous buffer a block, page-locked where a GPU copies from it by itself."""
-
-    kind = "host"
 
     def __init__(self, blocks: Sequence[Block], *, pinned: bool) -> None:
         """Takes the blocks' tensors one block after the other, each freed once it is copied, so that at no time more
@@ -82,9 +75,6 @@ class HostBlocks:
     def read(self, block: int, into: Tensor) -> None:
         held = self._buffers[block]
         into[: held.numel()].copy_(held)
-
-    def about(self) -> dict[str, object]:
-        return {"from": self.kind, "pinned": self.pinned}
 
     def close(self) -> None:
         if self.pinned:
@@ -120,8 +110,6 @@ class FileBlocks:
     disk is gone, kills the process (SIGBUS), where a read says why. A file that is deleted meanwhile can be read to the
     end, as it is open.
     """
-
-    kind = "disk"
 
     def __init__(self, ranges: Sequence[tuple[Path, int, int]]) -> None:
         """(file, first byte, bytes) of each block."""
@@ -159,9 +147,6 @@ class FileBlocks:
         except OSError as error:
             raise _lost(file.path, str(error)) from error
         torch.autograd.graph.increment_version(into)  # nobody has told torch that it was written
-
-    def about(self) -> dict[str, object]:
-        return {"from": self.kind, "folder": str(self._files[0].path.parent)}
 
     def close(self) -> None:
         """Mappings live as long as tensors show them."""

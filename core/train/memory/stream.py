@@ -51,6 +51,7 @@ class Streamed:
         self.blocks = list(blocks)
         self.source = source
         self.device = device
+        self._pinned = pinned and device.type == "cuda"
         self._largest = max(block.nbytes for block in self.blocks)
         if slots > len(self.blocks):
             raise SpecError(
@@ -148,8 +149,9 @@ class Streamed:
 
     def about(self) -> dict[str, Any]:
         """For the run record."""
-        return self.source.about() | {
+        return {
             "slots": len(self.ring.slots),
+            "pinned": self._pinned,
             "slot_bytes": self._largest,
             "blocks": len(self.blocks),
             "block_bytes": sum(block.nbytes for block in self.blocks),
