@@ -14,7 +14,7 @@ from api import joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from core import health
+from core import health, logfile
 from core.errors import EftError
 from core.settings import settings
 from core.storage.store import StoreAway
@@ -59,6 +59,8 @@ class Server(uvicorn.Server):
 
 
 def main() -> None:
+    if (file := settings().log_file) is not None:
+        logfile.keep(file, settings().log_bytes, settings().log_files)
     logging.config.dictConfig(LOGGING)
     try:
         app = create_app(settings())

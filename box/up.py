@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,8 +25,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from box import broker
 from box.instance import AlreadyRunning, Instance
-from box.process import Member, bound
-from core import HOME, __version__
+from box.process import Member
+from core import HOME, __version__, logfile
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
@@ -141,7 +142,8 @@ class Supervisor:
             broker.prepare(data, path)
         except (OSError, broker.UnsafeFolder) as error:
             raise GivesUp(str(error)) from error
-        self._add(Member("broker", broker.command(data, path), self.environment, data, self._log_path("broker")))
+        log = self._log_path("broker")
+        self._add(Member("broker", broker.command(data, path, log), self.environment, data, log))
         deadline = time.monotonic() + READY_SECONDS
         while not self.stops and not broker.answers(path):
             if time.monotonic() > deadline:
@@ -151,7 +153,10 @@ class Supervisor:
 
     def _start(self, name: str, module: str) -> None:
         if not self.stops:
-            self._add(Member(name, [sys.executable, "-m", module], self.environment, HOME, self._log_path(name)))
+            path = self._log_path(name)
+            # It looks after that file itself (core/logfile.py); until it does, its output goes there all the same.
+            environment = self.environment | {"EFT_LOG_FILE": str(path)}
+            self._add(Member(name, [sys.executable, "-m", module], environment, HOME, path))
 
     def _add(self, member: Member) -> None:
         member.inherit = (self.instance.descriptor,)
@@ -182,7 +187,14 @@ class Supervisor:
         if now >= self._log_look:
             self._log_look = now + 10.0
             for member in self.members:
-                bound(member.log)
+                self._rotate(member)
+
+    def _rotate(self, member: Member) -> None:
+        """The broker opens its log for each line it writes; API and worker do it themselves, unless they are down."""
+        if member.name == "broker" or member.process is None:
+            with suppress(FileNotFoundError):
+                if member.log.stat().st_size >= self.settings.log_bytes:
+                    logfile.rotate(member.log, self.settings.log_files)
 
     def _ended(self, member: Member, now: float) -> None:
         assert member.process is not None

@@ -159,6 +159,32 @@ class Settings(BaseSettings):
     """Previews go so many days after their end. 0: never."""
     keep_unused_files_days: float = Field(default=0.0, ge=0)
     """Uploaded files that no job has ever named go after so many days. 0: never."""
+    keep_history_days: float = Field(default=0.0, ge=0)
+    """Curves, logs and all events but changes of state of a job go so many days after its end; the job, its spec and
+    its result stay. 0: never."""
+
+    disk_budget_bytes: int = Field(default=0, ge=0)
+    """What everything below the data root may take together. Beyond a budget, first goes what may go
+    (docs/operations.md), then nothing is started until there is room, and waiting jobs say so. 0: no budget."""
+    disk_budget_runs_bytes: int = Field(default=0, ge=0)
+    """The same for run folders without their checkpoints: logs, events, what jobs hand back."""
+    disk_budget_checkpoints_bytes: int = Field(default=0, ge=0)
+    """The same for checkpoints."""
+    disk_budget_uploads_bytes: int = Field(default=0, ge=0)
+    """The same for uploaded files; beyond it uploads are refused, too."""
+    budget_keep_hours: float = Field(default=24.0, ge=0)
+    """For a budget's sake, checkpoints and previews go before their days are over, oldest first, but not before so many
+    hours after the end of their job."""
+
+    log_file: Path | None = None
+    """Where this process's output goes, kept by `log_bytes` and `log_files`. Default: nowhere else; under `eft up` each
+    service has its file in `logs/` of the data root."""
+    log_bytes: int = Field(default=32 << 20, ge=1 << 16)
+    """A service's log that has grown so far starts anew."""
+    log_files: int = Field(default=5, ge=0, le=1000)
+    """Full logs of a service that are kept beside the one being written: NAME.log.1 is the newest."""
+    run_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """What the log of one attempt may take of the disk; of a longer one the newer half of that is kept."""
 
     @model_validator(mode="before")
     @classmethod

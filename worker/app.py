@@ -19,6 +19,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 import core
+from core import logfile
 from core.errors import EftError
 from core.settings import settings
 from worker import joining
@@ -104,6 +105,8 @@ def backlog() -> int:
 def _prepare(conf: Any, **_: Any) -> None:
     """Find the box's slots before the pool is made: one thread a slot."""
     global _agent
+    if (file := settings().log_file) is not None:
+        logfile.keep(file, settings().log_bytes, settings().log_files)
     try:
         joining.check_broker_is_named(settings())
         _agent = Agent(settings())

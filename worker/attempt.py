@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
+from core import logfile
 from core.db.engine import Database
 from core.errors import EftError
 from core.hardware.discover import Gpu
@@ -23,7 +24,7 @@ from core.jobs import claims, holds, nodes, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
-from core.spec.run import EVENTS_FILE
+from core.spec.run import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 from worker import gpu_memory, leftovers, orders, outcome, processes
 from worker.child import Child, write_order
@@ -228,6 +229,7 @@ class Attempt:
                 # Nothing to do but wait: without a renewed lease there is no heartbeat, and the child ends itself.
                 log.warning("database: %s", error)
                 continue
+            self._bound_log()
             if stop is None:
                 log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
                 self.lose()
@@ -254,6 +256,13 @@ class Attempt:
                 log.error("%s: %s; killed", self.claim.label, words)
                 self._hung = words
                 self._dump_and_kill(child)
+
+    def _bound_log(self) -> None:
+        """Whatever its trainer prints (core/logfile.py)."""
+        try:
+            logfile.bound(self.folder / LOG_FILE, self.site.settings.run_log_bytes)
+        except OSError as error:
+            log.warning("the log of %s cannot be kept short: %s", self.claim.label, error)
 
     def _dump_and_kill(self, child: Child) -> None:
         child.dump()

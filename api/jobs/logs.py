@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api.errors import Gone
+from core.logfile import first_byte
 
 MAX_BYTES = 1 << 20
 """Of one reply."""
@@ -24,6 +25,7 @@ class Window:
 def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> Window:
     """From byte `offset` on, or the last `tail` lines, or (neither) the end; at most MAX_BYTES. No file: no text.
 
+    Of a long log the oldest part is no longer kept (core/logfile.py): who asks for it is told, and goes on behind it.
     What is no UTF-8 is shown as U+FFFD. A character still being written at the end is left for the next window.
     """
     try:
@@ -34,9 +36,15 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
         raise Gone("the log on the data root is not a file that may be shown") from error
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        start = max(0, size - MAX_BYTES) if offset is None else min(offset, size)
+        # Beyond its end: a file system without holes, where it began anew.
+        asked = max(0, size - MAX_BYTES) if offset is None else offset if offset <= size else 0
+        start = max(asked, first_byte(file.fileno(), size))
         file.seek(start)
         data = file.read(min(MAX_BYTES, size - start))
+    if data.startswith(b"\0"):  # it went just now
+        start += len(data) - len(data.lstrip(b"\0"))
+        data = data.lstrip(b"\0")
+    gone = f"[{start - asked} bytes of this log are no longer kept]\n" if start > asked and offset is not None else ""
     if offset is None:
         cut = _last_lines(data, tail) if tail is not None else 0
         if cut == 0 and start > 0:
@@ -44,7 +52,7 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
         data = data[cut:]
     whole = data[: len(data) - _unfinished(data)]
     end = (size if offset is None else start + len(data)) - (len(data) - len(whole))
-    return Window(whole.decode("utf-8", "replace"), end, size)
+    return Window(gone + whole.decode("utf-8", "replace"), end, size)
 
 
 def _last_lines(data: bytes, lines: int) -> int:

@@ -1,0 +1,130 @@
+"""Logs do not grow without bound, and who follows one misses no line that is kept and sees none twice."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from api.jobs import logs
+from core import HOME, logfile
+
+KIB = 1 << 10
+
+
+def follow(path: Path, over: threading.Event) -> list[str]:
+    """As `eft logs -f` does: from where the last window ended."""
+    offset, text = 0, ""
+    while True:
+        last = over.is_set()
+        while (window := logs.read(path, offset=offset)).offset != offset:
+            text, offset = text + window.text, window.offset
+        if last:
+            return text.splitlines()
+        time.sleep(0.001)
+
+
+def test_a_runs_log_is_bounded_and_followed_line_by_line(tmp_path: Path) -> None:
+    path, over, most = tmp_path / "log.txt", threading.Event(), 512 * KIB
+    writer = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    seen: list[list[str]] = []
+    follower = threading.Thread(target=lambda: seen.append(follow(path, over)))
+    follower.start()
+    gone = 0
+    for number in range(40_000):  # 80 characters each
+        os.write(writer, f"{number:079d}\n".encode())
+        if number % 100 == 0:
+            gone += logfile.bound(path, most)
+            assert path.stat().st_blocks * 512 <= most + 100 * 80 + 4096
+    gone += logfile.bound(path, most)
+    over.set()
+    follower.join(60)
+    os.close(writer)
+    assert gone > 40_000 * 80 - most
+    assert path.stat().st_size == 40_000 * 80, "no byte has another place than before"
+    (lines,) = seen
+    told = [line for line in lines if line.startswith("[") and line.endswith("are no longer kept]")]
+    numbers = [int(line) for line in lines if line not in told and len(line) == 79]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == 39_999, "in order, each once, up to the last"
+    if not told:
+        assert numbers == list(range(40_000))
+
+
+def test_who_comes_late_is_told_what_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("".join(f"{number:079d}\n" for number in range(10_000)))
+    gone = logfile.bound(path, 256 * KIB)
+    assert gone > 0 and logfile.bound(path, 256 * KIB) == 0
+    window = logs.read(path, offset=0)
+    first, second, *_ = window.text.splitlines()
+    assert first == f"[{gone} bytes of this log are no longer kept]"
+    assert window.offset == window.size == 800_000
+    assert logs.read(path, tail=2).text.splitlines() == [f"{number:079d}" for number in (9_998, 9_999)]
+    assert "\0" not in logs.read(path).text and second.lstrip("0")
+
+
+def test_a_file_system_without_holes_keeps_the_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("".join(f"{number:079d}\n" for number in range(10_000)))
+
+    class NoHoles:
+        """What NFS 4.1 answers."""
+
+        def fallocate(self, *_: object) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(logfile, "_libc", NoHoles())
+    logfile.bound(path, 256 * KIB)
+    assert path.stat().st_size < 256 * KIB
+    text = logs.read(path, offset=500_000).text
+    assert "are no longer kept]" in text and text.splitlines()[-1] == f"{9_999:079d}"
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from core import logfile
+logfile.LOOK_SECONDS = 0.01
+logfile.keep(Path(sys.argv[1]), 1 << 16, 100)
+number = 0
+while True:
+    os.write(1 + number % 2, b"%079d\\n" % number)
+    number += 1
+"""
+
+
+def test_a_services_log_loses_no_line_at_rotation_nor_at_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "api.log"
+    path.parent.mkdir()
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=HOME)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.with_name("api.log.5").exists():
+            assert writer.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    files = sorted(path.parent.iterdir(), key=lambda one: -int(one.suffix[1:]) if one.suffix != ".log" else 1)
+    lines = "".join(one.read_text() for one in files).splitlines()
+    assert [int(line) for line in lines] == list(range(len(lines)))
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "worker.log"
+    for number in range(5):
+        path.write_text(str(number))
+        logfile.rotate(path, 2)
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"worker.log.1": "4", "worker.log.2": "3"}
+    path.write_text("5")
+    logfile.rotate(path, 0)
+    assert not path.exists()
