@@ -1,0 +1,1 @@
+"""Backups of an installation: database and data root, consistent, incremental, checked (docs/operations.md)."""

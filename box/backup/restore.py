@@ -1,0 +1,241 @@
+"""Putting a snapshot into an empty installation: files first, the database last, so that half of one is never used.
+
+While it is at work the data root has a mark, `restoring.json`; `eft up`, the API and a worker refuse a root that has
+it. A restore that broke off is begun again with the same command, and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from box.backup import database as databases
+from box.backup.database import SQLITE
+from box.backup.settle import Notices, Settled, settle
+from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store, sha256_of
+from box.instance import AlreadyRunning, Instance
+from core.db import migrate
+from core.db.engine import Database
+from core.settings import Settings
+from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
+
+ASIDE = ".restoring-"
+OURS = ("up.lock", RESTORING)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    snapshot: Snapshot
+    settled: Settled
+    damaged: list[str]
+    """What could not be put back, and was left out because that was asked for."""
+
+
+def restore(
+    settings: Settings,
+    store: Store,
+    name: str | None = None,
+    *,
+    notices: Notices = "hold",
+    damaged: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Restored:
+    """Bring snapshot `name` (default: the newest) to the data root and database of `settings`, both empty.
+
+    `damaged`: leave out what the backup has not got any more, instead of stopping. Raises BackupError.
+    """
+    store.check()
+    snapshot, layout = store.read(name), Layout(settings.root)
+    faults = list(store.damage(snapshot, content=False))
+    broken = [line for line in faults if line.startswith(tuple(snapshot.sums))]
+    if broken or (faults and not damaged):
+        raise BackupError(
+            f"the backup {snapshot.name} is damaged: {'; '.join((broken or faults)[:3])}"
+            f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}. Take another one (`eft backup list`)"
+            + ("" if broken else ", or give --damaged to leave that out")
+        )
+    settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        instance = Instance.take(settings.root, patience=0)
+    except AlreadyRunning as error:
+        raise BackupError(f"{error}") from error
+    try:
+        _begin(settings.root, snapshot)
+        left_out = _files(layout, store, snapshot, damaged, tell)
+        settled = _database(settings, store, snapshot, notices)
+        (settings.root / RESTORING).unlink()
+        fsync_folder(settings.root)
+    finally:
+        os.close(instance.descriptor)
+    return Restored(snapshot, settled, left_out)
+
+
+def _begin(root: Path, snapshot: Snapshot) -> None:
+    mark = root / RESTORING
+    if mark.exists():
+        begun = json.loads(mark.read_bytes())["snapshot"]
+        if begun != snapshot.name:
+            raise BackupError(
+                f"a restore of {begun} was begun in {root}: finish it (--snapshot {begun}), or empty the folder"
+            )
+        return
+    others = [path.name for path in root.iterdir() if path.name not in OURS]
+    if others:
+        raise BackupError(
+            f"the data root {root} is not empty ({', '.join(sorted(others)[:3])}): "
+            "a backup goes into a new one (EFT_DATA)"
+        )
+    write_private(mark, json.dumps({"snapshot": snapshot.name}).encode())
+
+
+# -- files
+
+
+def _files(layout: Layout, store: Store, snapshot: Snapshot, damaged: bool, tell: Callable[[str], None]) -> list[str]:
+    for folder in (layout.files, layout.uploads, layout.models, layout.cache, layout.runs):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    for left in layout.root.glob(f"{ASIDE}*"):
+        left.unlink()
+    left_out, done = [], 0
+    for number, kept in enumerate(store.kept(snapshot), 1):
+        target = layout.root / kept.path
+        if ".." in Path(kept.path).parts or target == layout.root or Path(kept.path).is_absolute():
+            raise BackupError(f"the backup names a file outside the data root: {kept.path[:200]!r}")
+        if not _there(target, kept):
+            fault = _put(store.object(kept.sha256), target, layout.root, kept)
+            if fault is not None:
+                left_out.append(fault)
+                if not damaged:
+                    raise BackupError(f"{fault}; give --damaged to leave it out, or take another backup")
+        done += kept.bytes
+        if number % 1000 == 0:
+            tell(f"{number} of {snapshot.files} files, {done >> 20} of {snapshot.bytes >> 20} MiB")
+    os.sync()  # before the database names them
+    return left_out
+
+
+def _there(target: Path, kept: Kept) -> bool:
+    """From an earlier try."""
+    try:
+        seen = target.lstat()
+    except FileNotFoundError:
+        return False
+    return (seen.st_size, seen.st_mtime_ns) == (kept.bytes, kept.mtime_ns) and sha256_of(target) == kept.sha256
+
+
+def _put(source: Path, target: Path, root: Path, kept: Kept) -> str | None:
+    """Copied, and its sum looked at on the way; what is wrong with it, or None. Never a link: a log goes on growing."""
+    aside = root / f"{ASIDE}{os.getpid()}"
+    digest = hashlib.sha256()
+    try:
+        with source.open("rb") as file, aside.open("wb") as copy:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                copy.write(block)
+            os.fchmod(copy.fileno(), kept.mode)
+    except FileNotFoundError:
+        return f"{kept.path}: its content is not in the backup"
+    if digest.hexdigest() != kept.sha256:
+        aside.unlink()
+        return f"{kept.path}: its content in the backup has another SHA-256"
+    os.utime(aside, ns=(kept.mtime_ns, kept.mtime_ns))
+    _folder(target.parent)
+    aside.replace(target)
+    return None
+
+
+def _folder(folder: Path) -> None:
+    """Each for this user alone."""
+    if not folder.exists():
+        _folder(folder.parent)
+        folder.mkdir(mode=0o700)
+
+
+# -- the database
+
+
+def _database(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
+    folder = store.folder(snapshot) / DATABASE
+    database = Database(settings.sqlalchemy_url)
+    try:
+        match snapshot.database, database.is_sqlite:
+            case "sqlite", True:
+                return _sqlite_to_sqlite(folder / SQLITE, database, snapshot, notices)
+            case "sqlite", False:
+                return _sqlite_to_postgresql(folder / SQLITE, settings.root, database, snapshot, notices)
+            case "postgresql", False:
+                return _postgresql(folder, database, snapshot, notices)
+            case _:
+                raise BackupError(
+                    f"a backup of {snapshot.database} goes into {snapshot.database}: set EFT_DATABASE_URL to an empty "
+                    "database (one of SQLite goes into PostgreSQL, too)"
+                )
+    finally:
+        database.dispose()
+
+
+def _sqlite_to_sqlite(source: Path, database: Database, snapshot: Snapshot, notices: Notices) -> Settled:
+    assert database.url.database is not None
+    final = Path(database.url.database)
+    if final.exists():
+        raise BackupError(f"{final} is there already: a backup goes into a new database (EFT_DATABASE_URL)")
+    aside = final.with_name(f".{final.name}.restoring")
+    settled = _settled_copy(source, aside, snapshot, notices)
+    aside.rename(final)
+    fsync_folder(final.parent)
+    return settled
+
+
+def _settled_copy(source: Path, aside: Path, snapshot: Snapshot, notices: Notices) -> Settled:
+    """A copy at this version's schema, settled, in one file that is on the disk."""
+    for left in (aside, Path(f"{aside}-wal"), Path(f"{aside}-shm")):
+        left.unlink(missing_ok=True)
+    shutil.copyfile(source, aside)
+    aside.chmod(0o600)
+    copy = Database(f"sqlite:///{aside}")
+    try:
+        migrate.upgrade(copy)
+        with copy.write() as session:
+            settled = settle(session, snapshot.name, snapshot.taken_at, notices)
+    finally:
+        copy.dispose()  # the last one to close it brings the write-ahead log into the file
+    with aside.open("rb+") as file:
+        os.fsync(file.fileno())
+    if Path(f"{aside}-wal").exists():
+        raise BackupError(f"{aside} is in use by another process")
+    return settled
+
+
+def _sqlite_to_postgresql(
+    source: Path, root: Path, database: Database, snapshot: Snapshot, notices: Notices
+) -> Settled:
+    if migrate.current(database) is not None:
+        databases.require_empty(database)
+    aside = root / f"{ASIDE}{SQLITE}"
+    settled = _settled_copy(source, aside, snapshot, notices)
+    migrate.upgrade(database)
+    with database.write() as session:
+        databases.load_sqlite(aside, database, session)
+    aside.unlink()
+    return settled
+
+
+def _postgresql(folder: Path, database: Database, snapshot: Snapshot, notices: Notices) -> Settled:
+    """Rows, and what they must forget, in one transaction: they are all there and settled, or none is. Where the backup
+    is of an older schema, the migrations' own changes to rows come in between; what breaks off there has to be emptied
+    by hand."""
+    if migrate.current(database) is not None:
+        databases.require_empty(database)
+    databases.prepare(database, snapshot.revision)
+    with database.write() as session:
+        databases.load_postgresql(folder, session)
+        if snapshot.revision == migrate.head():
+            return settle(session, snapshot.name, snapshot.taken_at, notices)
+    migrate.upgrade(database)
+    with database.write() as session:
+        return settle(session, snapshot.name, snapshot.taken_at, notices)

@@ -1,0 +1,61 @@
+"""What a restored database must forget: that workers of another time hold its jobs.
+
+Every lease is void: what ran is queued again (or is cancelled, or paused, where its owner had asked for that) and goes
+on from the newest checkpoint of the backup. The time between the backup and the restore is charged to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from core.db.tables import Allocation, Attempt, Delivery, Installation, Job, Leader
+from core.jobs import audit
+from core.jobs.claims import hand_back
+from core.jobs.states import LEASED
+
+Notices = Literal["hold", "send"]
+HELD = "held by a restore: it may have been sent before; resend it if it was not"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    handed_back: list[str]
+    """Jobs that were held by a worker."""
+    held: int
+    """Notices that were waiting to be sent and are dead letters now."""
+
+
+def settle(session: Session, snapshot: str, taken_at: float, notices: Notices) -> Settled:
+    """Call once, in a write transaction, before anything else sees the database. `taken_at`: of the snapshot."""
+    jobs = session.execute(select(Job).where(Job.status.in_(LEASED)).order_by(Job.id)).scalars().all()
+    ids = [job.id for job in jobs]
+    for job in jobs:
+        job_id, attempt = job.id, job.attempt
+        hand_back(session, job, f"the installation was restored from the backup {snapshot}")
+        for table, ended in ((Allocation, Allocation.released_at), (Attempt, Attempt.ended_at)):
+            session.execute(
+                update(table)
+                .where(table.job_id == job_id, table.attempt == attempt, ended > taken_at)
+                .values({ended.key: taken_at})
+            )
+    session.execute(delete(Leader))
+    # The data root is another one: the first process that comes marks it as this installation's own.
+    session.execute(update(Installation).values(mark=None, marked_at=None, marked_by=None))
+    held = 0
+    if notices == "hold":
+        # Whether they were sent between the backup and the loss, nobody knows any more.
+        held = len(
+            session.execute(
+                update(Delivery)
+                .where(Delivery.state == "pending")
+                .values(state="dead", last_error=HELD)
+                .returning(Delivery.id)
+                .execution_options(synchronize_session=False)
+            ).all()
+        )
+    audit.record(session, None, "backup.restore", snapshot, {"handed_back": ids, "notices_held": held}, project_id=None)
+    return Settled(ids, held)
