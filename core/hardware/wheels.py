@@ -1,7 +1,7 @@
 """Which build of PyTorch has kernels for which architecture: package index and image, with source and date, as data.
 
 A build without kernels for a card installs, finds the card, and fails at the first operation; so the doctor compares.
-Nothing here is installed by itself: see TORCH and TORCH_INDEX of the Makefile.
+Nothing here is installed by itself: `make … TORCH=rocm|cuda|cpu` asks core/hardware/pick.py, which reads this table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ READ = "2026-11-21"
 """The day on which every source below was last read."""
 
 GENERIC = "https://download.pytorch.org/whl/"
+RELEASE = "2.13.0"
+"""Of PyTorch, on which every test runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,20 @@ class Build:
     sources: tuple[str, ...]
     package: str = "torch"
     """With extras; `{arch}` stands for the architecture."""
+    release: str = ""
+    """The release of PyTorch at that index that eft is written for; empty: it has none, take its newest."""
     newest: str = ""
     """The last ROCm or CUDA whose build has kernels for these, where later ones have not."""
     note: str = ""
 
+    def requirement(self, arch: str) -> str:
+        """What pip is to install."""
+        package = self.package.format(arch=arch)
+        return f"{package}=={self.release}" if self.release else package
+
     def install(self, arch: str) -> str:
         """The command, for people; empty without an index."""
-        return f"pip install '{self.package.format(arch=arch)}' --index-url {self.index}" if self.index else ""
+        return f"pip install '{self.requirement(arch)}' --index-url {self.index}" if self.index else ""
 
 
 BUILDS = (
@@ -46,6 +55,7 @@ BUILDS = (
             "https://github.com/pytorch/pytorch/blob/main/.ci/docker/manywheel/build.sh",
             "https://github.com/pytorch/test-infra/pull/8451",
         ),
+        release=RELEASE,
     ),
     Build(
         ("gfx1010", "gfx1011", "gfx1012", "gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036", "gfx1103",
@@ -80,6 +90,7 @@ BUILDS = (
         f"{GENERIC}cu126",
         "pytorch/pytorch:2.13.0-cuda12.6-cudnn9-runtime",
         ("https://github.com/pytorch/pytorch/issues/172352", "https://github.com/pytorch/pytorch/issues/190385"),
+        release=RELEASE,
         newest="CUDA 12.6",
         note="the last to have Volta's kernels; from PyTorch 2.15 on it is no longer built",
     ),
@@ -88,6 +99,7 @@ BUILDS = (
         f"{GENERIC}cu130",
         "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime",
         ("https://github.com/pytorch/pytorch/pull/182849", "https://github.com/pytorch/pytorch/pull/197555"),
+        release=RELEASE,
         note="built for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0; a card runs what was built for a lower minor number",
     ),
     Build(
@@ -97,7 +109,7 @@ BUILDS = (
         ("https://github.com/pytorch/pytorch/pull/182849",),
         note="NVIDIA builds PyTorch for its Jetson boards itself",
     ),
-    Build(("cpu",), f"{GENERIC}cpu", "", ("https://pytorch.org/get-started/locally/",)),
+    Build(("cpu",), f"{GENERIC}cpu", "", ("https://pytorch.org/get-started/locally/",), release=RELEASE),
 )  # fmt: skip
 
 _BY_ARCH = {arch: build for build in BUILDS for arch in build.arches}

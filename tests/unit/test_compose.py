@@ -1,0 +1,202 @@
+"""deploy/compose.yaml against the official schema, our settings and our images; and deploy/start.sh, run for real with
+a `docker` on the PATH that only writes down what it is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from box import units
+from core import HOME
+from core.settings import Settings
+from deploy.check.dockerfile import read
+from tests.support.schemas import validator
+
+PATH = HOME / "deploy" / "compose.yaml"
+TEXT = PATH.read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = [name for name in SERVICES if name not in ("database", "broker")]
+WORKERS = [name for name in SERVICES if name.startswith("worker-")]
+INTERPOLATED = re.compile(r"(?<!\$)\$\{(\w+)(:?[-?+][^}]*)?\}")
+COMPOSES_OWN = {
+    "EFT_SHM_SIZE", "EFT_STOP_GRACE_PERIOD", "EFT_DATA_ROOT", "EFT_PUBLISH", "EFT_RENDER_GID", "EFT_VIDEO_GID",
+    "EFT_POSTGRES_IMAGE", "EFT_VALKEY_IMAGE", "EFT_API_IMAGE", "EFT_ROCM_IMAGE", "EFT_CUDA_IMAGE", "EFT_CPU_IMAGE",
+    "EFT_ROCM_BASE", "EFT_CUDA_BASE", "EFT_GFX_TARGETS", "EFT_SM_TARGETS",
+}  # fmt: skip
+"""Variables of deploy/.env that are no settings of eft; docs/containers.md has a row for each."""
+
+
+def default(text: str) -> str:
+    """As compose makes it with an empty .env."""
+    return INTERPOLATED.sub(lambda match: (match[2] or ":-").lstrip(":")[1:], text)
+
+
+def seconds(text: str) -> float:
+    assert text.endswith("s"), text
+    return float(text.removesuffix("s"))
+
+
+def test_it_fits_the_official_schema() -> None:
+    errors = [
+        f"{'/'.join(map(str, error.path))}: {error.message}" for error in validator("compose-spec").iter_errors(COMPOSE)
+    ]
+    assert not errors
+
+
+def test_every_setting_in_it_is_one() -> None:
+    known = {f"EFT_{name.upper()}" for name in Settings.model_fields}
+    known |= {f"{name}_FILE" for name in known}
+    for name in OURS:
+        assert set(SERVICES[name]["environment"]) <= known, name
+    outside = {match[1] for match in INTERPOLATED.finditer(TEXT)}
+    assert outside - known == COMPOSES_OWN
+
+
+def test_every_variable_has_a_default_and_a_row_in_the_page() -> None:
+    page = (HOME / "docs" / "containers.md").read_text(encoding="utf-8")
+    for match in INTERPOLATED.finditer(TEXT):
+        assert match[2] and match[2].startswith(":-"), f"{match[0]} would be empty, or stop the other profiles"
+        assert f"`{match[1]}`" in page, f"{match[1]} is not in docs/containers.md"
+
+
+def test_there_is_no_password_in_it() -> None:
+    assert set(COMPOSE["secrets"]) == {"database_password", "broker_password"}
+    assert all(set(secret) == {"file"} for secret in COMPOSE["secrets"].values())
+    for name, service in SERVICES.items():
+        for variable, value in service.get("environment", {}).items():
+            if "PASSWORD" in variable:
+                assert variable.endswith("_FILE") and value.removeprefix("/run/secrets/") in service["secrets"], name
+            assert not re.search(r"://[^/@]*:[^/@]*@", str(value)), f"{name}: a password in {variable}"
+    assert subprocess.run(["git", "ls-files", "deploy/secrets"], cwd=HOME, capture_output=True).stdout == b""
+
+
+def test_order_is_by_health() -> None:
+    for name in OURS:
+        for other, how in SERVICES[name]["depends_on"].items():
+            once = SERVICES[other].get("restart") == "no"
+            assert how["condition"] == ("service_completed_successfully" if once else "service_healthy")
+    assert set(SERVICES["api"]["depends_on"]) == {"database", "broker", "migrate"}
+    assert SERVICES["migrate"]["depends_on"] == {"database": {"condition": "service_healthy"}}
+    for name in ("database", "broker"):
+        assert SERVICES[name]["healthcheck"]["test"], "others wait for it"
+    for name in WORKERS:
+        assert set(SERVICES[name]["depends_on"]) == {"broker", "migrate", "api"}
+
+
+def test_profiles_and_what_each_is_given() -> None:
+    assert {name: SERVICES[name]["profiles"] for name in WORKERS} == {
+        "worker-rocm": ["rocm"], "worker-cuda": ["cuda"], "worker-cpu": ["cpu"],
+    }  # fmt: skip
+    assert not [name for name in SERVICES if name not in WORKERS and "profiles" in SERVICES[name]]
+    rocm, cuda = SERVICES["worker-rocm"], SERVICES["worker-cuda"]
+    assert rocm["devices"] == ["/dev/kfd", "/dev/dri"]
+    assert [default(group).isdecimal() for group in rocm["group_add"]] == [True, True], "names mean others inside"
+    assert cuda["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    for name in WORKERS:
+        service = SERVICES[name]
+        assert service["ulimits"]["memlock"] == -1
+        assert default(service["shm_size"]) == "8gb"
+        assert "init" not in service, "the image brings tini"
+    assert len({default(SERVICES[name]["environment"]["EFT_NODE"]) for name in WORKERS}) == len(WORKERS)
+
+
+def test_a_worker_is_given_the_time_that_its_checkpoints_take() -> None:
+    for name in WORKERS:
+        service = SERVICES[name]
+        grace = float(default(service["environment"]["EFT_STOP_GRACE_SECONDS"]))
+        assert grace == Settings.model_fields["stop_grace_seconds"].default
+        assert seconds(default(service["stop_grace_period"])) >= units.stop_seconds("worker", grace)
+    assert seconds(SERVICES["api"]["stop_grace_period"]) > 10, "what the API gives to open requests"
+
+
+def test_only_the_api_can_be_reached_and_only_from_this_box() -> None:
+    assert [name for name in SERVICES if "ports" in SERVICES[name]] == ["api"]
+    assert default(SERVICES["api"]["ports"][0]) == "127.0.0.1:8321:8321"
+    assert COMPOSE["networks"]["inside"]["internal"] is True
+    for name in ("database", "broker", "migrate"):
+        assert SERVICES[name]["networks"] == ["inside"]
+
+
+def test_ours_are_confined() -> None:
+    for name in OURS:
+        assert SERVICES[name]["cap_drop"] == ["ALL"]
+        assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
+        assert not {"privileged", "user", "pid", "ipc", "network_mode"} & set(SERVICES[name])
+    assert SERVICES["api"]["read_only"] is True
+
+
+def test_images_are_pinned_and_ours_are_what_the_dockerfiles_make() -> None:
+    for name in ("database", "broker"):
+        assert re.search(r":\d+\.\d+(\.\d+)?$", default(SERVICES[name]["image"])), name
+    for name in OURS:
+        build = SERVICES[name]["build"]
+        file = read(PATH.parent / build["context"] / build["dockerfile"])
+        command = file.effective("CMD", build.get("target"))
+        assert command is not None
+        if name != "migrate":
+            assert SERVICES[name]["command"] == command.words(), "as the image has it"
+        for argument, value in build.get("args", {}).items():
+            there = file.arguments | {
+                key: text
+                for one in file.stages[-1].instructions
+                if one.name == "ARG"
+                for key, text in one.pairs({}).items()
+            }
+            assert there[argument] == default(value), argument
+
+
+# --- start.sh ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Path:
+    """A copy of deploy/, and a `docker` that writes down its arguments."""
+    folder = tmp_path / "deploy"
+    folder.mkdir()
+    for name in ("compose.yaml", "start.sh"):
+        shutil.copy(HOME / "deploy" / name, folder)
+    (tmp_path / "bin").mkdir()
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/asked\n')
+    docker.chmod(0o755)
+    return folder
+
+
+def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(
+        [folder / "start.sh", *words], env=environment, capture_output=True, text=True, check=False, umask=0o077
+    )
+
+
+def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
+    done = start(deployed, "cpu", "--build")
+    assert done.returncode == 0, done.stderr
+    secrets = sorted((deployed / "secrets").iterdir())
+    assert [path.name for path in secrets] == ["broker_password", "database_password"]
+    assert (deployed / "secrets").stat().st_mode & 0o777 == 0o700, "nobody else on this box comes to the files"
+    texts = [path.read_text() for path in secrets]
+    assert len(set(texts)) == 2 and all(re.fullmatch(r"[A-Za-z0-9]{32,}", text) for text in texts)
+    assert {path.stat().st_mode & 0o777 for path in secrets} == {0o644}, "the container's user reads them"
+    assert "COMPOSE_PROFILES=cpu" in (deployed / ".env").read_text()
+    asked = (deployed.parent / "asked").read_text().splitlines()
+    assert asked[0] == "compose --file compose.yaml --profile cpu up --detach --build"
+    assert "api.auth.keys create" in asked[1]
+
+    (deployed / ".env").write_text("EFT_NODE=mine\n")
+    assert start(deployed, "cpu").returncode == 0
+    assert [path.read_text() for path in secrets] == texts and (deployed / ".env").read_text() == "EFT_NODE=mine\n"
+
+
+def test_a_wrong_profile_starts_nothing(deployed: Path) -> None:
+    done = start(deployed, "gpu")
+    assert done.returncode == 2 and "usage" in done.stderr
+    assert not (deployed / "secrets").exists() and not (deployed.parent / "asked").exists()
