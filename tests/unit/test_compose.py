@@ -17,7 +17,7 @@ from box import units
 from core import HOME
 from core.settings import Settings
 from deploy.check.dockerfile import read
-from tests.support.schemas import validator
+from tests.support.official import validator
 
 PATH = HOME / "deploy" / "compose.yaml"
 TEXT = PATH.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from core import HOME
 from core.hardware import wheels
 from deploy.check.chroot import Context
 from deploy.check.dockerfile import Dockerfile, Malformed, read
-from tests.support.schemas import validator
+from tests.support.official import validator
 
 FOLDER = HOME / "deploy" / "docker"
 FILES = {name: read(FOLDER / name) for name in ("Dockerfile", "Dockerfile.rocm", "Dockerfile.cuda")}
