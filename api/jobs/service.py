@@ -125,9 +125,6 @@ class Jobs:
         """The same of what was sent; `preview`: its rows are to be rendered, nothing is to be trained."""
         spec = self._with_formats(actor, parse_job(document))
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
-        if (gpus := spec.resources.gpus) > 1:
-            words = f"`gpus: {gpus}`: a job of several GPUs cannot run yet; leave `gpus` at 1"
-            faults.append(Fault("several_gpus", words, "resources.gpus"))
         spec = resolve(spec)
         faults += check(spec, preview=preview)
         if faults:

@@ -25,8 +25,6 @@ from core.jobs.turn import take_turn
 
 __all__ = ["Claim", "Kind", "Slot", "claim"]
 
-LEAVE_SECONDS = 150.0
-"""EFT_STOP_GRACE_SECONDS and EFT_GPU_CLEAR_SECONDS as they are by default."""
 Kind = Phase
 """What an attempt does: prepare, train or preview."""
 
@@ -72,7 +70,7 @@ def claim(
     beside: Sequence[Slot] = (),
     room: int | None = None,
     half_life: float = HALF_LIFE_SECONDS,
-    leave_seconds: float = LEAVE_SECONDS,
+    leave_seconds: float = gangs.LEAVE_SECONDS,
 ) -> Claim | None:
     """Take the waiting job whose turn it is among those that `slot` can serve (core/jobs/line.py), or None. Call in a
     write transaction of its own.

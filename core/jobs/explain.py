@@ -7,7 +7,8 @@ a claim asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -16,13 +17,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Attempt, Job
-from core.jobs import line, places, room
+from core.db.tables import Job
+from core.jobs import bounds, gangs, line, places, room
 from core.jobs.holds import clock
 from core.jobs.limits import names
 from core.jobs.places import Seat
 from core.jobs.shares import HALF_LIFE_SECONDS
-from core.jobs.slots import Key, Phase
+from core.jobs.slots import Key, Needs, Phase, Slot
 from core.jobs.states import Status
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
@@ -57,6 +58,8 @@ class Desk:
     half_life: float = HALF_LIFE_SECONDS
     silent_after: float = 90.0
     """Seconds without a heartbeat."""
+    leave_seconds: float = gangs.LEAVE_SECONDS
+    """How long after its time limit a job may still hold its slots."""
 
     @property
     def room(self) -> int | None:
@@ -90,6 +93,7 @@ class _Clerk:
         self._seats = places.seats(session, self.now, desk.silent_after)
         self._free_at = self._when_free()
         self._order: line.Order | None = None
+        self._kept_for: dict[tuple[str, str], gangs.Kept] | None = None
         self._ends: list[line.Order] = []
         """Of the positions counted last: the state after the last job of each line, where what is left is held."""
 
@@ -116,7 +120,14 @@ class _Clerk:
     # -- positions
 
     def _fitting(self, phase: Phase, key: Key) -> list[Seat]:
-        return [seat for seat in self._seats if seat.slot.phase == phase and not key.needs.missing(seat.slot)]
+        return [
+            seat
+            for seat in self._seats
+            if seat.slot.phase == phase and line.serves(seat.slot, self._peers(seat.node))(key)
+        ]
+
+    def _peers(self, node: str) -> list[Slot]:
+        return [seat.slot for seat in self._seats if seat.node == node and seat.slot.phase == "train"]
 
     def _positions(self, phase: Phase, most: int, until: str | None = None) -> dict[str, int]:
         """Of the first `most` jobs of each kind of slot; a job that several kinds serve has its best one.
@@ -142,9 +153,10 @@ class _Clerk:
         here = [seat for seat in self._seats if seat.slot.phase == phase]
         # A box that has gone promises nothing, unless there are no others.
         for seat in [seat for seat in here if seat.state != "silent"] or here:
-            slot = seat.slot
-            mark = (slot.kind, slot.vendor, slot.arch, slot.memory_bytes, slot.labels, seat.ends_before)
-            kinds[mark] = (line.serves(slot), slot.billing, seat.ends_before)
+            slot, peers = seat.slot, self._peers(seat.node)
+            beside = tuple(sorted((one.family, one.memory_bytes) for one in peers))
+            mark = (slot.family, slot.memory_bytes, slot.labels, beside, seat.ends_before)
+            kinds[mark] = (line.serves(slot, peers), slot.billing, seat.ends_before)
         return list(kinds.values()) or [(lambda key: True, 1.0, None)]
 
     def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
@@ -188,13 +200,69 @@ class _Clerk:
             return held
         if position is None:
             turn = f"; more than {MOST} jobs are before it"
-        free = [seat for seat in seats if seat.free]
-        closed = [seat for seat in seats if seat.closed is not None]
-        count = f"needs {key.needs.words()}; {len(free)} of {len(seats)} free"
-        if closed:
-            shown = "; ".join(f"{seat.label} {seat.closed}" for seat in closed[:3])
-            count += f" ({shown}{f'; {len(closed) - 3} more' if len(closed) > 3 else ''})"
-        return "closed" if len(closed) == len(seats) else "turn", count + turn
+        where = self._nearest(row, key, seats)
+        notes = [f"{seat.label} {seat.closed}" for seat in where if seat.closed is not None]
+        closed, free = len(notes), sum(seat.free for seat in where)
+        notes += self._reserved(row, where)
+        count = f"needs {key.needs.words()}; {free} of {len(where)} free"
+        if key.needs.gpus > 1 and len({seat.node for seat in seats}) > 1:
+            count += f" on {where[0].node}"
+        if notes:
+            count += f" ({'; '.join(notes[:3])}{f'; {len(notes) - 3} more' if len(notes) > 3 else ''})"
+        return "closed" if closed > len(where) - key.needs.gpus else "turn", count + turn
+
+    def _nearest(self, row: Job, key: Key, seats: Sequence[Seat]) -> Sequence[Seat]:
+        """All that could serve it; for a job of several those of the node and kind where the most are open and free, or
+        where slots are kept for it already."""
+        if key.needs.gpus == 1:
+            return seats
+        groups: dict[tuple[str, tuple[str, str, str]], list[Seat]] = {}
+        for seat in seats:
+            groups.setdefault((seat.node, seat.slot.family), []).append(seat)
+        mine = {where for where, kept in self._kept().items() if kept.waiting.id == row.id}
+
+        def nearness(group: list[Seat]) -> tuple[int, int, int]:
+            kept = sum((seat.node, seat.slot.id) in mine for seat in group)
+            return kept, sum(seat.free for seat in group), sum(seat.closed is None for seat in group)
+
+        return max(groups.values(), key=nearness)
+
+    def _reserved(self, row: Job, seats: Sequence[Seat]) -> list[str]:
+        """What is free and left to a job that needs more."""
+        notes = []
+        for seat in seats:
+            kept = self._kept().get((seat.node, seat.slot.id))
+            if kept is None or not seat.free:
+                continue
+            if kept.waiting.id == row.id:
+                notes.append(f"{seat.label} kept for it")
+                continue
+            start = kept.group.start
+            until = f" until {clock(start, self.now)}" if start is not None and start > self.now else ""
+            notes.append(f"{seat.label} kept{until} for a job of {kept.waiting.key.needs.gpus}")
+        return notes
+
+    def _kept(self) -> dict[tuple[str, str], gangs.Kept]:
+        """What a claim would say of every free slot: for whom it is kept."""
+        if self._kept_for is None:
+            self._kept_for = {}
+            hall = gangs.hall_of(self._session, self.now, self._seats)
+            for seat in hall.seats:
+                if not seat.free:
+                    continue
+                conditions = line.ready(self.now, self._desk.room, seat.ends_before)
+                half_life = self._desk.half_life
+                deep = gangs.MOST_KEPT
+                order = line.look(self._session, "train", self.now, conditions, half_life=half_life, deep=deep)
+                if not any(one.key.needs.gpus > 1 for one in order.lines):
+                    break
+                beside = [one.slot for one in hall.seats if one.node == seat.node and one.free]
+                leave = self._desk.leave_seconds
+                for kept in gangs.choose(order, seat.node, seat.slot, beside, lambda: hall, leave).kept:
+                    for number in kept.group.seats:
+                        place = hall.seats[number]
+                        self._kept_for.setdefault((place.node, place.slot.id), kept)
+        return self._kept_for
 
     def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat], turn: str) -> tuple[Code, str] | None:
         """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
@@ -224,6 +292,11 @@ class _Clerk:
         there = [seat for seat in self._seats if seat.slot.phase == "train"]
         if not there:
             return f"needs {key.needs.words()}; there is no slot for training here"
+        able = [seat for seat in there if not key.needs.missing(seat.slot)]
+        if able:
+            counts = Counter((seat.node, seat.slot.family) for seat in able)
+            (node, _), most = min(counts.items(), key=lambda item: (-item[1], item[0]))
+            return f"needs {key.needs.words()} of one node; the most that one has is {most} ({node})"
         nearest = min(there, key=lambda seat: len(key.needs.missing(seat.slot)))
         lacks = " and ".join(key.needs.missing(nearest.slot))
         return f"needs {key.needs.words()}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
@@ -233,58 +306,60 @@ class _Clerk:
     def _when_free(self) -> dict[int, float | None]:
         """By the place in `_seats`; None: nobody knows."""
         jobs = places.running(self._session, self._seats)
+        to_go = bounds.of_running(self._session, list(jobs.values()), self.now)
         times: dict[int, float | None] = {}
         for number, seat in enumerate(self._seats):
             running = jobs.get(seat.busy) if seat.busy is not None else None
             at: float | None = self.now
             if running is not None:
-                left = self._left(running)
+                left = 0.0 if bounds.leaves(running) else to_go[running.id].expected
+                left = self._typical(running.project_id) if left is None else left
                 at = None if left is None else self.now + left
             if seat.closed is not None:
                 at = None if at is None or seat.opens_at is None else max(at, seat.opens_at)
             times[number] = at
         return times
 
-    def _left(self, running: Job) -> float | None:
-        """Seconds that a running job has still to go: by its own steps, or at the latest by its time limit."""
-        bounds = []
-        progress = running.progress or {}
-        step, total = progress.get("step"), progress.get("total_steps")
-        if progress.get("seconds_left") is not None:
-            bounds.append(float(progress["seconds_left"]))
-        elif step and total:
-            began = select(Attempt.started_at).where(Attempt.job_id == running.id, Attempt.attempt == running.attempt)
-            started = self._session.execute(began).scalar_one_or_none()
-            if started is not None:
-                bounds.append((self.now - started) / step * (total - step))
-        limit = running.spec["resources"].get("max_runtime_seconds")
-        if limit is not None:
-            used = self._session.execute(select(line.spent(self.now)).where(Job.id == running.id)).scalar_one()
-            bounds.append(max(0.0, limit - float(used)))
-        return min(bounds) if bounds else self._typical(running.project_id)
-
     def _starts(self, phase: Phase, in_line: Sequence[Job]) -> dict[str, float]:
         """About when each will start, if every slot goes on to the next as soon as it can. Only for training."""
         if phase != "train":
             return {}
-        free_at = dict(self._free_at)
+        free_at: dict[int, float | None] = {
+            number: max(at, self.now)
+            for number, at in self._free_at.items()
+            if at is not None and self._seats[number].slot.phase == "train"
+        }
+        gaps: dict[int, tuple[float, float]] = {}
         starts: dict[str, float] = {}
         for row in in_line:
             needs = Key.parse(row.queue_key).needs
-            known = [
-                (at, number)
-                for number, at in free_at.items()
-                if at is not None
-                and self._seats[number].slot.phase == "train"
-                and not needs.missing(self._seats[number].slot)
-            ]
-            if not known:
+            gap = self._gap(row, needs, gaps) if needs.gpus == 1 else None
+            if gap is not None and row.bound_seconds is not None:
+                starts[row.id], end = gaps.pop(gap)
+                gaps[gap] = starts[row.id] + row.bound_seconds + self._desk.leave_seconds, end
                 continue
-            at, number = min(known)
-            starts[row.id] = max(at, self.now)
-            takes = self._takes(row)
-            free_at[number] = None if takes is None else starts[row.id] + takes
+            group = gangs.gather(self._seats, free_at, needs, stay=row.reserved_node)
+            if group is None or group.start is None:
+                continue
+            starts[row.id], takes = group.start, self._takes(row)
+            for number in group.seats:
+                if (at := free_at.pop(number)) is not None and at < group.start:
+                    gaps[number] = at, group.start
+                if takes is not None:
+                    free_at[number] = group.start + takes
         return starts
+
+    def _gap(self, row: Job, needs: Needs, gaps: Mapping[int, tuple[float, float]]) -> int | None:
+        """The seat where it is over before a job of several takes it."""
+        if row.bound_seconds is None:
+            return None
+        takes = row.bound_seconds + self._desk.leave_seconds
+        fitting = [
+            (began, number)
+            for number, (began, end) in gaps.items()
+            if began + takes <= end and not needs.missing(self._seats[number].slot)
+        ]
+        return min(fitting)[1] if fitting else None
 
     def _takes(self, row: Job) -> float | None:
         """Seconds that a waiting job will need of its slot."""

@@ -22,6 +22,8 @@ from core.jobs.line import Order, Waiting, serves
 from core.jobs.places import Seat
 from core.jobs.slots import Key, Needs, Slot
 
+LEAVE_SECONDS = 150.0
+"""EFT_STOP_GRACE_SECONDS and EFT_GPU_CLEAR_SECONDS as they are by default."""
 MOST_KEPT = 8
 """Jobs for which slots are kept at once, at the most: each of them has two slots at the least."""
 WORTH_MOVING = 60.0
@@ -69,7 +71,12 @@ class Hall:
 
 def hall(session: Session, now: float, silent_after: float) -> Hall:
     """As a claim sees it: a running job leaves no sooner than its own steps say."""
-    seats = [seat for seat in places.seats(session, now, silent_after) if seat.slot.phase == "train"]
+    return hall_of(session, now, places.seats(session, now, silent_after))
+
+
+def hall_of(session: Session, now: float, everything: Sequence[Seat]) -> Hall:
+    """The same of seats that were read already."""
+    seats = [seat for seat in everything if seat.slot.phase == "train"]
     running = places.running(session, seats)
     to_go = bounds.of_running(session, list(running.values()), now)
     free_at: dict[int, float | None] = {}

@@ -44,17 +44,19 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     # One row an attempt again: the first slot's has the figures of all; the others are freed with it.
+    others = (
+        'FROM allocations a WHERE a.job_id = allocations.job_id AND a.attempt = allocations.attempt'
+        ' AND (a.node, a.slot) < (allocations.node, allocations.slot)'
+    )
     op.execute(
         'UPDATE allocations SET'
         ' gpus = (SELECT sum(a.gpus) FROM allocations a'
         '  WHERE a.job_id = allocations.job_id AND a.attempt = allocations.attempt),'
         ' billing = (SELECT sum(a.billing) FROM allocations a'
         '  WHERE a.job_id = allocations.job_id AND a.attempt = allocations.attempt)'
+        f' WHERE NOT EXISTS (SELECT 1 {others})'
     )
-    op.execute(
-        'DELETE FROM allocations WHERE EXISTS (SELECT 1 FROM allocations a WHERE a.job_id = allocations.job_id'
-        ' AND a.attempt = allocations.attempt AND (a.node, a.slot) < (allocations.node, allocations.slot))'
-    )
+    op.execute(f'DELETE FROM allocations WHERE EXISTS (SELECT 1 {others})')
     _key_of_allocations('job_id', 'attempt')
     op.drop_index('ix_jobs_waits_bounded', 'jobs')
     op.drop_column('limits', 'preemptible')

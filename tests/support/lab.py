@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import insert, select, update
 
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Job, Limit, Project, Usage, User
-from core.jobs import claims, explain, nodes
+from core.db.tables import Allocation, Attempt, Job, Limit, Project, Usage, User
+from core.jobs import claims, explain, nodes, places
 from core.jobs.claims import Claim
 from core.jobs.finish import RetryPolicy, Succeeded, finish
 from core.jobs.shares import SLICE_SECONDS
@@ -20,7 +20,19 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
 GPU: dict[str, Any] = {"index": 0, "vendor": "amd", "uuid": "GPU-0", "arch": "gfx942", "memory_bytes": 192 << 30}
-DESK = explain.Desk(silent_after=600.0)
+DESK = explain.Desk(silent_after=600.0, leave_seconds=0.0)
+CLOCKS = (
+    Job.created_at,
+    Job.started_at,
+    Job.progress_at,
+    Job.reserved_at,
+    Attempt.started_at,
+    Attempt.training_at,
+    Attempt.ended_at,
+    Allocation.created_at,
+    Allocation.released_at,
+    Usage.at,
+)
 
 
 def gpu(index: int, **facts: Any) -> dict[str, Any]:
@@ -35,6 +47,8 @@ class Lab:
     database: Database
     ids: dict[str, str] = field(default_factory=dict)
     """Name of a job → its id."""
+    held: dict[str, Claim] = field(default_factory=dict)
+    """Name of a job → what its worker has won last (`turn`)."""
     _claims: int = 0
 
     def actor(self, owner: str, project: str = "lab") -> Actor:
@@ -99,6 +113,37 @@ class Lab:
         slot = slot or Slot(f"GPU-x{self._claims}", "gpu", "amd", "gfx942", 192 << 30)
         with self.database.write() as session:
             return claims.claim(session, f"worker-of-{node}", node, slot, 600)
+
+    def turn(self, node: str) -> Claim | None:
+        """As the node's worker claims: for each of its free slots, with the others beside it."""
+        with self.database.read() as session:
+            seats = places.seats(session, self.database.now(), DESK.silent_after)
+        free = [seat.slot for seat in seats if seat.node == node and seat.free and seat.slot.phase == "train"]
+        for slot in free:
+            with self.database.write() as session:
+                claim = claims.claim(
+                    session, f"worker-of-{node}", node, slot, 600, beside=free, leave_seconds=DESK.leave_seconds
+                )
+            if claim is not None:
+                self.held[self.name(claim.token.job_id)] = claim
+                return claim
+        return None
+
+    def tell(self, name: str, seconds_left: float | None, *, trained: float = 0.0) -> None:
+        """Its trainer has told its pace; it has done steps for `trained` seconds."""
+        with self.database.write() as session:
+            now = session.execute(select(db_now())).scalar_one()
+            progress = None if seconds_left is None else {"seconds_left": seconds_left}
+            values = {"status": "running", "progress": progress, "progress_at": now}
+            session.execute(update(Job).where(Job.id == self.ids[name]).values(**values))
+            mine = update(Attempt).where(Attempt.job_id == self.ids[name], Attempt.ended_at.is_(None))
+            session.execute(mine.values(training_at=now - trained))
+
+    def wait(self, seconds: float) -> None:
+        """So much time passes: everything that the database knows is so much older."""
+        with self.database.write() as session:
+            for column in CLOCKS:
+                session.execute(update(column.class_).values({column: column - seconds}))
 
     def end(self, claim: Claim, after: float = SLICE_SECONDS) -> None:
         """It has run for `after` seconds and succeeds."""
