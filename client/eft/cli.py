@@ -11,11 +11,13 @@ from typer.main import get_command
 from eft import (
     commands,
     commands_access,
+    commands_artifacts,
     commands_box,
     commands_data,
     commands_files,
     commands_gpu,
     commands_help,
+    commands_look,
     commands_queue,
     commands_webhooks,
     commands_worker,
@@ -32,27 +34,35 @@ app = App(
     pretty_exceptions_enable=False,
     help="Fine-tune language models on the lab's own GPU box. EFT_URL and EFT_API_KEY say where it is.",
 )
+NAMES: dict[Any, str] = {commands_artifacts.open_it: "open", commands_help.show_help: "help"}
+"""Where Python has taken the word."""
+
 verb: Any
 for verb in (
     commands.submit,
     commands.ls,
     commands.show,
-    commands.watch,
-    commands.logs,
-    commands.metrics,
+    commands_look.watch,
+    commands_look.logs,
+    commands_look.metrics,
+    commands_look.compare,
+    commands_look.diff,
+    commands.check,
     commands_data.samples,
-    commands.download,
+    commands_artifacts.download,
+    commands_artifacts.open_it,
     commands.pause,
     commands.resume,
     commands.retry,
     commands.priority,
     commands.cancel,
 ):
-    app.command(rich_help_panel=JOBS)(verb)
+    app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
 app.add_typer(commands_files.app, name="files", rich_help_panel=DATA)
 app.add_typer(commands_data.app, name="data", rich_help_panel=DATA)
 app.command(rich_help_panel=LINE)(commands_queue.queue)
 app.add_typer(commands_gpu.gpu, name="gpu", rich_help_panel=LINE)
+app.command("nodes", rich_help_panel=LINE)(commands_worker.list_nodes)
 app.add_typer(commands_worker.app, name="worker", rich_help_panel=LINE)
 app.add_typer(commands_gpu.maintenance, name="maintenance", rich_help_panel=LINE)
 app.command(rich_help_panel=LINE)(commands_queue.usage)
@@ -66,7 +76,7 @@ app.add_typer(commands_webhooks.app, name="webhooks", rich_help_panel=PEOPLE)
 app.command(rich_help_panel=PEOPLE)(commands_access.audit)
 commands_box.register(app, BOX)
 for verb in (commands_help.login, commands_help.version, commands_help.show_help, commands_help.man):
-    app.command(commands_help.NAMES.get(verb), rich_help_panel=SELF)(verb)
+    app.command(NAMES.get(verb), rich_help_panel=SELF)(verb)
 
 
 def _version(wanted: bool) -> None:

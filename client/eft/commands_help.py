@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -93,7 +92,3 @@ def version(url: UrlOption = None, as_json: JsonOption = False) -> None:
             output.json({"client": VERSION, "server": server})
         else:
             output.text(f"client {VERSION}, server {server.get('version', '?')} at {client.config.url}\n")
-
-
-NAMES: Mapping[Callable[..., None], str] = {show_help: "help"}
-"""Where the name of the function is not that of the command."""

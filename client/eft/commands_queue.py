@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from eft.app import App
 from eft.errors import UsageFault
 from eft.output import Output, age, size
 from eft.session import JsonOption, UrlOption, session
+from eft.times import clock
 
 quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
 NONE = "none"
@@ -36,18 +36,10 @@ def queue(
         for row in rows:
             place = str(row["position"]) if row["position"] is not None else "-"
             job = row["job"] or "[dim]another project's[/]"
-            starts = _starts(row["estimated_start"])
+            starts = clock(row["estimated_start"])
             cells = [place, job, escape(row["owner"] or ""), str(row["priority"]), age(row["waiting_since"]), starts]
             table.add_row(*cells, escape(row["reason"]))
         output.data.print(table)
-
-
-def _starts(time: str | None) -> str:
-    """Local time to the minute."""
-    if time is None:
-        return ""
-    then = datetime.fromisoformat(time).astimezone()
-    return f"{then:%H:%M}" if then.date() == datetime.now().astimezone().date() else f"{then:%a %d %b %H:%M}"
 
 
 def usage(

@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     DENIED = 5
     NOT_FOUND = 6
     LOCAL = 7
+    CONDITION = 8
     INTERRUPTED = 130
 
 
@@ -31,6 +32,7 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.DENIED: "the API key is missing, wrong, or not allowed to do this (401, 403)",
     ExitCode.NOT_FOUND: "no such job, file or artifact in this project (404)",
     ExitCode.LOCAL: "something on this side: a file cannot be read or written, a download came damaged",
+    ExitCode.CONDITION: "the job has succeeded and a condition of --fail-if holds",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C); a submitted job goes on",
 }
 

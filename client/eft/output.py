@@ -53,6 +53,10 @@ class Output:
         """Bars may move on stderr. Not asked of rich: FORCE_COLOR, which CI systems set, makes no terminal of a log."""
         return sys.stderr.isatty() and not self.notes.is_dumb_terminal
 
+    @property
+    def live_stdout(self) -> bool:
+        return sys.stdout.isatty() and not self.data.is_dumb_terminal
+
     def json(self, document: Any) -> None:
         """One document (or one line of JSON lines) on stdout, past any wrapping."""
         sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")

@@ -24,3 +24,11 @@ def point(text: str, now: datetime | None = None) -> str:
     except ValueError:
         raise UsageFault(f"{text!r} is no time: 18:00, 2h, 3d or 2026-11-22T08:00") from None
     return (then if then.tzinfo else then.astimezone()).isoformat(timespec="seconds")
+
+
+def clock(time: str | None) -> str:
+    """Local time to the minute, with its day where that is not today; "" for None."""
+    if time is None:
+        return ""
+    then = datetime.fromisoformat(time).astimezone()
+    return f"{then:%H:%M}" if then.date() == datetime.now().astimezone().date() else f"{then:%a %d %b %H:%M}"

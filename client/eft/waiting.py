@@ -1,0 +1,83 @@
+"""Waiting for a job, and the last word on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eft.conditions import Condition, figures, look_up
+from eft.errors import ExitCode, UsageFault
+from eft.live import Follower
+from eft.output import Output, job_lines, number
+from eft.types import FINAL, Job
+
+if TYPE_CHECKING:
+    from eft.client import Client
+
+PatienceOption = Annotated[
+    float, typer.Option(help="Seconds that the server may be away while we wait.", min=0, show_default=True)
+]
+FailIfOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if",
+        metavar="'METRIC > NUMBER'",
+        help="Exit with 8 when it holds at the end, or is not a finite number. METRIC: a figure of the result such as "
+        "eval_loss, or the last value of a curve; < <= > >= == != compare. May be given several times.",
+    ),
+]
+ENDS = (ExitCode.FAILED, ExitCode.CANCELLED)
+"""Exit codes of commands that wait for a job."""
+
+
+def conditions(texts: Sequence[str] | None) -> list[Condition]:
+    """Raises UsageFault, before anything is sent."""
+    return [Condition.parse(text) for text in texts or ()]
+
+
+def follow(client: Client, output: Output, job_id: str, patience: float) -> Job:
+    """To its end, with a bar or lines on stderr."""
+    try:
+        with Follower(output) as follower:
+            for snapshot in client.follow(job_id, patience=patience, on_gap=follower.gap):
+                follower.feed(snapshot)
+            return snapshot.job
+    except KeyboardInterrupt:
+        output.note(f"the job goes on; come back with: eft watch {job_id}")
+        raise
+
+
+def end(client: Client, output: Output, job: Job, asked: Sequence[Condition] = (), patience: float = 300.0) -> None:
+    """The last word on a job that has ended: print it, and exit as it did, or as a condition says."""
+    assert job.status in FINAL, job.status
+    verdicts = []
+    if asked and job.status == "succeeded":
+        curves = client.persist(partial(client.metrics, job.id), patience)
+        found = figures(job.result, curves)
+        try:
+            verdicts = [(one, look_up(one.metric, found), one.holds(found)) for one in asked]
+        except UsageFault:
+            tell(output, job)
+            raise
+    if output.as_json:
+        told = [{"condition": str(one), "value": value, "failed": failed} for one, value, failed in verdicts]
+        output.json(job.raw | ({"conditions": told} if asked else {}))
+    else:
+        tell(output, job)
+        for one, value, failed in verdicts:
+            output.text(f"{'fails' if failed else 'passes'}: {one} ({one.metric} is {number(value)})\n")
+    if job.exit_code == ExitCode.OK and any(failed for _, _, failed in verdicts):
+        raise typer.Exit(ExitCode.CONDITION)
+    raise typer.Exit(job.exit_code)
+
+
+def tell(output: Output, job: Job) -> None:
+    """All that there is to say of a job."""
+    if output.as_json:
+        output.json(job.raw)
+        return
+    for line in job_lines(job):
+        output.data.print(line, soft_wrap=True)
