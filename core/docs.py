@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from core import HOME
 from core.hardware import docs as hardware_docs
+from core.hardware import install_docs
 from core.plan import docs as plan_docs
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -176,6 +177,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "compatibility.md": plan_docs.render,
     "hardware.md": hardware_docs.render,
+    "install-rocm.md": install_docs.rocm,
+    "install-cuda.md": install_docs.cuda,
     "kernel-table.md": kernel_table.render,
 }
 

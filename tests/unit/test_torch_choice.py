@@ -1,0 +1,118 @@
+"""Which PyTorch is installed: `core.hardware.pick`, the Makefile's TORCH=, and the tables of the two guides."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core import HOME
+from core.hardware import install_docs, pick, wheels
+from core.hardware.arch import ROWS
+
+GENERIC = "https://download.pytorch.org/whl/"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arches", "requirement", "index"),
+    [
+        ("cpu", [], "torch==2.13.0", f"{GENERIC}cpu"),
+        ("rocm", ["gfx942", "gfx1100"], "torch==2.13.0", f"{GENERIC}rocm7.2"),
+        ("rocm", ["gfx906"], "torch", f"{GENERIC}rocm6.3"),
+        ("rocm", ["gfx1031"], "torch[device-gfx1031]", "https://repo.amd.com/rocm/whl-multi-arch/"),
+        ("cuda", ["sm_90"], "torch==2.13.0", f"{GENERIC}cu130"),
+        ("cuda", ["sm_70"], "torch==2.13.0", f"{GENERIC}cu126"),
+    ],
+)
+def test_the_build_follows_from_the_cards(kind: pick.Kind, arches: list[str], requirement: str, index: str) -> None:
+    build, arch = pick.pick(kind, arches)
+    assert (build.requirement(arch), build.index) == (requirement, index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arches", "words"),
+    [
+        ("rocm", ["gfx900"], "no current build of PyTorch is known"),
+        ("rocm", ["gfx9999"], "no build of PyTorch is known for gfx9999"),
+        ("cuda", ["gfx942"], "known for gfx942 with TORCH=cuda"),
+        ("rocm", ["gfx906", "gfx942"], "need different builds"),
+        ("rocm", ["gfx1031", "gfx1032"], "need different builds"),
+        ("cuda", ["sm_70", "sm_90"], "need different builds"),
+    ],
+)
+def test_where_none_fits_it_says_why(kind: pick.Kind, arches: list[str], words: str) -> None:
+    with pytest.raises(pick.NoBuild, match=words):
+        pick.pick(kind, arches)
+
+
+def test_it_runs_before_anything_is_installed() -> None:
+    """Isolated from site-packages, as on a machine with a bare Python."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "core.hardware.pick", "rocm", "--arch", "gfx1100"],
+        cwd=HOME, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"torch==2.13.0 {GENERIC}rocm7.2\n"
+    assert f"read {wheels.READ}" in done.stderr and "https://github.com/pytorch" in done.stderr, "date and source"
+
+
+def test_the_guides_have_every_architecture() -> None:
+    for page, vendor in ((install_docs.rocm(), "amd"), (install_docs.cuda(), "nvidia")):
+        rows = set(re.findall(r"^\| `((?:gfx|sm_)\w+)` \|", page, re.MULTILINE))
+        assert rows == {row.arch for row in ROWS if row.vendor == vendor}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What `make` needs of this checkout, and an environment whose Python writes down what pip is asked."""
+    for name in ("locks", "core/hardware"):
+        shutil.copytree(HOME / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("Makefile", "core/__init__.py", "core/errors.py", "client/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(HOME / name, tmp_path / name)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *install*require-hashes*|*install*client|*check) ;; '
+        f'*) printf "%s\\n" "$*" >> {tmp_path}/asked ;; esac\n'
+    )
+    python.chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, *words: str) -> list[str]:
+    """What pip was asked for by `make .venv/.app …`."""
+    (checkout / "asked").write_text("")
+    environment = {name: value for name, value in os.environ.items() if name not in ("TORCH", "TORCH_INDEX", "ARCH")}
+    subprocess.run(
+        ["make", "-s", ".venv/.app", f"PYTHON={sys.executable}", *words],
+        cwd=checkout, env=environment, capture_output=True, check=False,
+    )  # fmt: skip
+    return [line.partition(" -qq ")[2] for line in (checkout / "asked").read_text().splitlines()]
+
+
+def test_make_installs_what_was_asked_for_and_remembers_it(checkout: Path) -> None:
+    cpu = f"install --index-url {GENERIC}cpu torch==2.13.0"
+    assert make(checkout) == ["install torch==2.13.0"], "as ever"
+    assert make(checkout) == []
+    assert make(checkout, "TORCH=cpu") == ["uninstall -y torch", cpu], "2.13.0+cu130 would do for torch==2.13.0"
+    assert make(checkout, "TORCH=cpu") == []
+    (checkout / "locks/app.txt").touch()
+    assert make(checkout) == [cpu], "a later make keeps the choice"
+    assert make(checkout, "TORCH=rocm", "ARCH=gfx900") == [], "what there is stays when there is none"
+    assert make(checkout, "TORCH=torch==2.12.0", "TORCH_INDEX=https://example.org/whl") == [
+        "uninstall -y torch",
+        "install --index-url https://example.org/whl torch==2.12.0",
+    ]
+
+
+def test_make_replaces_the_torch_of_an_older_checkout(checkout: Path) -> None:
+    (checkout / ".venv/.app").touch()
+    assert make(checkout) == []
+    rocm = f"install --index-url {GENERIC}rocm7.2 torch==2.13.0"
+    assert make(checkout, "TORCH=rocm", "ARCH=gfx1100") == ["uninstall -y torch", rocm]
