@@ -13,6 +13,7 @@ from api import joining
 from api.auth.policy import PUBLIC
 from api.deps import Here
 from api.errors import responses
+from api.queue.desk import desk
 from core import __version__, health
 from core.spec.job import SPEC_VERSION
 
@@ -81,6 +82,9 @@ def readyz(here: Here) -> Response:
         "broker": health.broker(here.settings.celery_broker_url),
         "data": health.data(here.layout.files, here.settings.min_free_bytes),
     }
+    if checks["schema"].ok and (over := desk(here).over):
+        words = [one.words() for one in over]
+        checks["data"] = health.data(here.layout.files, here.settings.min_free_bytes, words)
     if all(checks[name].ok for name in ("database", "schema", "data")):
         seen = joining.data_root(here)
         checks |= {} if seen.ok else {"data": seen}

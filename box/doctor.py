@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from box import doctor_gpus, software
+from box import doctor_disk, doctor_gpus, software
 from box.report import Report
 from core import __version__, health
 from core.db.engine import Database
@@ -43,6 +43,7 @@ def examine(environ: Mapping[str, str] = os.environ, seconds: float = tools.SECO
             ("gpus", lambda part: doctor_gpus.look(part, settings, environ, seconds)),
             ("data", lambda part: _data(part, settings)),
             ("database", lambda part: _database(part, settings)),
+            ("disk", lambda part: doctor_disk.look(part, settings)),
             ("broker", lambda part: _broker(part, settings)),
         ]
     for what, look in parts:

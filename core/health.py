@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def broker(celery_url: str) -> Check:
     return Check(True, "answers")
 
 
-def data(folder: Path, reserve: int) -> Check:
+def data(folder: Path, reserve: int, over: Sequence[str] = ()) -> Check:
     """Whether `folder` of the data root can be written to. Less room than `reserve` bytes is told, and no failure: it
     refuses uploads and jobs in words, and the API itself must stay, or nobody could delete anything."""
     try:
@@ -54,4 +55,5 @@ def data(folder: Path, reserve: int) -> Check:
     free = found.f_bavail * found.f_frsize
     if not os.access(folder, os.W_OK):
         return Check(False, "the data root cannot be written to")
-    return Check(True, f"{free >> 20} MiB free" + ("" if free >= reserve else ", less than the reserve"))
+    words = f"{free >> 20} MiB free" + ("" if free >= reserve else ", less than the reserve")
+    return Check(True, "; ".join([words, *over]))

@@ -12,10 +12,11 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from core import caches
 from core.db.engine import Database
 from core.jobs import claims, holds, leader, lost, nodes, outbox, retention, usage
+from core.jobs.budget import Budget
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
 from core.storage.layout import Layout
-from worker import disk, leftovers
+from worker import disk, leftovers, reclaim
 from worker.node import loss_policy
 from worker.room import room_on
 
@@ -24,6 +25,8 @@ log = logging.getLogger("eft.housekeeping")
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
 CLEAR_SECONDS = 600.0
+BUDGET_SECONDS = 30.0
+"""How often the data root is held against its budgets, at the most."""
 COLLECT_SECONDS = 86_400.0
 BOOKS = 500
 """Rows charged in one transaction."""
@@ -73,6 +76,7 @@ class Housekeeper:
         self._backlog = backlog
         self._stopped = threading.Event()
         self._layout = Layout(settings.root)
+        self._next_budgets = 0.0
         self._lead_seconds = max(3 * settings.sweep_seconds, 10.0)
         self._away: set[str] = set()
         """What cannot be reached; told once an outage."""
@@ -99,6 +103,9 @@ class Housekeeper:
             if now >= next_collect:
                 next_collect = now + COLLECT_SECONDS
                 self._guarded("database", self._collect)
+            if now >= self._next_budgets and Budget.of(self._settings).limits:
+                self._next_budgets = now + BUDGET_SECONDS
+                self._guarded("database", self._keep_budgets)
             self._guarded("broker", self._relay)
 
     def stop(self) -> None:
@@ -123,13 +130,9 @@ class Housekeeper:
 
     def _collect(self) -> bool:
         """What the rules of retention let go (core/jobs/retention.py)."""
-        settings = self._settings
-        rules = retention.Rules(
-            settings.keep_checkpoints_days, settings.keep_previews_days, settings.keep_unused_files_days
-        )
         retention.sweep(self._layout)
         with self._database.read() as session:
-            found = list(retention.find(session, self._layout, rules))
+            found = list(retention.find(session, self._layout, reclaim.rules(self._settings)))
         for one in found:
             if self._stopped.is_set():
                 break
@@ -165,7 +168,15 @@ class Housekeeper:
         if removed := remove_orphans(self._database, self._layout):
             log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
         self._shrink_cache()
-        disk.measure(self._database, self._layout)
+        if not Budget.of(self._settings).limits:
+            disk.measure(self._database, self._layout)
+        return True
+
+    def _keep_budgets(self) -> bool:
+        began = time.monotonic()
+        reclaim.reclaim(self._database, self._layout, self._settings, self._stopped.is_set)
+        # Looking at every file again takes its time on a large data root: at most a twentieth of ours.
+        self._next_budgets = time.monotonic() + max(BUDGET_SECONDS, 20 * (time.monotonic() - began))
         return True
 
     def _shrink_cache(self) -> None:
@@ -182,8 +193,9 @@ class Housekeeper:
 
     def _wake(self) -> bool:
         """A lost message is made good here. One ring a node, and none while earlier ones still wait to be heard."""
+        room = room_on(self._settings, self._database)
         with self._database.read() as session:
-            job_id = claims.runnable(session, room=room_on(self._settings))
+            job_id = claims.runnable(session, room=room)
             alive = nodes.alive(session, self._settings.lease_seconds)
         if job_id is not None and self._backlog() == 0:
             for _ in range(max(1, alive)):

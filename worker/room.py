@@ -8,41 +8,52 @@ from pathlib import Path
 
 from core import caches
 from core.db.engine import Database
-from core.jobs import room
+from core.jobs import budget, room
+from core.jobs.budget import NO_BUDGET, Budget
 from core.settings import Settings
 
 log = logging.getLogger("eft.worker")
 
 
-def room_on(settings: Settings) -> int:
-    """Bytes that jobs may take of the data root now: what is free, less the reserve (EFT_MIN_FREE_BYTES)."""
-    return shutil.disk_usage(settings.root).free - settings.min_free_bytes
+def room_on(settings: Settings, database: Database) -> int:
+    """Bytes that jobs may take of the data root now: what is free, less the reserve (EFT_MIN_FREE_BYTES), and what is
+    left of the budgets (EFT_DISK_BUDGET_…)."""
+    free = shutil.disk_usage(settings.root).free
+    with database.read() as session:
+        return budget.room(session, Budget.of(settings), free, settings.min_free_bytes).left
 
 
 class Room:
-    def __init__(self, database: Database, root: Path, reserve: int) -> None:
-        self._database, self._root, self._reserve = database, root, reserve
-        self._told_of_none = False
+    """`left` is asked before every claim; budgets are as of the last `tell`."""
+
+    def __init__(self, database: Database, root: Path, reserve: int, limits: Budget = NO_BUDGET) -> None:
+        self._database, self._root, self._reserve, self._limits = database, root, reserve, limits
+        self._budget: int | None = None
+        self._told = ""
 
     def left(self) -> int:
         """As `room_on`; below 0 nothing is started."""
-        return shutil.disk_usage(self._root).free - self._reserve
+        return budget.Room(shutil.disk_usage(self._root).free, self._reserve, self._budget).left
 
     def tell(self) -> None:
         """Log a change once, and keep the words of waiting jobs up to it. Call it every sweep. What only saves
         time goes before anybody has to wait."""
-        if self.left() < 0 and (gone := caches.free(self._root / "cache", -self.left())):
+        wanting = self._reserve - shutil.disk_usage(self._root).free
+        if wanting > 0 and (gone := caches.free(self._root / "cache", wanting)):
             size = sum(entry.bytes for entry in gone)
             log.warning("removed %d entries of %d MiB from the cache: no room on the data root", len(gone), size >> 20)
-        free = self._reserve + self.left()
         with self._database.read() as session:
-            stale = room.stale(session, free, self._reserve)
+            free = shutil.disk_usage(self._root).free
+            here = budget.room(session, self._limits, free, self._reserve)
+            self._budget = here.budget
+            state = (self._reserve + here.left, self._reserve, here.over)
+            stale = room.stale(session, *state)
         if stale:
             with self._database.write() as session:
-                room.tell(session, free, self._reserve)
-        none = free < self._reserve
-        if none and not self._told_of_none:
-            log.error("%s (EFT_MIN_FREE_BYTES); nothing is started until there is", room.words(free, self._reserve))
-        elif self._told_of_none and not none:
+                room.tell(session, *state)
+        if here.left < 0 and not self._told:
+            self._told = room.words(*state[:2], over=here.over)
+            log.error("%s; nothing is started until there is", self._told)
+        elif self._told and here.left >= 0:
             log.warning("there is room on the data root again: %d MiB free", free >> 20)
-        self._told_of_none = none
+            self._told = ""

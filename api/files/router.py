@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from api.auth.policy import Reading, Writing
 from api.deps import After, FileId, Here, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
-from api.files import schemas, service
+from api.files import budget, schemas, service
 from api.files.form import Form
 from api.files.upload import FORMATS, Upload, checked_filename
 from api.ranges import FileReply
@@ -131,9 +131,9 @@ async def upload_file(
     announced = request.headers.get("content-length", "0")
     raw = media_type in RAW_TYPES
     raw_name = checked_filename(filename) if raw else None
-    upload = await run_in_threadpool(
-        Upload, here.layout, here.settings, announced=int(announced) if raw and announced.isdecimal() else 0
-    )
+    size = int(announced) if raw and announced.isdecimal() else 0
+    await run_in_threadpool(budget.require, here.database, here.settings, size)
+    upload = await run_in_threadpool(Upload, here.layout, here.settings, announced=size)
     kept = False
     try:
         if raw:

@@ -14,7 +14,7 @@ from api.metrics.exposition import Family, Histogram
 from core import __version__
 from core.db.engine import db_now
 from core.db.tables import QUEUED, Delivery, Job, Metric, Node, Project, Webhook
-from core.jobs import explain, places
+from core.jobs import budget, explain, places
 from core.jobs.explain import Desk
 from core.jobs.places import Seat
 from core.jobs.states import Status
@@ -45,6 +45,7 @@ def collect(session: Session, desk: Desk) -> list[Family]:
         *_running(session, names, {seat.busy: seat for seat in seats if seat.busy is not None}),
         _nodes(session, now),
         *_notices(session, names),
+        *_disk(session, desk),
     ]
 
 
@@ -157,6 +158,19 @@ def _nodes(session: Session, now: float) -> Family:
     for name, heartbeat in session.execute(select(Node.name, Node.heartbeat_at).order_by(Node.name)):
         family.add(max(0.0, now - heartbeat), node=name)
     return family
+
+
+def _disk(session: Session, desk: Desk) -> list[Family]:
+    """Measured by the leading worker every ten minutes, where there are budgets about every half."""
+    used = Family("eft_disk_bytes", "gauge", "What the data root holds, by kind")
+    limits = Family("eft_disk_budget_bytes", "gauge", "Budgets of the data root (EFT_DISK_BUDGET_…)")
+    for kind, size in budget.measured(session).items():
+        used.add(size, kind=kind)
+    for what, limit in desk.budget.limits.items():
+        limits.add(limit, kind=what)
+    over = Family("eft_disk_over_budget", "gauge", "1 while a budget is used up, so that nothing is started")
+    over.add(bool(desk.over))
+    return [used, limits, over]
 
 
 def _notices(session: Session, names: dict[str, str]) -> list[Family]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
+from core.jobs import budget
+from core.jobs.budget import Budget
 from core.jobs.explain import Desk
 
 if TYPE_CHECKING:
@@ -13,9 +15,15 @@ if TYPE_CHECKING:
 
 def desk(here: Installation) -> Desk:
     settings = here.settings
+    limits = Budget.of(settings)
+    free = shutil.disk_usage(settings.root).free
+    with here.database.read() as session:
+        room = budget.room(session, limits, free, settings.min_free_bytes)
     return Desk(
-        shutil.disk_usage(settings.root).free,
-        settings.min_free_bytes,
-        settings.fairshare_half_life_hours * 3600.0,
-        settings.lease_seconds,
+        free=room.left + settings.min_free_bytes,
+        reserve=settings.min_free_bytes,
+        half_life=settings.fairshare_half_life_hours * 3600.0,
+        silent_after=settings.lease_seconds,
+        over=room.over,
+        budget=limits,
     )

@@ -157,7 +157,10 @@ def collect(
     """
     settings = here.settings
     rules = retention.Rules(
-        settings.keep_checkpoints_days, settings.keep_previews_days, settings.keep_unused_files_days
+        settings.keep_checkpoints_days,
+        settings.keep_previews_days,
+        settings.keep_unused_files_days,
+        settings.keep_history_days,
     )
     with here.database.read() as session:
         found = list(retention.find(session, here.layout, rules))

@@ -489,7 +489,7 @@ _REMOVAL: dict[str, Any] = {
 class RemovalView(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
     kind: str
-    """checkpoints (with artifacts that no job lists), preview or file."""
+    """checkpoints (with artifacts that no job lists), preview, file, or history (curves, logs, events)."""
     id: str
     """Of the job, the preview or the file."""
     bytes: int

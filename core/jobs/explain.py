@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Job
 from core.jobs import bounds, gangs, line, places, room
+from core.jobs.budget import NO_BUDGET, Budget, Over
 from core.jobs.holds import clock
 from core.jobs.limits import names
 from core.jobs.places import Seat
@@ -58,6 +59,9 @@ class Desk:
     half_life: float = HALF_LIFE_SECONDS
     silent_after: float = 90.0
     """Seconds without a heartbeat."""
+    budget: Budget = NO_BUDGET
+    over: Sequence[Over] = ()
+    """Budgets of the data root that are used up; `free` is then so much less than the reserve."""
     leave_seconds: float = gangs.LEAVE_SECONDS
     """How long after its time limit a job may still hold its slots."""
 
@@ -184,7 +188,7 @@ class _Clerk:
     def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
         left = self._desk.room
         if left is not None and self._desk.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
-            return "disk", room.words(self._desk.free, self._desk.reserve, row.needs_bytes or 0)
+            return "disk", room.words(self._desk.free, self._desk.reserve, row.needs_bytes or 0, self._desk.over)
         if row.not_before is not None and row.not_before > self.now:
             return "later", f"{row.reason}; looked at again at {clock(row.not_before, self.now)}"
         seats = self._fitting(phase, key)

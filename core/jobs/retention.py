@@ -4,6 +4,7 @@
   and its events; a retry that comes later begins anew.
 - Previews that ended long ago, with their rows.
 - Uploaded files that no job has ever named, where the administrator says so.
+- Curves, logs and all events but changes of state of jobs that ended long ago, where the administrator says so.
 
 Everything is looked at again under the job's lock before it goes, and renamed there, so that nobody meets half of it.
 """
@@ -26,12 +27,14 @@ from core.db.tables import Allocation, Artifact, Attempt, Event, File, Job, Metr
 from core.jobs import audit, queries
 from core.jobs.states import FINAL
 from core.jobs.transitions import Actor
-from core.spec.run import ARTIFACTS, CHECKPOINTS
+from core.spec.run import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 
 DAY = 86_400.0
 ASIDE = ".gone-"
 _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
+_CHATTER = Event.type.not_in(("status", "result", "error"))
+"""Events beside those that say what became of a job."""
 _ENDED = [status.value for status in FINAL]
 
 
@@ -42,13 +45,14 @@ class Rules:
     checkpoints_days: float = 30.0
     previews_days: float = 30.0
     unused_files_days: float = 0.0
+    history_days: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
     """What may go."""
 
-    kind: Literal["checkpoints", "preview", "file"]
+    kind: Literal["checkpoints", "preview", "file", "history"]
     id: str
     """Of the job, the preview or the file."""
     project_id: str
@@ -77,6 +81,13 @@ def find(session: Session, layout: Layout, rules: Rules) -> Iterator[Removal]:
         for job_id, project_id in session.execute(_ended(before, "preview")).all():
             paths = tuple(path for path in [layout.job(job_id)] if path.is_dir())
             yield Removal("preview", job_id, project_id, paths, sum(map(size, paths)), words, before)
+    if rules.history_days:
+        before = now - rules.history_days * DAY
+        words = f"its job ended more than {rules.history_days:g} days ago"
+        told = or_(exists().where(Metric.job_id == Job.id), exists().where(Event.job_id == Job.id, _CHATTER))
+        for job_id, project_id in session.execute(_ended(before, "train").where(told)).all():
+            paths = _written(layout, job_id)
+            yield Removal("history", job_id, project_id, paths, sum(map(size, paths)), words, before)
     if rules.unused_files_days:
         before = now - rules.unused_files_days * DAY
         words = f"no job has named it in {rules.unused_files_days:g} days"
@@ -109,7 +120,7 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
                 return None
             session.execute(delete(File).where(File.id == row.id))
             return [layout.file(row.id)]  # the row first, as when somebody deletes it; the bytes once that is written
-        case "checkpoints" | "preview":
+        case "checkpoints" | "preview" | "history":
             job = select(Job).where(Job.id == removal.id, Job.status.in_(_ENDED)).with_for_update()
             if session.execute(job).scalar_one_or_none() is None:
                 return None
@@ -117,6 +128,9 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
                 for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage):
                     session.execute(delete(table).where(table.job_id == removal.id))
                 session.execute(delete(Job).where(Job.id == removal.id))
+            elif removal.kind == "history":
+                session.execute(delete(Metric).where(Metric.job_id == removal.id))
+                session.execute(delete(Event).where(Event.job_id == removal.id, _CHATTER))
             elif session.execute(select(_resumed(removal.id, removal.before))).scalar_one():
                 return None
             return [_renamed(path) for path in removal.paths if path.exists()]
@@ -124,7 +138,7 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
 
 def _ended(before: float, kind: str) -> Select[str, str]:
     query = select(Job.id, Job.project_id).where(Job.kind == kind, Job.status.in_(_ENDED), Job.finished_at < before)
-    return query.order_by(Job.id)
+    return query.order_by(Job.finished_at, Job.id)
 
 
 def _resumed(job_id: str, before: float) -> ColumnElement[bool]:
@@ -143,6 +157,12 @@ def _spare(session: Session, layout: Layout, job_id: str, before: float) -> tupl
     found = [path / CHECKPOINTS for path in attempts]
     found += [path / ARTIFACTS for path in attempts if path.name != f"attempt-{handed_back}"]
     return tuple(sorted(path for path in found if path.is_dir()))
+
+
+def _written(layout: Layout, job_id: str) -> tuple[Path, ...]:
+    """What its trainers wrote of how it went."""
+    found = [path / name for path in layout.job(job_id).glob("attempt-*") for name in (LOG_FILE, EVENTS_FILE)]
+    return tuple(sorted(path for path in found if path.is_file()))
 
 
 def _named_files(session: Session) -> set[str]:
