@@ -11,6 +11,7 @@ from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
 from core.train.data.helpers import HelperKilled
 from core.train.disk import disk_full
+from core.train.memory.source import BlocksLost
 from core.train.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
 
@@ -26,6 +27,8 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         words = error.message if isinstance(error, EftError) else f"no space left: {error}"
         needs = error.needs_bytes if isinstance(error, NoSpace) else None
         return _event("machine", "no_space", words) | ({} if needs is None else {"needs_bytes": needs})
+    if isinstance(error, BlocksLost):
+        return _event("machine", error.code, error.message, error.field)
     if isinstance(error, EftError):
         faults = [fault.as_dict() for fault in error.faults]
         return _event("user", error.code, error.message, error.field) | ({"faults": faults} if faults else {})
@@ -76,7 +79,8 @@ def _out_of_memory(phase: str) -> dict[str, Any]:
         case _:
             words = (
                 f"out of memory while {phase or 'starting'}, before any batch: smaller batches would not help; take a "
-                "smaller model, or train adapters instead of all parameters"
+                "smaller model, or train adapters instead of all parameters (their base can be streamed: "
+                "`memory.stream`)"
             )
             return _event("memory", "out_of_memory", words, "model")
 

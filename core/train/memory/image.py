@@ -118,7 +118,7 @@ def _make(
         fill(lambda each, name=name: each.startswith(f"{name}."))  # type: ignore[misc]
         block = lay_out_block(name, module, trained=False)
         if number == 0:
-            _check_room(aside, block.nbytes * len(found))
+            check_room(aside, block.nbytes * len(found))
         flat = torch.zeros(block.nbytes, dtype=torch.uint8)
         for view, place in zip(block.views(flat), block.places, strict=True):
             view.copy_(place.tensor.detach())
@@ -173,7 +173,7 @@ def _note(
             rest[full] = tensor.detach().clone()
 
 
-def _check_room(aside: Path, needs: int) -> None:
+def check_room(aside: Path, needs: int) -> None:
     free = shutil.disk_usage(aside).free
     if free < needs:
         raise NoSpace(

@@ -26,7 +26,7 @@ READ_BYTES = 8 << 20
 """Read at once: a stop need not wait for a whole block."""
 
 
-class BlockLost(EftError):
+class BlocksLost(EftError):
     """The file that the blocks are read from can no longer be read, or is not what it was."""
 
     code = "blocks_lost"
@@ -40,7 +40,7 @@ class Source(Protocol):
         """uint8 [bytes of the block] on the CPU; read-only."""
 
     def read(self, block: int, into: Tensor) -> None:
-        """Copy the block to the beginning of `into`, uint8 on the CPU. From any thread; BlockLost when it cannot."""
+        """Copy the block to the beginning of `into`, uint8 on the CPU. From any thread; BlocksLost when it cannot."""
 
     def close(self) -> None: ...
 
@@ -57,17 +57,16 @@ class HostBlocks:
         is no memory for the buffers."""
         self.pinned = pinned
         self._buffers: list[Tensor] = []
-        for block in blocks:
-            if (free := available_bytes()) is not None and free < block.nbytes:
-                raise _no_host_memory(block, free)
-            buffer = torch.empty(block.nbytes, dtype=torch.uint8)
-            if pinned:
-                page_lock(buffer)
-            self._buffers.append(buffer)
-            views = block.views(buffer)
-            for view, place in zip(views, block.places, strict=True):
-                view.copy_(place.tensor.detach())
-            block.put(views)
+        try:
+            for block in blocks:
+                self._buffers.append(_buffer(block, pinned))
+                views = block.views(self._buffers[-1])
+                for view, place in zip(views, block.places, strict=True):
+                    view.copy_(place.tensor.detach())
+                block.put(views)
+        except BaseException:
+            self.close()
+            raise
 
     def rest(self, block: int) -> Tensor:
         return self._buffers[block]
@@ -81,6 +80,15 @@ class HostBlocks:
             for buffer in self._buffers:
                 unlock(buffer)
             self.pinned = False
+
+
+def _buffer(block: Block, pinned: bool) -> Tensor:
+    if (free := available_bytes()) is not None and free < block.nbytes:
+        raise _no_host_memory(block, free)
+    buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+    if pinned:
+        page_lock(buffer)
+    return buffer
 
 
 def _no_host_memory(block: Block, free: int) -> ModelError:
@@ -161,8 +169,8 @@ class FileBlocks:
             raise _lost(file.path, f"it has {size} bytes in place of {file.start + file.nbytes}")
 
 
-def _lost(path: Path, why: str) -> BlockLost:
-    return BlockLost(
+def _lost(path: Path, why: str) -> BlocksLost:
+    return BlocksLost(
         f"the frozen blocks can no longer be read from {path} ({why}): the data root's disk is gone or the file was "
         "changed; the job goes on from its last checkpoint once the disk is back (retry it)",
         field=FIELD,

@@ -26,7 +26,7 @@ from core.train.memory.available import available_bytes
 from core.train.memory.blocks import FIELD, Block, lay_out
 from core.train.memory.slots import Counts, Ring, Slot, copier_for
 from core.train.memory.source import FileBlocks, HostBlocks, Source
-from core.train.memory.unit import run_unit
+from core.train.memory.unit import check_arguments, run_unit
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Streamed], int]] = weakref.WeakKeyDictionary()
 """Modules in streamed blocks. Not in the modules themselves: those are copied, and a copy is not streamed."""
@@ -87,6 +87,7 @@ class Streamed:
             self.ring.give()
 
     def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_arguments(args, kwargs)
         after = list(range(number + 1, len(self.blocks)))
         if not torch.is_grad_enabled():
             with self.at_hand(number, after + list(range(number))):

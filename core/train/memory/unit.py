@@ -11,7 +11,7 @@ block are added to `.grad` as in any other backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
+from core.errors import ModelError
+
 AtHand = Callable[[], AbstractContextManager[None]]
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A block has to take and give tensors. ModelError when it is handed something that it may write to: what later
+    blocks read there has no gradient any more once each block is a unit of its own."""
+    for path, leaf in _pytree.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, MutableMapping | MutableSequence | MutableSet):
+            name = next((key.key for key in path if isinstance(key, _pytree.MappingKey)), type(leaf).__name__)
+            raise ModelError(
+                f"the blocks of this model share `{name}`, which they write to: such blocks cannot be streamed; leave "
+                "`memory.stream` out",
+                field="memory.stream",
+            )
 
 
 @dataclass(slots=True)

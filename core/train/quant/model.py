@@ -286,8 +286,8 @@ def _fill(
                 kept[module] = "dense in the files"
         elif name not in tied and not _ignorable(model, name):
             raise ModelError(
-                f"{name} is in the files but not in the model that transformers builds; this architecture's files are "
-                "not read with quantisation: train without it",
+                f"{name} is in the files but not in the model that transformers builds: this architecture's files are "
+                "read without quantisation and without `memory.stream: disk` only",
                 field="model",
             )
     for module, state in pieces.items():
