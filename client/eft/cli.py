@@ -75,8 +75,22 @@ app.add_typer(commands_access.projects, name="projects", rich_help_panel=PEOPLE)
 app.add_typer(commands_webhooks.app, name="webhooks", rich_help_panel=PEOPLE)
 app.command(rich_help_panel=PEOPLE)(commands_access.audit)
 commands_box.register(app, BOX)
-for verb in (commands_help.login, commands_help.version, commands_help.show_help, commands_help.man):
+for verb in (
+    commands_help.login,
+    commands_help.version,
+    commands_help.show_help,
+    commands_help.man,
+    commands_help.completion,
+):
     app.command(NAMES.get(verb), rich_help_panel=SELF)(verb)
+
+
+app.command(
+    "__complete",
+    hidden=True,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)(commands_help.complete)
 
 
 def _version(wanted: bool) -> None:

@@ -48,6 +48,37 @@ def man(command: CommandArgument = None) -> None:
             sys.stdout.write(text)
 
 
+@manual(
+    examples=[
+        ("source <(eft completion bash)", "In ~/.bashrc, or ~/.zshrc with zsh, below compinit."),
+        ("eft completion fish > ~/.config/fish/completions/eft.fish", "For fish, once."),
+    ]
+)
+def completion(
+    shell: Annotated[
+        str | None, typer.Argument(metavar="[SHELL]", help="bash, zsh or fish. Default: by SHELL.")
+    ] = None,
+) -> None:
+    """Print the script that completes commands, options, and the ids of jobs, files, nodes, GPUs, keys and users."""
+    from eft.completion import SCRIPTS, shell_of_user
+
+    with outputs(False) as output:
+        chosen = shell or shell_of_user()
+        if chosen is None or chosen not in SCRIPTS:
+            raise UsageFault(f"there is a script for {', '.join(SCRIPTS)}: eft completion SHELL", field="shell")
+        output.text(SCRIPTS[chosen])
+
+
+def complete(
+    words: Annotated[list[str] | None, typer.Argument(help="Behind eft, the last one unfinished.")] = None,
+) -> None:
+    """What completion may offer; called by the shells' scripts."""
+    from eft.cli import tree
+    from eft.completion import answer
+
+    sys.stdout.write(answer(tree(), words or [""]))
+
+
 def _found(path: list[str]) -> Any:
     from eft.cli import tree
 

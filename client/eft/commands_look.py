@@ -303,7 +303,8 @@ def _specs(client: Client, names: list[str], output: Output) -> list[dict[str, A
         else:
             (beside,) = jobs.values()
             data = beside["data"]
-            stands_for = {"train": data["train"], "eval": data.get("eval") or data["train"]}
+            held_out = {"eval": data["eval"]} if data.get("eval") else {"split": {"type": "hash", "eval_fraction": 0.5}}
+            stands_for = {"train": data["train"], **held_out}
             found.append(client.resolve(read_job(name)[0] | {"data": stands_for}))
     if files:
         output.note("data is left out: a job file's own is not on the server")
