@@ -50,6 +50,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "memory": _field("memory"),
     "stream": _arms(Resident.model_fields["stream"].annotation),
     "strategy": _field("resources"),
+    "ranks": ("one", "several"),
     "accelerator": get_args(SingleDevice.model_fields["accelerator"].annotation),
     "train rows": ("auto", *FORMATS),
     "eval rows": ("absent", "auto", *FORMATS),
@@ -176,6 +177,14 @@ RULES: tuple[Rule, ...] = (
         "set `quantization` to `none`, or take another precision",
     ),
     Rule(
+        "stream_over_ranks",
+        {"ranks": ("several",), "stream": ("host", "disk", "auto")},
+        "memory.stream",
+        "each rank would stream the whole model for itself through the same memory or disk, so several would be slower "
+        "than one",
+        "leave `memory.stream` out, or set `resources.gpus` to 1",
+    ),
+    Rule(
         "stream_of_what_is_trained",
         {"method": ("full",), "stream": ("host", "disk")},
         "memory.stream",
@@ -211,6 +220,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "memory": spec.memory.type,
         "stream": spec.memory.stream.type,
         "strategy": spec.resources.type,
+        "ranks": "one" if spec.resources.gpus == 1 else "several",
         "accelerator": spec.resources.accelerator,
         "train rows": format_of(spec.data.train),
         "eval rows": _eval_rows(spec.data),

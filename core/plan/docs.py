@@ -16,6 +16,7 @@ _PAGES = (
     ("method", "optimizer"),
     ("method", "strategy"),
     ("method", "stream"),
+    ("ranks", "stream"),
     ("batching", "streaming"),
     ("batching", "truncation"),
     ("truncation", "streaming"),

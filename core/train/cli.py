@@ -37,7 +37,7 @@ def main() -> int:
     args = _parser().parse_args()
     console = Console(stderr=True, highlight=False)
     try:
-        spec = resolve(parse_job(document(args)))
+        spec = resolve(parse_job(several(document(args), args.gpus, args.slots)))
         if refused := compatibility.check(spec):
             raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
         run_dir = args.output.absolute()
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", help="held-out rows")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="e.g. training.max_steps=10")
     parser.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to start from")
+    parser.add_argument("--gpus", type=int, metavar="K", help="train on K GPUs of this machine (resources.gpus)")
+    parser.add_argument("--slots", type=int, metavar="K", help="train on the CPU, by K ranks")
     parser.add_argument("--output", type=Path, default=Path("eft-run"), help="folder of the run (default: eft-run)")
     parser.add_argument(
         "--models-dir",
@@ -97,6 +99,16 @@ def document(args: argparse.Namespace) -> dict[str, Any]:
         if not equals or not path:
             raise SpecError(f"--set takes PATH=VALUE such as training.max_steps=10, not `{assignment}`")
         _assign(document, path, load_yaml(value.encode()))
+    return document
+
+
+def several(document: dict[str, Any], gpus: int | None, slots: int | None) -> dict[str, Any]:
+    """The job on so many GPUs of this machine, or so many shares of its CPU."""
+    if gpus is not None and slots is not None:
+        raise SpecError("--gpus are GPUs and --slots shares of the CPU: give one of the two")
+    if (count := gpus if slots is None else slots) is not None:
+        _assign(document, "resources.gpus", count)
+        _assign(document, "resources.accelerator", "gpu" if slots is None else "cpu")
     return document
 
 
@@ -143,6 +155,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         train=train,
         eval=held_out,
         cache_dir=str(args.models_dir.absolute().parent / "cache"),
+        world_size=spec.resources.gpus,
     )
 
 

@@ -64,6 +64,7 @@ def write_run(
         resume_from=[str(folder) for folder in resume_from or []],
         cache_dir=str(cache_dir) if cache_dir else None,
         fence_seconds=fence_seconds,
+        world_size=spec.resources.gpus,
     )
     run_dir.mkdir(parents=True)
     (run_dir / ORDER_FILE).write_text(order.model_dump_json())

@@ -42,7 +42,11 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 else values["batching"]
             ),
             "memory": {"type": values["memory"], "stream": values["stream"]},
-            "resources": {"type": values["strategy"], "accelerator": values["accelerator"]},
+            "resources": {
+                "type": values["strategy"],
+                "accelerator": values["accelerator"],
+                "gpus": 1 if values["ranks"] == "one" else 3,
+            },
             "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
         }
     )

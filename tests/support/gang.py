@@ -1,0 +1,64 @@
+"""Runs of several ranks, one after another in the same processes: `torchrun … -m tests.support.gang RUN_DIR…`.
+
+Starting a rank is seconds, and the runs of tests are less. The first run is begun as `-m core.train.ranks RUN_DIR`
+would begin it, the others go on from `run` with the seat that a launcher would have given. `RUN_DIR@RANK:PLACE` asks
+one rank alone to leave, at the n-th place in training where it looks whether it should.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from core.train.lifeline import Stop
+from core.train.ranks import __main__ as rank_main
+from core.train.ranks.words import Seat
+
+CODES = "codes.json"
+"""In the first run's folder: the exit code of every run, as rank 0 had it. Other ranks: `codes-1.json` and so on."""
+
+
+class AskedAt(Stop):
+    """Asked to leave at the n-th place after training began."""
+
+    def __init__(self, place: int, run_dir: Path) -> None:
+        self._left, self._run_dir, self._training = place, run_dir, False
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        if not self._training:
+            path = self._run_dir / "events.jsonl"
+            self._training = path.exists() and b'"phase":"training"' in path.read_bytes()
+            return False
+        self._left -= 1
+        return self._left < 0
+
+
+def main() -> None:
+    first, *more = sys.argv[1:]
+    seat = Seat.mine()
+    sys.argv = [rank_main.__file__, first]
+    codes = [rank_main.main()]
+    import torch.distributed as dist
+
+    from core.train.recipe import run
+
+    for argument in more:
+        folder, _, asked = argument.partition("@")
+        rank, _, place = asked.partition(":")
+        run_dir = Path(folder)
+        stop = AskedAt(int(place), run_dir) if asked and int(rank) == seat.rank else Stop()
+        codes.append(run(run_dir, stop, replace(seat, folder=run_dir)))
+        if dist.is_initialized():  # one that left early would have ended its process
+            dist.destroy_process_group()
+    name = CODES if seat.rank == 0 else f"codes-{seat.rank}.json"
+    (Path(first) / name).write_text(json.dumps(codes))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
