@@ -1,11 +1,8 @@
-"""A file on disk as a reply: ranges, ETag, a safe name; RFC 9110, sections 13 and 14."""
+"""A file of the data root as a reply: ranges, ETag, a safe name; RFC 9110, sections 13 and 14."""
 
 from __future__ import annotations
 
-import os
 import re
-import stat
-from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import Request
@@ -14,6 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import Gone, RangeNotSatisfiable
+from core.storage.store import Changed, Source, Store
 
 CHUNK = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
@@ -25,7 +23,9 @@ class FileReply(Response):
     Raises Gone when there is no such file or it does not have the size the database knows; RangeNotSatisfiable.
     """
 
-    def __init__(self, request: Request, path: Path, *, size: int, sha256: str, filename: str, media_type: str) -> None:
+    def __init__(
+        self, request: Request, store: Store, key: str, *, size: int, sha256: str, filename: str, media_type: str
+    ) -> None:
         etag = f'"{sha256}"'
         headers = {
             "accept-ranges": "bytes",
@@ -33,7 +33,7 @@ class FileReply(Response):
             "cache-control": "private, no-cache",
             "content-disposition": disposition(filename),
         }
-        self._descriptor = -1
+        self._source: Source | None = None
         self._start, self._length = 0, size
         status = 200
         if _matches(request.headers.get("if-none-match"), etag):
@@ -47,7 +47,7 @@ class FileReply(Response):
                     status = 206
                     headers["content-range"] = f"bytes {self._start}-{self._start + self._length - 1}/{size}"
             if request.method == "GET":
-                self._descriptor = _open(path, size)
+                self._source = _open(store, key, size, self._start, self._length)
             headers["content-length"] = str(self._length)
         super().__init__(status_code=status, headers=headers, media_type=media_type)
         if status == 304:
@@ -56,18 +56,18 @@ class FileReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            at, end = self._start, self._start + self._length
-            while self._descriptor >= 0 and at < end:
-                chunk = await run_in_threadpool(os.pread, self._descriptor, min(CHUNK, end - at), at)
+            left = self._length
+            while self._source is not None and left:
+                chunk = await run_in_threadpool(self._source.read, min(CHUNK, left))
                 if not chunk:
                     raise OSError("the file became shorter while it was sent")
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                at += len(chunk)
+                left -= len(chunk)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            if self._source is not None:
+                self._source.close()
+                self._source = None
 
 
 def disposition(filename: str) -> str:
@@ -76,16 +76,13 @@ def disposition(filename: str) -> str:
     return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(filename, safe='')}"
 
 
-def _open(path: Path, size: int) -> int:
+def _open(store: Store, key: str, size: int, start: int, length: int) -> Source:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return store.open(key, size=size, start=start, length=length)
+    except Changed as error:
+        raise Gone("the file on the data root is not the one that was stored: its size has changed") from error
     except OSError as error:
         raise Gone("the file is no longer on the data root") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-        os.close(descriptor)
-        raise Gone("the file on the data root is not the one that was stored: its size has changed")
-    return descriptor
 
 
 def _matches(header: str | None, etag: str) -> bool:

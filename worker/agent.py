@@ -21,13 +21,14 @@ from core.hardware import faults
 from core.hardware.discover import Gpu, discover
 from core.ids import new_id
 from core.jobs import claims, installation, nodes
-from core.jobs.budget import Budget
 from core.jobs.claims import Slot
 from core.settings import Settings
+from core.storage.bucket import Bucket
 from core.storage.layout import Layout
 from core.storage.store import open_store
 from worker import joining, node
 from worker.attempt import DATABASE_AWAY, Attempt, Site
+from worker.copies import Copies
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
 from worker.housekeeping import BrokerAway, Housekeeper
@@ -85,6 +86,8 @@ class Agent:
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
         self.site = Site(settings, database, layout, settings.node, gpus, threads)
+        if isinstance(store, Bucket):
+            self.site.copies = Copies(store, layout, settings.work_bytes, settings.min_free_bytes)
         devices = [
             Device(slot.id, gpu, child_environment("train", gpu=gpu, threads=threads, root=layout.root))
             for slot in train_slots
@@ -93,7 +96,7 @@ class Agent:
         self._selftests = SelfTests(devices, settings.node, layout.cache, settings.selftest_seconds)
         self.site.selftests = self._selftests
         self._train_slots = train_slots
-        self._room = Room(database, layout.root, settings.min_free_bytes, Budget.of(settings))
+        self._room = Room(database, layout.root, settings.min_free_bytes)
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._others = Others(gpus, settings.sysfs)
         self._figures = Figures(gpus, settings.sysfs)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from core import logfile
 from core.db.engine import Database
-from core.errors import EftError
+from core.errors import EftError, NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
 from core.jobs import claims, holds, nodes, relay
@@ -26,13 +26,17 @@ from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, S
 from core.settings import Settings
 from core.spec.run import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
+from core.storage.store import StoreAway
 from worker import gpu_memory, leftovers, orders, outcome, processes
 from worker.child import Child, write_order
+from worker.copies import Copies
 from worker.environment import child_environment
 from worker.gpu_memory import Quarantine
+from worker.publisher import Publisher, persist, publish_prepared
 from worker.pulse import Pulse
 from worker.selftest import SelfTests
 from worker.spare import Spares
+from worker.stage import Stage
 
 log = logging.getLogger("eft.worker")
 T = TypeVar("T")
@@ -65,6 +69,8 @@ class Site:
     """GPUs that have not given their memory back; None on a box without GPUs."""
     selftests: SelfTests | None = None
     """What is known of the devices of its slots."""
+    copies: Copies | None = None
+    """What this box has of a data root that is an object store; None: the data root is a folder."""
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
 
@@ -97,9 +103,20 @@ class Attempt:
         self._limit: int | None = limit
         self._time_is_up = False
         """It was told to go because its time is over, and for no other reason."""
+        self._stage = None if site.copies is None else Stage(site.copies, claim)
+        self._publisher: Publisher | None = None
 
     def run(self) -> None:
         """Never raises for what a job or the box does wrong: that becomes the job's outcome."""
+        try:
+            self._run()
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+            if self._stage is not None:
+                self._stage.close()
+
+    def _run(self) -> None:
         out_of_memory_before = processes.oom_kills()
         memory_before = self._gpu_memory()
         try:
@@ -137,7 +154,12 @@ class Attempt:
         )
         if self._time_is_up and isinstance(result, HandedBack):
             result = self._over()
-        self._finish(result, code)
+        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+            result = replace(result, result=orders.portable(result.result, self.site.layout))
+        if self._publish(result):
+            self._finish(result, code)
+        else:
+            log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)
 
     def lose(self) -> None:
         """The lease is gone: end the child at once."""
@@ -181,6 +203,7 @@ class Attempt:
         if (selftests := self.site.selftests) is not None:
             verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
         try:
+            self._bring()
             if self.claim.kind == "prepare":
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
             else:
@@ -214,9 +237,55 @@ class Attempt:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _Ended(NoRoom(f"the process could not be started: {error}")) from error
             raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
+        if self.site.copies is not None:
+            bucket, key = self.site.copies.bucket, str(self.folder.relative_to(layout.root))
+            keep = self.claim.spec["checkpoint"].get("keep_last", 2)
+            self._publisher = Publisher(bucket, self.folder, key, keep, self.lost)
         pid, started = self.child.pid, self.child.started
         if self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started))) is False:
             self.lose()
+
+    # -- a data root that is an object store
+
+    def _bring(self) -> None:
+        """What the child needs onto this box. A store that is away is waited for, as a database is."""
+        told = False
+        while self._stage is not None:
+            try:
+                self._stage.bring(self.site.database, self._halted)
+                return
+            except NoSpace as error:
+                raise _Ended(NoRoom(error.message, error.needs_bytes)) from error
+            except (StoreAway, *DATABASE_AWAY) as error:
+                if not told:
+                    log.warning("%s: %s; trying again", self.claim.label, error)
+                    told = True
+                if self._gives_up(RETRY_SECONDS):
+                    raise _Ended(HandedBack(f"the data root cannot be reached from {self.site.node}")) from error
+
+    def _halted(self) -> None:
+        """Raises _Ended when nobody waits any more for what is being brought."""
+        if self.lost.is_set() or self.site.leaving.is_set():
+            raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+        with self.site.database.read() as session:
+            stop = claims.stop_requested(session, self.token)
+        if stop is None or stop:
+            raise _Ended(HandedBack("it was asked to stop while its data was on the way"))
+
+    def _publish(self, result: Outcome) -> bool:
+        """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,
+        or has lost the job."""
+        if self.site.copies is None or self._publisher is None:
+            return True
+        bucket, root = self.site.copies.bucket, self.site.layout.root
+        done = True
+        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+            done = persist(lambda: publish_prepared(bucket, root, result.result), self._gives_up)
+        artifacts = result.artifacts if isinstance(result, Succeeded) else ()
+        return self._publisher.finish(artifacts, not isinstance(result, Succeeded), self._gives_up) and done
+
+    def _gives_up(self, seconds: float) -> bool:
+        return self.lost.is_set() or self.site.abandon.wait(seconds)
 
     def _watch(self) -> None:
         """Until the child has ended: tell its events, pass on a wish to stop, and kill it when its grace is over."""
@@ -331,6 +400,9 @@ class Attempt:
             stop = claims.stop_requested(session, self.token)
         self._unsure = False
         self._offset = batch.end
+        for line in batch.lines:
+            if line["type"] == "checkpoint" and self._publisher is not None:
+                self._publisher.checkpoint(line["path"])
         return stop
 
     def _tell_rest(self) -> bool:

@@ -53,7 +53,7 @@ def run_order(
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
     prepared = claim.prepared
-    if prepared is None or not (Path(prepared["model_dir"]) / "config.json").is_file():
+    if prepared is None or not (layout.root / prepared["model_dir"] / "config.json").is_file():
         raise ModelGone("the prepared model is no longer on the data root")
     datasets = {one["field"]: one for one in prepared.get("datasets", ())}
 
@@ -61,7 +61,7 @@ def run_order(
         match source:
             case HubDataset():
                 found = datasets.get(field)
-                paths = [] if found is None else [Path(path) for path in found["paths"]]
+                paths = [] if found is None else [layout.root / path for path in found["paths"]]
                 if found is None or not all(path.is_file() for path in paths):
                     raise ModelGone(f"the prepared rows of {source.id} are no longer on the data root")
                 return paths, found["source"]
@@ -75,7 +75,7 @@ def run_order(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
         spec=spec,
-        model_dir=prepared["model_dir"],
+        model_dir=str(layout.root / prepared["model_dir"]),
         model_source=prepared.get("source", {}),
         train=train,
         eval=held_out,
@@ -86,6 +86,17 @@ def run_order(
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
     )
+
+
+def portable(prepared: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """What a child has prepared, as another box finds it: paths below the data root are relative to it, since boxes may
+    have it at different places. A model below EFT_MODEL_ROOTS stays where it is."""
+
+    def relative(path: str) -> str:
+        return str(Path(path).relative_to(layout.root)) if Path(path).is_relative_to(layout.root) else path
+
+    datasets = [{**one, "paths": [relative(path) for path in one["paths"]]} for one in prepared.get("datasets", ())]
+    return {**prepared, "model_dir": relative(prepared["model_dir"]), "datasets": datasets}
 
 
 def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], layout: Layout) -> Path:

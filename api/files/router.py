@@ -133,7 +133,7 @@ async def upload_file(
     raw_name = checked_filename(filename) if raw else None
     size = int(announced) if raw and announced.isdecimal() else 0
     await run_in_threadpool(budget.require, here.database, here.settings, size)
-    upload = await run_in_threadpool(Upload, here.layout, here.settings, announced=size)
+    upload = await run_in_threadpool(Upload, here.layout, here.store, here.settings, announced=size)
     kept = False
     try:
         if raw:
@@ -238,7 +238,8 @@ def get_file(request: Request, file_id: FileId, asking: Reading, here: Here) -> 
         row = queries.find_file(session, asking.project_id, file_id)
     return FileReply(
         request,
-        here.layout.file(file_id),
+        here.store,
+        f"files/{file_id}",
         size=row.bytes,
         sha256=row.sha256,
         filename=row.filename,
@@ -255,5 +256,5 @@ def get_file(request: Request, file_id: FileId, asking: Reading, here: Here) -> 
 )
 def delete_file(file_id: FileId, asking: Writing, here: Here) -> Response:
     """Refused while a job that is not over trains or evaluates on it."""
-    service.remove(here.database, here.layout, asking, file_id)
+    service.remove(here.database, here.store, asking, file_id)
     return JSONResponse({"id": file_id, "deleted": True})

@@ -13,7 +13,7 @@ from core.db.tables import File
 from core.errors import Conflict
 from core.jobs import audit, queries
 from core.jobs.submit import Actor
-from core.storage.layout import Layout
+from core.storage.store import Store
 
 
 def record(database: Database, actor: Actor, stored: Stored, filename: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def record(database: Database, actor: Actor, stored: Stored, filename: str) -> d
         return file_view(row)
 
 
-def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> None:
+def remove(database: Database, store: Store, actor: Actor, file_id: str) -> None:
     """Raises NotFound, or Conflict while a job that is not over needs the file."""
     with database.write() as session:
         found = queries.find_file(session, actor.project_id, file_id, lock="delete")
@@ -54,4 +54,4 @@ def remove(database: Database, layout: Layout, actor: Actor, file_id: str) -> No
             )
         session.execute(delete(File).where(File.id == file_id))
         audit.record(session, actor, "file.delete", file_id, {"filename": found.filename, "sha256": found.sha256})
-    layout.file(file_id).unlink(missing_ok=True)
+    store.delete(f"files/{file_id}")

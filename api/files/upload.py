@@ -21,7 +21,8 @@ from core.errors import DataError, NoSpace, TooLarge
 from core.ids import new_id
 from core.settings import Settings
 from core.spec.data import Column, Format, Readable, RowFormat
-from core.storage.layout import Layout, fsync_folder
+from core.storage.layout import Layout
+from core.storage.store import Store
 
 log = logging.getLogger("eft.api.files")
 
@@ -44,7 +45,7 @@ class Stored:
 class Upload:
     """`write` until the end, then `finish`; `abort` in every other case. Keeps nothing of a refused file."""
 
-    def __init__(self, layout: Layout, settings: Settings, *, announced: int = 0) -> None:
+    def __init__(self, layout: Layout, store: Store, settings: Settings, *, announced: int = 0) -> None:
         """Raises TooLarge or NoSpace for what is announced, before a byte is read."""
         self._layout, self._settings = layout, settings
         self._too_large = TooLarge(
@@ -57,6 +58,7 @@ class Upload:
         layout.require_space(settings.min_free_bytes, announced)
         self.id = new_id("file")
         self._part = layout.uploads / f"{self.id}.part"
+        self._incoming = store.incoming(f"files/{self.id}", self._part)
         self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
         self._check: FileCheck | None = None
@@ -99,6 +101,7 @@ class Upload:
             view = memoryview(data)
             while view:
                 view = view[os.write(self._descriptor, view) :]
+        self._incoming.write(data)
 
     def finish(self) -> Stored:
         """Make it last and give it its name. Raises DataError for a faulty file, NoSpace."""
@@ -109,15 +112,13 @@ class Upload:
         with _disk_errors():
             os.fsync(self._descriptor)
             self._close()
-            self._part.replace(self._layout.file(self.id))
-            fsync_folder(self._layout.files)
+            self._incoming.finish()
         return Stored(self.id, self._bytes, self._hash.hexdigest(), report.format, report)
 
     def abort(self) -> None:
         """Leave nothing behind, not even a file that has its name already."""
         self._close()
-        self._part.unlink(missing_ok=True)
-        self._layout.file(self.id).unlink(missing_ok=True)
+        self._incoming.abort()
 
     def _close(self) -> None:
         if self._descriptor >= 0:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from api.errors import Gone
 from core.logfile import first_byte
+from core.spec.run import LOG_FILE
+from core.storage.bucket import LOG
+from core.storage.store import Folder, Store
 
 MAX_BYTES = 1 << 20
 """Of one reply."""
@@ -22,29 +25,43 @@ class Window:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`data` lies at `start` of a log of `size` bytes, of which the reader asked for what is from `asked` on."""
+
+    data: bytes
+    asked: int
+    start: int
+    size: int
+
+
+def of_run(store: Store, run: str, *, offset: int | None = None, tail: int | None = None) -> Window:
+    """As `read`, of the run with this key. Raises Gone, StoreAway."""
+    match store:
+        case Folder():
+            return read(store.root / run / LOG_FILE, offset=offset, tail=tail)
+        case _:
+            return _window(_of_parts(store, f"{run}/{LOG}", offset), offset, tail)
+
+
 def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> Window:
     """From byte `offset` on, or the last `tail` lines, or (neither) the end; at most MAX_BYTES. No file: no text.
 
     Of a long log the oldest part is no longer kept (core/logfile.py): who asks for it is told, and goes on behind it.
     What is no UTF-8 is shown as U+FFFD. A character still being written at the end is left for the next window.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    return _window(_of_file(path, offset), offset, tail)
+
+
+def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> Window:
+    if piece is None:
         return Window("", 0, 0)
-    except OSError as error:  # a link, say
-        raise Gone("the log on the data root is not a file that may be shown") from error
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        # Beyond its end: a file system without holes, where it began anew.
-        asked = max(0, size - MAX_BYTES) if offset is None else offset if offset <= size else 0
-        start = max(asked, first_byte(file.fileno(), size))
-        file.seek(start)
-        data = file.read(min(MAX_BYTES, size - start))
+    data, start, size = piece.data, piece.start, piece.size
     if data.startswith(b"\0"):  # it went just now
         start += len(data) - len(data.lstrip(b"\0"))
         data = data.lstrip(b"\0")
-    gone = f"[{start - asked} bytes of this log are no longer kept]\n" if start > asked and offset is not None else ""
+    lost = start - piece.asked
+    gone = f"[{lost} bytes of this log are no longer kept]\n" if lost > 0 and offset is not None else ""
     if offset is None:
         cut = _last_lines(data, tail) if tail is not None else 0
         if cut == 0 and start > 0:
@@ -53,6 +70,53 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
     whole = data[: len(data) - _unfinished(data)]
     end = (size if offset is None else start + len(data)) - (len(data) - len(whole))
     return Window(gone + whole.decode("utf-8", "replace"), end, size)
+
+
+def _of_file(path: Path, offset: int | None) -> _Piece | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a link, say
+        raise Gone("the log on the data root is not a file that may be shown") from error
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        asked = _asked(offset, size)
+        start = max(asked, first_byte(file.fileno(), size))
+        file.seek(start)
+        return _Piece(file.read(min(MAX_BYTES, size - start)), asked, start, size)
+
+
+def _of_parts(store: Store, prefix: str, offset: int | None) -> _Piece | None:
+    """As a worker has stored it in an object store: parts that are called after the byte with which they begin."""
+    parts = sorted((int(entry.key.rpartition("/")[2]), entry) for entry in store.tree(prefix))
+    if not parts:
+        return None
+    size = parts[-1][0] + parts[-1][1].bytes
+    asked = _asked(offset, size)
+    start = max(asked, parts[0][0])
+    data = b""
+    for begins, entry in parts:
+        skip = max(0, start - begins)
+        length = min(entry.bytes - skip, MAX_BYTES - len(data))
+        if length > 0:
+            try:
+                source = store.open(entry.key, size=None, start=skip, length=length)
+            except FileNotFoundError:
+                break  # removed meanwhile
+            try:
+                while piece := source.read(length):
+                    data += piece
+            finally:
+                source.close()
+    return _Piece(data, asked, start, size)
+
+
+def _asked(offset: int | None, size: int) -> int:
+    """Beyond its end: a file system without holes, where it began anew."""
+    if offset is None:
+        return max(0, size - MAX_BYTES)
+    return offset if offset <= size else 0
 
 
 def _last_lines(data: bytes, lines: int) -> int:

@@ -25,7 +25,6 @@ from core.errors import Fault, NotFound
 from core.jobs import explain, priority, queries
 from core.jobs.states import Status
 from core.jobs.submit import cancel, find, pause, resume
-from core.spec.run import LOG_FILE
 
 router = APIRouter(tags=["jobs"])
 
@@ -310,7 +309,8 @@ def job_logs(
     number = attempt or newest
     window = logs.Window("", 0, 0)
     if number > 0:
-        window = logs.read(here.layout.attempt(job_id, number) / LOG_FILE, offset=offset, tail=tail)
+        run = here.layout.attempt(job_id, number).relative_to(here.layout.root)
+        window = logs.of_run(here.store, str(run), offset=offset, tail=tail)
     headers = {
         "x-log-attempt": str(number),
         "x-log-offset": str(window.offset),
@@ -368,7 +368,8 @@ def get_artifact(
         raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
     return FileReply(
         request,
-        file,
+        here.store,
+        str(file.relative_to(here.layout.root)),
         size=row.bytes,
         sha256=row.sha256,
         filename=FilePath(row.path).name,

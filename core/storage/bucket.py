@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,9 @@ MOST_PARTS = 9_000
 AT_ONCE = 4
 """Parts, or objects, that are on their way side by side."""
 MANIFEST = "manifest.json"
+LOG = "log"
+LOG_PART = 1 << 20
+"""A log that grows is stored in objects of so many bytes; only the last of them is written again."""
 GONE = ("404", "NoSuchKey", "NotFound")
 T = TypeVar("T")
 A = TypeVar("A")
@@ -254,6 +257,11 @@ def _refusal(code: str, error: Exception) -> str:
             return f"refused ({error})"
 
 
+def log_key(run: str, start: int) -> str:
+    """Where the bytes of a run's log from `start` on lie; `start` is a multiple of LOG_PART."""
+    return f"{run}/{LOG}/{start:016d}"
+
+
 class _Passed(Exception):
     """The store said what the caller had thought of."""
 
@@ -314,11 +322,16 @@ class _Parts(Incoming):
 
     def abort(self) -> None:
         self._part.unlink(missing_ok=True)
+        if self._upload is not None or self._done:
+            # Whoever breaks an upload off does not wait; what cannot be taken back is swept later.
+            threading.Thread(target=self._take_back, name="eft-s3-abort", daemon=True).start()
+
+    def _take_back(self) -> None:
         if self._upload is not None:
             self._bucket.abandon(self._key, self._upload)
-            self._upload = None
         if self._done:
-            self._bucket.delete(self._key)
+            with suppress(StoreAway):
+                self._bucket.delete(self._key)
 
     def _send(self, data: bytes) -> None:
         if self._upload is None:
