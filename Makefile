@@ -80,6 +80,7 @@ check: $(VENV)/.test ## lint, types, import rules, stale docs
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m core.docs --check
 	@$(BIN)/python -m api.auth.table --check
+	@$(BIN)/python client/unasync.py --check
 
 fmt: $(VENV)/.test ## format and fix
 	@$(BIN)/ruff format .
@@ -88,6 +89,7 @@ fmt: $(VENV)/.test ## format and fix
 docs: $(VENV)/.app ## write the generated pages again
 	@$(BIN)/python -m core.docs
 	@$(BIN)/python -m api.auth.table
+	@$(BIN)/python client/unasync.py
 
 lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile pyproject.toml --extra train --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/app.txt

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -172,6 +173,15 @@ def _type_name(annotation: Any) -> str:
     return f"list of {_type_name(inner[0])}s".replace("list of list of", "list of").replace("ss", "s")
 
 
+# --- docs/cli.md -----------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """The manual of the command line, which prints it itself: the client is a program of its own, none of our layers."""
+    call = [sys.executable, "-m", "eft.manual_pages"]
+    return subprocess.run(call, cwd=HOME, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec_page,
     "settings.md": settings_page,
@@ -180,16 +190,17 @@ PAGES: dict[str, Callable[[], str]] = {
     "install-rocm.md": install_docs.rocm,
     "install-cuda.md": install_docs.cuda,
     "kernel-table.md": kernel_table.render,
+    "cli.md": cli_page,
 }
 
 
-def stale() -> list[str]:
-    """Names of the pages that are not what the code says."""
+def stale(names: Collection[str] = PAGES.keys()) -> list[str]:
+    """Those of the pages that are not what the code says."""
     folder = HOME / "docs"
     return [
         name
-        for name, render in PAGES.items()
-        if not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != render()
+        for name in names
+        if not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != PAGES[name]()
     ]
 
 

@@ -19,6 +19,21 @@ from eft.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, fol
 JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
 
 
+@manual(
+    examples=[
+        ("eft submit job.yaml", "Queue it; its id is printed."),
+        (
+            "eft submit job.yaml --data rows.jsonl --set training.max_steps=10 --wait",
+            "With data and a field of one's own, to its end.",
+        ),
+        (
+            "eft submit job.yaml --fail-if 'eval_loss > 1.2' --idempotency-key \"$CI_PIPELINE_ID\"",
+            "In a pipeline: one job however often it is run, and red when it is not good enough.",
+        ),
+        ("eft submit job.yaml --dry-run", "See every default; nothing is queued."),
+    ],
+    exits=(*ENDS, ExitCode.CONDITION),
+)
 def submit(
     source: Annotated[str, typer.Argument(metavar="FILE", help="Job file, YAML or JSON; - reads stdin.")],
     settings: Annotated[
@@ -63,6 +78,12 @@ def submit(
         end(client, output, job, asked, patience)
 
 
+@manual(
+    examples=[
+        ("eft ls --status running,queued", "What is going on."),
+        ("eft ls --json | jq -r '.data[].id'", "Ids, for a script."),
+    ]
+)
 def ls(
     status: Annotated[str | None, typer.Option(help="Only this status, or several with commas.")] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
@@ -95,6 +116,7 @@ def ls(
                 output.note(f"there are more than {limit}: --limit")
 
 
+@manual(examples=[("eft show job-01kar3v8x5m2h6n9qst4wyz0bc", "State, place in the queue, result or failure.")])
 def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """One job: its state, result or failure."""
     with session(as_json, url) as (client, output):
@@ -130,6 +152,7 @@ def check(
         end(client, output, job, asked, patience)
 
 
+@manual(examples=[("eft pause job-01kar3v8x5m2h6n9qst4wyz0bc", "Make room; nothing done is lost.")])
 def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Free jobs' slots and keep what they have done: the trainer writes a checkpoint and leaves."""
     with session(as_json, url) as (client, output):
@@ -137,6 +160,7 @@ def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = Fa
             _tell_status(output, client.pause(job_id))
 
 
+@manual(examples=[("eft resume job-01kar3v8x5m2h6n9qst4wyz0bc", "Go on.")])
 def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Queue paused jobs again. They go on from their checkpoints and end with the same weights."""
     with session(as_json, url) as (client, output):
@@ -144,6 +168,7 @@ def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = F
             _tell_status(output, client.resume(job_id))
 
 
+@manual(examples=[("eft priority job-01kar3v8x5m2h6n9qst4wyz0bc --to 10", "Before others of the project.")])
 def priority(
     job_ids: JobArguments,
     to: Annotated[int, typer.Option("--to", min=-100, max=100, help="The new one; jobs of a higher one go first.")],
@@ -157,6 +182,7 @@ def priority(
             output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}, priority {to}\n")
 
 
+@manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Once more, from the newest checkpoint.")])
 def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Try a failed or cancelled job again: a new job that goes on from its newest checkpoint. Prints its id."""
     with session(as_json, url) as (client, output):
@@ -164,6 +190,7 @@ def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = Fals
         output.json(job.raw) if as_json else output.text(f"{job.id}\n")
 
 
+@manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Stop it and wait until it has stopped.")])
 def cancel(
     job_ids: JobArguments,
     wait: Annotated[bool, typer.Option("--wait", help="Until they have ended.")] = False,

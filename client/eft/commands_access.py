@@ -15,6 +15,7 @@ from eft.app import App
 from eft.commands_box import KEYS, pass_on
 from eft.config import write_config
 from eft.errors import UsageFault
+from eft.manual import manual
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
 
@@ -33,6 +34,7 @@ SCOPES = "read, write, admin, box, or metrics (of an admin of the box, for `GET 
 STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 
+@manual(examples=[("eft whoami", "Which key is this?")])
 def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Whom your key acts for, and what it may do."""
     with session(as_json, url) as (client, output):
@@ -52,6 +54,7 @@ def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @keys.command("list")
+@manual(examples=[("eft keys list", "Yours; --all shows the project's to its admins.")])
 def list_keys(
     everybody: Annotated[bool, typer.Option("--all", help="Everybody's in the project; for its admins.")] = False,
     project: ProjectOption = None,
@@ -79,6 +82,7 @@ def list_keys(
 
 
 @keys.command("create")
+@manual(examples=[("eft keys create ci --scope write --days 90", "For a pipeline, for three months.")])
 def create_key(
     name: Annotated[str, typer.Argument(help="To tell keys apart.")] = "key",
     scope: Annotated[str | None, typer.Option(help=f"{SCOPES}. Default: all that its user may.")] = None,
@@ -95,6 +99,7 @@ def create_key(
 
 
 @keys.command("rotate")
+@manual(examples=[("eft keys rotate --save", "A new key in place of yours, kept where `eft login` keeps it.")])
 def rotate_key(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its id or prefix. Default: your own.")] = None,
     overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old key still works.")] = 24.0,
@@ -119,6 +124,7 @@ def rotate_key(
 
 
 @keys.command("revoke")
+@manual(examples=[("eft keys revoke key-01kar3v8x5m2h6n9qst4wyz0bc", "At once and for good.")])
 def revoke_key(key: KeyArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """A key stops working at once, for good."""
     with session(as_json, url) as (client, output):
@@ -159,6 +165,7 @@ def _tell_key(output: Output, made: dict[str, Any]) -> None:
 
 
 @users.command("list")
+@manual(examples=[("eft users list", "Everybody.")])
 def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Everybody, by name."""
     with session(as_json, url) as (client, output):
@@ -171,6 +178,7 @@ def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @users.command("create")
+@manual(examples=[("eft users create bob", "Somebody new.")])
 def create_user(
     name: Annotated[str, typer.Argument(help="Unique on this box.")],
     box_admin: Annotated[bool, typer.Option("--box-admin", help="Looks after the box.")] = False,
@@ -184,6 +192,7 @@ def create_user(
 
 
 @users.command("change")
+@manual(examples=[("eft users change bob --disable", "None of his keys works any more.")])
 def change_user(
     user: UserArgument,
     box_admin: Annotated[bool | None, typer.Option("--box-admin/--no-box-admin", help="Looks after the box.")] = None,
@@ -205,6 +214,7 @@ def change_user(
 
 
 @projects.command("list")
+@manual(examples=[("eft projects list", "Yours; an admin of the box sees all.")])
 def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """The project of your key; for admins of the box, all."""
     with session(as_json, url) as (client, output):
@@ -212,6 +222,7 @@ def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @projects.command("create")
+@manual(examples=[("eft projects create voice --admin ada", "A project with its first admin.")])
 def create_project(
     name: Annotated[str, typer.Argument(help="Unique on this box.")],
     admin: Annotated[str | None, typer.Option(help="User who becomes its first admin. Default: you.")] = None,
@@ -225,6 +236,7 @@ def create_project(
 
 
 @projects.command("members")
+@manual(examples=[("eft projects members", "Who is in the project of your key.")])
 def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Who belongs to a project, in which role."""
     with session(as_json, url) as (client, output):
@@ -237,6 +249,7 @@ def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonO
 
 
 @projects.command("add")
+@manual(examples=[("eft projects add bob --role viewer", "He may look.")])
 def add_member(
     user: UserArgument,
     role: Annotated[str, typer.Option(help="viewer, member or admin.")] = "member",
@@ -251,6 +264,7 @@ def add_member(
 
 
 @projects.command("remove")
+@manual(examples=[("eft projects remove bob", "His keys for the project are revoked.")])
 def remove_member(
     user: UserArgument, project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
@@ -267,6 +281,7 @@ def _project(client: Client, given: str | None) -> str:
 # --- audit
 
 
+@manual(examples=[("eft audit --action key. --since 2026-11-01", "What was done with keys this month.")])
 def audit(
     actor: Annotated[str | None, typer.Option(help="Only what this user did.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, or a kind with its dot: `key.`.")] = None,

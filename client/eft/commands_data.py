@@ -13,6 +13,7 @@ from eft.app import App
 from eft.commands_box import application_home, command
 from eft.datasheet import print_check, print_preview, print_samples
 from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
+from eft.manual import manual
 from eft.output import Output
 from eft.session import JobArgument, JsonOption, UrlOption, outputs, session
 
@@ -25,6 +26,13 @@ SetOption = Annotated[
 
 
 @app.command()
+@manual(
+    examples=[
+        ("eft data check rows.jsonl", "Every fault, before anything is sent."),
+        ("eft data check rows.csv --column prompt=question --column completion=answer", "Columns of other names."),
+    ],
+    exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
+)
 def check(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="JSONL, JSON, CSV or Parquet.")],
     format: Annotated[str, typer.Option(help="What every row shall be; needed only where rows fit two.")] = "auto",
@@ -42,6 +50,15 @@ def check(
 
 
 @app.command()
+@manual(
+    examples=[
+        (
+            "eft data preview rows.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct",
+            "What is learned of each row, and what is cut.",
+        )
+    ],
+    exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
+)
 def preview(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Training rows.")],
     model: Annotated[str | None, typer.Option(help="Hub id, local folder or .gguf file.")] = None,
@@ -83,6 +100,7 @@ def _failed(error: dict[str, Any]) -> EftClientError:
     return found
 
 
+@manual(examples=[("eft samples job-01kar3v8x5m2h6n9qst4wyz0bc", "Before and after, prompt by prompt.")])
 def samples(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(help="After this step. Default: the weights handed back.")] = None,

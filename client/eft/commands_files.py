@@ -16,6 +16,7 @@ from eft.commands_data import SetOption
 from eft.datasheet import print_preview
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job
+from eft.manual import manual
 from eft.output import files_table
 from eft.session import JsonOption, UrlOption, session
 
@@ -25,6 +26,7 @@ FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's i
 
 
 @app.command()
+@manual(examples=[("eft files upload train.jsonl eval.jsonl", "Two files; their ids are printed.")])
 def upload(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="JSONL, JSON, CSV or Parquet files.")],
     row_format: Annotated[
@@ -60,6 +62,7 @@ def upload(
 
 
 @app.command()
+@manual(examples=[("eft files ls", "What the project has.")])
 def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List files, newest first."""
     with session(as_json, url) as (client, output):
@@ -71,6 +74,7 @@ def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@manual(examples=[("eft files rm file-01kar3v8x5m2h6n9qst4wyz0bc", "One that no job needs any more.")])
 def rm(
     file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...", help="Files' ids.")],
     url: UrlOption = None,
@@ -84,6 +88,15 @@ def rm(
 
 
 @app.command()
+@manual(
+    examples=[
+        (
+            "eft files preview file-01kar3v8x5m2h6n9qst4wyz0bc --model HuggingFaceTB/SmolLM2-135M-Instruct",
+            "What training would see of it.",
+        )
+    ],
+    exits={ExitCode.USAGE: "the file has a fault, or the usage is wrong"},
+)
 def preview(
     file_id: FileArgument,
     model: Annotated[str | None, typer.Option(help="Base model, as in a job.")] = None,
@@ -116,6 +129,7 @@ def preview(
 
 
 @app.command()
+@manual(examples=[("eft files get file-01kar3v8x5m2h6n9qst4wyz0bc > rows.jsonl", "Its bytes.")])
 def get(file_id: FileArgument, url: UrlOption = None) -> None:
     """Write a file's content to stdout."""
     with session(False, url) as (client, _), client.file_content(file_id) as chunks:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eft.app import App
+from eft.manual import manual
 from eft.output import Output, size
 from eft.session import JsonOption, UrlOption, session
 from eft.times import point
@@ -23,6 +24,7 @@ STATE_STYLE = {"free": "green", "busy": "cyan", "held": "yellow", "drained": "ma
 
 
 @gpu.command("list")
+@manual(examples=[("eft gpu list", "Who has which.")])
 def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Every GPU (or CPU slot) and who has it: a job, a hold, somebody's own process."""
     with session(as_json, url) as (client, output):
@@ -48,6 +50,12 @@ def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @gpu.command()
+@manual(
+    examples=[
+        ("eft gpu hold 3 --until 18:00 --for bob --why notebook", "Keep eft off a GPU until the evening."),
+        ("eft gpu hold box-1/0 --now", "At once; its job goes on elsewhere."),
+    ]
+)
 def hold(
     gpus: GpuArguments,
     until: Annotated[str | None, typer.Option(help="18:00, 2h, 2026-11-22T08:00. Default: until released.")] = None,
@@ -64,6 +72,7 @@ def hold(
 
 
 @gpu.command()
+@manual(examples=[("eft gpu release 3", "Give it back.")])
 def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """eft may use them again."""
     with session(as_json, url) as (client, output):
@@ -71,6 +80,7 @@ def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 
 
 @gpu.command()
+@manual(examples=[("eft gpu drain box-1/2 --why 'fan is loud'", "Out of service until undrain.")])
 def drain(gpus: GpuArguments, why: WhyOption = "", url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Take GPUs out of service; what runs there goes on elsewhere. For admins of the box."""
     with session(as_json, url) as (client, output):
@@ -78,6 +88,7 @@ def drain(gpus: GpuArguments, why: WhyOption = "", url: UrlOption = None, as_jso
 
 
 @gpu.command()
+@manual(examples=[("eft gpu undrain box-1/2", "Back into service.")])
 def undrain(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Put GPUs back into service. For admins of the box."""
     with session(as_json, url) as (client, output):
@@ -85,6 +96,7 @@ def undrain(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 
 
 @gpu.command()
+@manual(examples=[("eft gpu history box-1/0 -n 50", "Its last 50 jobs and holds.")])
 def history(
     gpu: Annotated[str, typer.Argument(metavar="GPU", help="NODE/INDEX.")],
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 20,
@@ -119,6 +131,7 @@ def _tell(output: Output, holds: list[dict[str, Any]]) -> None:
 
 
 @maintenance.command("list")
+@manual(examples=[("eft maintenance list", "What is planned.")])
 def list_maintenance(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """What is planned."""
     with session(as_json, url) as (client, output):
@@ -130,6 +143,14 @@ def list_maintenance(url: UrlOption = None, as_json: JsonOption = False) -> None
 
 
 @maintenance.command("plan")
+@manual(
+    examples=[
+        (
+            "eft maintenance plan box-1 --from 2026-12-01T08:00 --until 2026-12-01T10:00 --why 'new kernel'",
+            "Two hours of one box.",
+        )
+    ]
+)
 def plan_maintenance(
     start: Annotated[str, typer.Option("--from", help="18:00, 2h, 2026-11-22T08:00.")],
     until: Annotated[str, typer.Option(help="The same.")],
@@ -145,6 +166,7 @@ def plan_maintenance(
 
 
 @maintenance.command("cancel")
+@manual(examples=[("eft maintenance cancel maint-01kar3v8x5m2h6n9qst4wyz0bc", "It is put off.")])
 def cancel_maintenance(
     maintenance_id: Annotated[str, typer.Argument(metavar="ID", help="`eft maintenance list` shows it.")],
     url: UrlOption = None,

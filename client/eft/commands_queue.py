@@ -10,6 +10,7 @@ from rich.table import Table
 
 from eft.app import App
 from eft.errors import UsageFault
+from eft.manual import manual
 from eft.output import Output, age, size
 from eft.session import JsonOption, UrlOption, session
 from eft.times import clock
@@ -19,6 +20,7 @@ NONE = "none"
 """What `eft quota set` takes for: no quota."""
 
 
+@manual(examples=[("eft queue", "Who is next, and why one waits.")])
 def queue(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 100,
     url: UrlOption = None,
@@ -42,6 +44,7 @@ def queue(
         output.data.print(table)
 
 
+@manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "A month, for a spreadsheet.")])
 def usage(
     since: Annotated[str | None, typer.Option(help="First day, 2026-11-15. Default: six days before the last.")] = None,
     until: Annotated[str | None, typer.Option(help="Last day. Default: today (UTC).")] = None,
@@ -80,6 +83,7 @@ def usage(
         )
 
 
+@manual(examples=[("eft gc --dry-run", "What would go, and why.")])
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     url: UrlOption = None,
@@ -98,6 +102,7 @@ def gc(
 
 
 @quota.command("list")
+@manual(examples=[("eft quota list", "What you may use.")])
 def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Your own and your project's; all of them for an admin of the box."""
     with session(as_json, url) as (client, output):
@@ -113,6 +118,13 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @quota.command("set")
+@manual(
+    examples=[
+        ("eft quota set project voice --max-running 2 --gpu-hours-week 100", "Two jobs at once, and a hundred hours."),
+        ("eft quota set owner ada --shares 2", "Twice the GPU time of others."),
+        ("eft quota set project voice --max-running none", "No limit any more."),
+    ]
+)
 def set_quota(
     scope: Annotated[str, typer.Argument(help="project or owner.")],
     name: Annotated[str, typer.Argument(help="Name of the project or user.")],

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eft.app import App
+from eft.manual import manual
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
 
@@ -19,6 +20,7 @@ STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
 
 
 @app.command("list")
+@manual(examples=[("eft webhooks list", "Where notices go, and which of them fail.")])
 def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """The project's webhooks, and which of them fail."""
     with session(as_json, url) as (client, output):
@@ -35,6 +37,12 @@ def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command("create")
+@manual(
+    examples=[
+        ("eft webhooks create https://ci.lab/hooks/eft --event job.failed", "Signed JSON for each failure."),
+        ("eft webhooks create https://chat.lab/hooks/x --kind chat", "A line in a channel."),
+    ]
+)
 def create_webhook(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Where to POST: http(s)://…")],
     name: Annotated[str, typer.Option(help="To tell webhooks apart.")] = "webhook",
@@ -57,6 +65,11 @@ def create_webhook(
 
 
 @app.command("rotate")
+@manual(
+    examples=[
+        ("eft webhooks rotate hook-01kar3v8x5m2h6n9qst4wyz0bc --overlap-hours 2", "Both secrets sign for two hours.")
+    ]
+)
 def rotate_webhook(
     hook: HookArgument,
     overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old secret signs, too.")] = 24.0,
@@ -69,6 +82,7 @@ def rotate_webhook(
 
 
 @app.command("enable")
+@manual(examples=[("eft webhooks enable hook-01kar3v8x5m2h6n9qst4wyz0bc", "After days of failure.")])
 def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Send to a webhook again that was disabled."""
     with session(as_json, url) as (client, output):
@@ -77,6 +91,7 @@ def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOptio
 
 
 @app.command("test")
+@manual(examples=[("eft webhooks test hook-01kar3v8x5m2h6n9qst4wyz0bc", "Does it arrive?")])
 def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Send a test; `eft webhooks deliveries` shows what became of it."""
     with session(as_json, url) as (client, output):
@@ -85,6 +100,7 @@ def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption 
 
 
 @app.command("deliveries")
+@manual(examples=[("eft webhooks deliveries hook-01kar3v8x5m2h6n9qst4wyz0bc --state dead", "What was given up.")])
 def deliveries(
     hook: HookArgument,
     state: Annotated[str | None, typer.Option(help="Only these: pending, delivered or dead.")] = None,
@@ -108,6 +124,7 @@ def deliveries(
 
 
 @app.command("resend")
+@manual(examples=[("eft webhooks resend hook-01kar3v8x5m2h6n9qst4wyz0bc msg-01kar3v8x5m2h6n9qst4wyz0bc", "Once more.")])
 def resend(
     hook: HookArgument,
     delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="A delivery's id.")],
@@ -121,6 +138,7 @@ def resend(
 
 
 @app.command("delete")
+@manual(examples=[("eft webhooks delete hook-01kar3v8x5m2h6n9qst4wyz0bc", "No more notices.")])
 def delete_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Nothing is sent there any more."""
     with session(as_json, url) as (client, output):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from eft.app import App, Group
 from eft.commands_box import WORKER, pass_on
+from eft.manual import manual
 from eft.output import Output, duration
 from eft.session import JsonOption, UrlOption, session
 from eft.types import Node
@@ -41,6 +42,7 @@ pass_on(app, "run", WORKER[0], f"{WORKER[1]} Also `eft worker` alone.")
 
 
 @app.command("list")
+@manual(examples=[("eft nodes", "The boxes of the installation.")])
 def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """The boxes, what they hold, and which are drained."""
     with session(as_json, url) as (client, output):
@@ -52,6 +54,11 @@ def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@manual(
+    examples=[
+        ("eft worker drain box-1 --reason 'new disk' --wait", "Take a box out of service, and wait until it is empty.")
+    ]
+)
 def drain(
     node: NodeArgument,
     reason: Annotated[str, typer.Option(help="Why; shown with the node and its jobs.")] = "",
@@ -70,6 +77,7 @@ def drain(
 
 
 @app.command()
+@manual(examples=[("eft worker undrain box-1", "Let it work again.")])
 def undrain(node: NodeArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Let a box take jobs again."""
     with session(as_json, url) as (client, output):

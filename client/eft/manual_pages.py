@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from eft.delegated import Section, sections
+from eft.errors import EXIT_MEANINGS, ExitCode
 from eft.manual import Page, pages
 
 # --- man
@@ -108,20 +109,23 @@ def _section(page: Page, told: Sequence[Section]) -> list[str]:
         return lines
     lines += ["", "```", page.usage, "```"]
     rows = [(one.shown, one.help) for one in (*page.arguments, *page.options) if one.name != "help"]
-    for _, more in told:
-        rows += [row for row in more if not row[0].startswith("-h")]
+    examples = [(line, purpose) for line, purpose in page.examples]
+    for heading, more in told:
+        if heading.lower().startswith("example"):
+            examples += more
+        else:
+            rows += [row for row in more if not row[0].startswith("-h")]
     if rows:
         lines += ["", "| | |", "|---|---|", *(f"| `{_cell(label)}` | {_cell(words)} |" for label, words in rows)]
-    if page.examples:
+    if examples:
         lines += ["", "```sh"]
-        for line, purpose in page.examples:
-            lines += [f"# {purpose}", line]
+        for line, purpose in examples:
+            lines += [*([f"# {purpose}"] if purpose else []), line]
         lines += ["```"]
-    if page.exits:
-        lines += ["", f"Exit codes: {', '.join(str(code) for code, _ in page.exits)}."]
-    special = [(code, words) for code, words in page.exits if code in (1, 3, 8)]
-    if special:
-        lines[-1] = lines[-1][:-1] + "; " + "; ".join(f"{code}: {words}" for code, words in special) + "."
+    if page.exits:  # their words stand in the table above; here those that differ
+        common = dict(EXIT_MEANINGS.items())
+        special = [f"; {code}: {words}" for code, words in page.exits if code and common.get(ExitCode(code)) != words]
+        lines += ["", f"Exit codes: {', '.join(str(code) for code, _ in page.exits)}{''.join(special)}."]
     return lines
 
 
