@@ -21,6 +21,7 @@ from core.hardware import faults
 from core.hardware.discover import Gpu, discover
 from core.ids import new_id
 from core.jobs import claims, installation, nodes
+from core.jobs.budget import Budget
 from core.jobs.claims import Slot
 from core.settings import Settings
 from core.storage.bucket import Bucket
@@ -96,7 +97,7 @@ class Agent:
         self._selftests = SelfTests(devices, settings.node, layout.cache, settings.selftest_seconds)
         self.site.selftests = self._selftests
         self._train_slots = train_slots
-        self._room = Room(database, layout.root, settings.min_free_bytes)
+        self._room = Room(database, layout.root, settings.min_free_bytes, Budget.of(settings))
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
         self._others = Others(gpus, settings.sysfs)
         self._figures = Figures(gpus, settings.sysfs)
