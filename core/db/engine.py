@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,13 @@ class db_now(FunctionElement[float]):  # noqa: N801 -- reads as a SQL function
     inherit_cache = True
 
 
+_CLOCKED = "eft_clocked"
+"""Mark of a dialect whose connections have `eft_now()`."""
+
+
 @compiles(db_now, "sqlite")
 def _sqlite_now(element: Any, compiler: Any, **kwargs: Any) -> str:
-    return "((julianday('now') - 2440587.5) * 86400.0)"
+    return "eft_now()" if hasattr(compiler.dialect, _CLOCKED) else "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 @compiles(db_now, "postgresql")
@@ -79,11 +83,18 @@ class WriteQueue:
 
 
 class Database:
-    """Transactions on one database. Thread-safe; a Session belongs to the thread that opened it."""
+    """Transactions on one database. Thread-safe; a Session belongs to the thread that opened it.
 
-    def __init__(self, url: str) -> None:
+    `clock` (SQLite alone): seconds since 1970 in place of the database's own clock, for simulations (bench/lab), where
+    a week takes a minute. All that compares times does so by `db_now`, so all of it follows.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
         self.url = make_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if clock is not None and not self.is_sqlite:
+            raise ValueError("another clock than the database's own can be given on SQLite alone")
+        self._clock = clock
         self._writer = self._engine("BEGIN IMMEDIATE")
         self._reader = self._engine("BEGIN") if self.is_sqlite else self._writer
         self._queue = WriteQueue() if self.is_sqlite else None
@@ -92,6 +103,9 @@ class Database:
         if not self.is_sqlite:
             return create_engine(self.url, pool_pre_ping=True, pool_size=10, max_overflow=20, pool_recycle=1800)
         engine = create_engine(self.url, pool_size=10, max_overflow=20, connect_args={"timeout": BUSY_SECONDS})
+
+        if self._clock is not None:
+            setattr(engine.dialect, _CLOCKED, True)
 
         @event.listens_for(engine, "connect")
         def _on_connect(connection: sqlite3.Connection, _: Any) -> None:
@@ -103,6 +117,8 @@ class Database:
                 "foreign_keys=ON",
             ):
                 connection.execute(f"PRAGMA {pragma}")
+            if self._clock is not None:
+                connection.create_function("eft_now", 0, self._clock)
 
         @event.listens_for(engine, "begin")
         def _on_begin(connection: Any) -> None:
