@@ -40,13 +40,15 @@ def arm(
     held_at: float | None = None,
     on_stop: Callable[[], None] | None = None,
     on_fence: Callable[[], None] = lambda: None,
+    first_to_go: bool = True,
 ) -> Stop:
     """Call once, from the main thread, before anything slow is imported.
 
     `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. The fence's clock
     starts at `held_at` (core/spec/run.py), and ends us here and now when that is too long ago. `on_stop` runs
     inside the signal handler, for a child whose work may be dropped anywhere; `on_fence` ends what must not live on
-    when the fence ends this process. The kernel ties PDEATHSIG to the
+    when the fence ends this process. `first_to_go`: the kernel should rather take this process for want of memory than
+    others; not one that only holds its children's lifeline. The kernel ties PDEATHSIG to the
     *thread* that spawned us, so a worker must spawn from a thread that lives as long as the child.
     """
     stop = Stop()
@@ -60,7 +62,8 @@ def arm(
     signal.signal(signal.SIGTERM, stop_requested)
     faulthandler.enable()  # a crash in native code leaves the stacks of all threads in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does a hang, when the worker asks for them
-    _volunteer_for_oom_kill()
+    if first_to_go:
+        _volunteer_for_oom_kill()
     if fence_seconds is not None:
         parent = os.getppid()
         _die_with_parent()
@@ -74,14 +77,15 @@ def arm(
     return stop
 
 
-def arm_rank() -> Stop:
-    """As `arm`, for one of several ranks: its launcher has the heartbeat, and when that is gone, so is the rank."""
+def arm_rank(launcher: int | None = None) -> Stop:
+    """As `arm`, for one of several ranks: its launcher has the heartbeat, and when that is gone, so is the rank.
+    `launcher`: the number of that process; None: whoever is the parent now."""
     stop = Stop()
 
     def stop_requested(signum: int, frame: FrameType | None) -> None:
         stop.requested = True
 
-    parent = os.getppid()
+    parent = os.getppid() if launcher is None else launcher
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
     signal.signal(signal.SIGTERM, stop_requested)
     faulthandler.enable()

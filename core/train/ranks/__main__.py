@@ -21,7 +21,7 @@ def main() -> int:
     except (KeyError, ValueError) as error:
         print(f"this is no rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
         return 2
-    stop = arm_rank()
+    stop = arm_rank(seat.launcher)
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     before_torch()

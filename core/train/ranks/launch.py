@@ -50,7 +50,8 @@ def launch(run_dir: Path, order: RunOrder) -> int:
     """Run the order's ranks to their end: the exit code (core/spec/run.py). Does not return where a rank was ended by
     a signal: this process is ended by the same one then."""
     gang = Gang(run_dir, order.world_size)
-    stop = arm(order.fence_seconds, held_at=order.held_at, on_stop=gang.ask, on_fence=gang.kill)
+    hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill}
+    stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
 
     def interrupted(signum: int, frame: FrameType | None) -> None:
         """Ctrl-C by hand is SIGTERM; the second one interrupts."""
@@ -68,12 +69,11 @@ def launch(run_dir: Path, order: RunOrder) -> int:
             gang.ask()  # it came while they were being started
         end = gang.wait()
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
         gang.kill()
         gang.reap()
-    try:
-        return _tell(end, gang, run_dir, asked=stop.requested)
-    finally:
         shutil.rmtree(gang.folder, ignore_errors=True)
+    return _tell(end, gang.world, run_dir, asked=stop.requested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ class Gang:
                 "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world),
                 words.FOLDER: str(self.folder),
+                words.LAUNCHER: str(os.getpid()),
             }
         )
 
@@ -206,11 +207,11 @@ def _blame(end: End) -> tuple[int, float]:
     return (2 if end.code == -signal.SIGABRT else 0), 0.0
 
 
-def _tell(end: End, gang: Gang, run_dir: Path, *, asked: bool) -> int:
-    """Write what the ranks left to be told, and end as the first of them did."""
+def _tell(end: End, world: int, run_dir: Path, *, asked: bool) -> int:
+    """Write what the ranks left to be told, all of them being gone, and end as the first of them did."""
     if asked and end.code == -signal.SIGTERM:
         return EXIT_CHECKPOINTED  # before it could listen: nothing was done yet
-    who = f"rank {end.rank} of {gang.world}"
+    who = f"rank {end.rank} of {world}"
     if end.code < 0:
         name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else f"signal {-end.code}"
         _write(run_dir, "notice", code="rank_died", message=f"{who} was ended by {name}, and the others with it")

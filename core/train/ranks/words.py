@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "EFT_RANKS"
+LAUNCHER = "EFT_LAUNCHER"
+"""Its process number: a rank that finds itself with another parent has outlived it."""
 STORE = "store"
 
 
@@ -29,17 +31,19 @@ class Seat:
     local_rank: int
     folder: Path | None
     """None: torchrun is the launcher."""
+    launcher: int | None = None
 
     @classmethod
     def mine(cls) -> Seat:
         """From the environment. KeyError or ValueError when nobody has launched this process as a rank."""
         variables = os.environ
-        folder = variables.get(FOLDER)
+        folder, launcher = variables.get(FOLDER), variables.get(LAUNCHER)
         return cls(
             int(variables["RANK"]),
             int(variables["WORLD_SIZE"]),
             int(variables["LOCAL_RANK"]),
             None if folder is None else Path(folder),
+            None if launcher is None else int(launcher),
         )
 
 

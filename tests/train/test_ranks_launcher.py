@@ -1,0 +1,154 @@
+"""The launcher of several ranks: what strikes one of them, or it, strikes all; and it ends as the first of them did.
+
+Its ranks are killed while they import torch: it is there after a moment, and all of this happens before that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE
+from core.train.failures import describe
+from core.train.ranks import launch
+from core.train.ranks.group import PeerLost, fingerprint
+from core.train.ranks.launch import End
+from core.train.ranks.words import Seat, last_word, leave_word
+from tests.support.trainer import events, log, pairs, start, write_rows, write_run
+from worker import processes
+
+RANKS = 2
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that gets no further than its imports: there is no such model."""
+    train = write_rows(tmp_path / "train.jsonl", pairs(4))
+    resources = {"gpus": RANKS, "accelerator": "cpu"}
+    return write_run(tmp_path / "run", tmp_path / "no-model", train, resources=resources, fence_seconds=60.0)
+
+
+@contextmanager
+def launched(run_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """The launcher and its ranks, all of them listening for signals by now."""
+    process = start(run_dir, stdin=subprocess.PIPE)
+    try:
+        ranks: list[int] = []
+        deadline = time.monotonic() + 60
+        while len(ranks) < RANKS or not all(map(armed, ranks)):
+            assert process.poll() is None and time.monotonic() < deadline, log(run_dir)
+            ranks = sorted(one.pid for one in processes.everyone() if one.parent == process.pid)
+            time.sleep(0.005)
+        yield process, ranks
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def armed(pid: int) -> bool:
+    """It has said to the kernel that it ends with its launcher, which comes after its handlers."""
+    try:
+        return Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "500"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids: list[int]) -> bool:
+    return not any((seen := processes.look(pid)) is not None and seen.alive for pid in pids)
+
+
+def await_end(process: subprocess.Popen[bytes], ranks: list[int]) -> int:
+    code = process.wait(60)
+    deadline = time.monotonic() + 20
+    while not gone(ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return code
+
+
+def test_stacks_of_every_rank_and_one_ranks_death_is_the_death_of_all(run_dir: Path) -> None:
+    with launched(run_dir) as (process, ranks):
+        process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 60
+        while log(run_dir).count("most recent call first") < RANKS:
+            assert process.poll() is None and time.monotonic() < deadline, log(run_dir)
+            time.sleep(0.01)
+        os.kill(ranks[1], signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        assert gone(ranks), "the launcher outlives its ranks"
+    told = log(run_dir)
+    first, second = (told.index(f"--- rank {rank} of {RANKS}") for rank in range(RANKS))
+    assert first < told.index("most recent call first") < second < told.rindex("most recent call first")
+    (notice,) = events(run_dir)
+    assert notice["code"] == "rank_died" and f"of {RANKS} was ended by SIGKILL" in notice["message"]
+    assert not list(run_dir.glob("ranks-*"))
+
+
+def end_of_file(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def interrupt_twice(process: subprocess.Popen[bytes]) -> None:
+    """Two that come at once are one to the kernel."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("strike", "code"),
+    [(end_of_file, EXIT_FENCED), (subprocess.Popen.kill, -signal.SIGKILL), (interrupt_twice, -signal.SIGINT)],
+    ids=["its worker is gone", "it is killed", "Ctrl-C, the second time"],
+)
+def test_no_rank_outlives_its_launcher(
+    run_dir: Path, strike: Callable[[subprocess.Popen[bytes]], None], code: int
+) -> None:
+    with launched(run_dir) as (process, ranks):
+        strike(process)
+        assert await_end(process, ranks) == code, log(run_dir)
+
+
+# --- whose error it was ----------------------------------------------------------------------------------
+
+
+def test_who_only_lost_a_peer_was_not_the_first(tmp_path: Path) -> None:
+    lost = describe(PeerLost("connection closed"))
+    hit = describe(MemoryError(), "training")
+    for rank, payload in ((0, lost), (1, hit)):
+        leave_word(Seat(rank, RANKS, rank, tmp_path), payload, lost_peer=rank == 0)
+    ends = [End(rank, EXIT_FAILED, last_word(tmp_path, rank)) for rank in range(RANKS)]
+    assert min(ends, key=launch._blame).rank == 1
+    killed, aborted = End(1, -signal.SIGKILL), End(0, -signal.SIGABRT)
+    assert min([aborted, killed], key=launch._blame) is killed, "NCCL aborts whoever has lost a peer"
+    assert min([ends[0], killed], key=launch._blame) is killed
+    assert launch._tell(ends[1], RANKS, tmp_path, asked=False) == EXIT_FAILED
+    (error,) = events(tmp_path)
+    assert (error["failure"], error["code"]) == ("memory", "out_of_memory")
+    assert error["field"] == "training.per_device_train_batch_size" and error["message"].endswith("(rank 1 of 2)")
+
+
+def test_a_rank_that_could_not_even_say_that_the_disk_is_full(tmp_path: Path) -> None:
+    assert launch._tell(End(1, EXIT_NO_SPACE), RANKS, tmp_path, asked=False) == EXIT_NO_SPACE
+    assert launch._tell(End(1, -signal.SIGTERM), RANKS, tmp_path, asked=True) == EXIT_CHECKPOINTED
+    assert events(tmp_path) == []
+
+
+def test_a_fingerprint_sees_one_bit() -> None:
+    import torch
+
+    weights = {"a": torch.randn(7, 5), "b": torch.randn(3).to(torch.bfloat16)}
+    other = {name: tensor.clone() for name, tensor in weights.items()}
+    assert fingerprint(weights) == fingerprint(other)
+    other["b"].view(torch.int16)[1] ^= 1
+    assert fingerprint(weights) != fingerprint(other)
