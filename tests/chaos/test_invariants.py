@@ -7,7 +7,6 @@ import json
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.support.chaos.history import Folder, History, Result, Row, Span, Told
 from tests.support.chaos.invariants import INVARIANTS, check_all
 from tests.support.chaos.look import Seen
 from tests.support.chaos.people import Ledger
+from tests.support.chaos.processes import wait_until
 
 
 def told(seq: int, attempt: int, kind: str, at: float, **data: object) -> Told:
@@ -237,11 +237,13 @@ def test_trainers_at_the_same_time_are_seen(tmp_path: Path) -> None:
             INSERT INTO attempts VALUES ('job-2', 1, 'b', 'cpu-0'), ('job-3', 1, 'a', 'cpu-1');
             INSERT INTO allocations VALUES ('b', 'cpu-0', 'job-1', 2, NULL), ('b', 'cpu-0', 'job-2', 1, NULL);"""
         )
+    # Written once, before any of them: one that is started while it is written anew would find it empty, and end.
+    module = tmp_path / "pretended" / "core" / "train"
+    module.mkdir(parents=True)
+    (module / "__main__.py").write_text("import time\ntime.sleep(600)\n")
     processes = [_pretend(tmp_path, *run) for run in (("job-1", 1), ("job-1", 2), ("job-2", 1), ("job-3", 1))]
     try:
-        deadline = time.monotonic() + 10
-        while len(look.trainers(tmp_path)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: len(look.trainers(tmp_path)) == 4, 60, "four trainers")
         observer = look.Observer(f"sqlite:///{database}", tmp_path)
         observer._sample()
     finally:
@@ -274,9 +276,6 @@ def test_trainers_at_the_same_time_are_seen(tmp_path: Path) -> None:
 
 def _pretend(data: Path, job_id: str, attempt: int) -> subprocess.Popen[bytes]:
     """A trainer's command line with nothing behind it."""
-    module = data / "pretended" / "core" / "train"
-    module.mkdir(parents=True, exist_ok=True)
-    (module / "__main__.py").write_text("import time\ntime.sleep(60)\n")
     arguments = [sys.executable, "-m", "core.train", str(data / "runs" / job_id / f"attempt-{attempt}")]
     return subprocess.Popen(arguments, cwd=data / "pretended", start_new_session=True)
 
