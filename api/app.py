@@ -18,6 +18,7 @@ from api.auth.router import router as access_router
 from api.deps import Installation, authorise, only_known_parameters
 from api.events.hub import Hub
 from api.events.router import router as events_router
+from api.export.router import router as export_router
 from api.files.preview import router as preview_router
 from api.files.router import router as files_router
 from api.files.upload import remove_stale
@@ -99,6 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
         gpus_router,
         access_router,
         people_router,
+        export_router,
         audit_router,
         metrics_router,
         health.router,

@@ -1,0 +1,53 @@
+"""`GET /projects/{project}/export`: all that a project owns, as one archive."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
+
+from api.auth import people
+from api.auth.people_router import ProjectName
+from api.auth.policy import Managing
+from api.deps import Here
+from api.errors import responses
+from api.export.contents import Exporter
+from api.ranges import disposition
+from core.errors import NotFound
+from core.jobs import audit
+
+router = APIRouter(tags=["access"])
+
+
+@router.get(
+    "/projects/{project}/export",
+    summary="Export a project",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "A tar archive, sent as it is made; docs/operations.md says what is in it.",
+            "content": {
+                "application/x-tar": {"schema": {"type": "string", "format": "binary"}, "example": "eft-proj-…"}
+            },
+        },
+        **responses(404, 422),
+    },
+)
+def export_project(
+    project: ProjectName,
+    asking: Managing,
+    here: Here,
+    checkpoints: Annotated[bool, Query(description="With the checkpoints of its jobs, too.")] = False,
+) -> Response:
+    """Jobs with specs, events, curves, logs and models, files, members, audit and usage: everything of the project that
+    your key is of, for its admins alone. No secrets. An archive whose `MANIFEST.jsonl` does not end with `complete`
+    broke off: ask again.
+    """
+    if project not in (asking.project_id, asking.project_name):
+        raise NotFound(people.no_project(project), field="project")
+    with here.database.write() as session:
+        audit.record(session, asking, "project.export", asking.project_id, {"checkpoints": checkpoints})
+    exporter = Exporter(here.database, here.layout, here.store, asking.project_id, checkpoints)
+    headers = {"content-disposition": disposition(f"{asking.project_name}.tar"), "cache-control": "no-store"}
+    return StreamingResponse(exporter.stream(), media_type="application/x-tar", headers=headers)
