@@ -129,6 +129,9 @@ class Settings(BaseSettings):
     """A trainer whose worker is silent this long ends itself; shorter than the lease, so that runs never overlap."""
     stop_grace_seconds: float = 120.0
     """From SIGTERM (write a checkpoint and leave) to SIGKILL."""
+    preempt_min_seconds: float = 600.0
+    """Where a project's running jobs may be paused for others of a higher priority: seconds that each of them trains
+    first, counted from its first step after every start."""
     relay_seconds: float = 1.0
     """How often a worker moves a trainer's events to the database and looks for a stop request."""
     sweep_seconds: float = 5.0

@@ -11,7 +11,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
-from core.jobs import claims, holds, leader, lost, nodes, outbox, retention, usage
+from core.jobs import claims, holds, leader, lost, nodes, outbox, preempt, retention, usage
 from core.jobs.budget import Budget
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
@@ -141,19 +141,34 @@ class Housekeeper:
         return True
 
     def _keep_books(self) -> bool:
-        """Charge what slots were held for, and let begin what was planned."""
+        """Charge what slots were held for, let begin what was planned, and ask for room for higher priorities."""
         with self._database.read() as session:
-            charge, maintain = usage.due(session), holds.begins(session)
+            charge, maintain, preempted = usage.due(session), holds.begins(session), preempt.possible(session)
         while charge:
             with self._database.write() as session:
                 count = usage.charge(session, self._settings.fairshare_half_life_hours * 3600.0, BOOKS)
             charge = count == BOOKS
+        if preempted:
+            for one in self._preempt():
+                log.warning("%s has a higher priority: %s make room", one.waiting, ", ".join(one.victims))
         if maintain:
             with self._database.write() as session:
                 asked = holds.begin(session)
             if asked:
                 log.warning("maintenance begins: %d job(s) write a checkpoint and leave", asked)
         return True
+
+    def _preempt(self) -> list[preempt.Preemption]:
+        settings = self._settings
+        rules = preempt.Rules(
+            settings.preempt_min_seconds,
+            settings.lease_seconds,
+            room_on(settings, self._database),
+            settings.fairshare_half_life_hours * 3600.0,
+            settings.stop_grace_seconds + settings.gpu_clear_seconds,
+        )
+        with self._database.write() as session:
+            return preempt.ask(session, rules)
 
     def _clear(self) -> bool:
         gone, limit = 0, 1000

@@ -82,7 +82,7 @@ def place_view(told: Explanation) -> dict[str, Any]:
     return {
         "position": told.position,
         "code": told.code,
-        "reason": told.reason,
+        "reason": told.reason if told.aside is None else f"{told.reason}; {told.aside}",
         "estimated_start": iso(told.estimated_start),
         "priority": told.key.priority,
     }
@@ -92,6 +92,8 @@ def waiting_view(told: Explanation, names: Mapping[str, str], project_id: str, o
     """Of another project's job: its place, and nothing that tells whose it is or what it does."""
     row, mine = told.job, told.job.project_id == project_id
     shown = place_view(told)
+    if not mine:
+        shown["reason"] = told.reason
     if not mine and not operates and told.code == "quota":
         shown["reason"] = "a quota is used up"
     if not mine and told.code == "later":
@@ -430,6 +432,7 @@ _LIMIT: dict[str, Any] = {
     "max_queued": None,
     "gpu_hours_week": 100.0,
     "disk_bytes": None,
+    "preemptible": None,
 }
 
 
@@ -447,6 +450,9 @@ class NewLimit(Body):
     max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
     gpu_hours_week: float | None = Field(default=None, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
+    preemptible: bool | None = None
+    """Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority
+    (docs/queue.md); null: no."""
 
 
 class LimitView(BaseModel):
@@ -461,6 +467,7 @@ class LimitView(BaseModel):
     max_queued: int | None
     gpu_hours_week: float | None
     disk_bytes: int | None
+    preemptible: bool | None
 
 
 class LimitList(BaseModel):

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Job
-from core.jobs import bounds, gangs, line, places, room
+from core.jobs import bounds, gangs, line, places, preempt, room
 from core.jobs.budget import NO_BUDGET, Budget, Over
 from core.jobs.holds import clock
 from core.jobs.limits import names
@@ -47,6 +47,8 @@ class Explanation:
     """turn: others are before it, or all slots are busy; closed: slots are held, drained, silent or used by others."""
     reason: str
     estimated_start: float | None
+    aside: str | None = None
+    """What else its own project is told: for whom it made room, or that others make room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class _Clerk:
         self._session, self._desk = session, desk
         self.now = float(session.execute(select(db_now())).scalar_one())
         self._seats = places.seats(session, self.now, desk.silent_after)
+        self._running: Mapping[str, Job] = {}
         self._free_at = self._when_free()
         self._order: line.Order | None = None
         self._kept_for: dict[tuple[str, str], gangs.Kept] | None = None
@@ -183,7 +186,21 @@ class _Clerk:
     def _words(self, phase: Phase, row: Job, position: int | None, start: float | None) -> Explanation:
         key = Key.parse(row.queue_key)
         code, reason = self._why(phase, row, key, position)
-        return Explanation(row, key, phase, position, code, reason, start)
+        return Explanation(row, key, phase, position, code, reason, start, self._aside(row))
+
+    def _aside(self, row: Job) -> str | None:
+        if row.preempted is not None:
+            when = clock(row.preempted["at"], self.now)
+            return f"made room at {when}: {preempt.words(row.preempted, row.project_id)}"
+        leaving = [
+            job
+            for job in self._running.values()
+            if job.stop_requested == preempt.PREEMPT and job.preempted is not None and job.preempted["job"] == row.id
+        ]
+        if not leaving:
+            return None
+        count = "1 running job of a lower priority makes" if len(leaving) == 1 else f"{len(leaving)} running jobs make"
+        return f"{count} room for it"
 
     def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
         left = self._desk.room
@@ -284,11 +301,11 @@ class _Clerk:
                 return "quota", f"{words} once those before it have started"
         for seat in seats:
             if seat.ends_before is not None:
-                limit = row.spec["resources"].get("max_runtime_seconds")
                 when = clock(seat.ends_before, self.now)
-                if limit is not None:
-                    words = f"its time limit ({duration(limit)}) reaches into the maintenance of {seat.node} at {when}"
-                    return "maintenance", words
+                if row.bound_seconds is not None:
+                    limit = row.spec["resources"].get("max_runtime_seconds")
+                    takes = f"time limit ({duration(limit)})" if limit is not None else "own pace"
+                    return "maintenance", f"its {takes} reaches into the maintenance of {seat.node} at {when}"
         return None
 
     def _unmet(self, key: Key) -> str:
@@ -309,7 +326,7 @@ class _Clerk:
 
     def _when_free(self) -> dict[int, float | None]:
         """By the place in `_seats`; None: nobody knows."""
-        jobs = places.running(self._session, self._seats)
+        jobs = self._running = places.running(self._session, self._seats)
         to_go = bounds.of_running(self._session, list(jobs.values()), self.now)
         times: dict[int, float | None] = {}
         for number, seat in enumerate(self._seats):

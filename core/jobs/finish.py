@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Job
-from core.jobs import adjust, nodes, outbox, room
+from core.jobs import adjust, nodes, outbox, preempt, room
 from core.jobs.claims import Kind, release
 from core.jobs.states import Status
 from core.jobs.transitions import Token, move
@@ -89,6 +89,9 @@ def finish(
     after, reason, values, data = _next(job, kind, outcome, policy)
     if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, HandedBack):
         data = nodes.drained_by(session, job.node)
+    if after is Status.QUEUED and job.stop_requested == preempt.PREEMPT and isinstance(outcome, HandedBack):
+        assert job.preempted is not None  # both are written together
+        reason = f"made room and waits to go on: {preempt.words(job.preempted, job.project_id)}"
     if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
         return None
     if isinstance(outcome, Succeeded) and after is Status.SUCCEEDED:

@@ -128,6 +128,11 @@ def gather(
     return None if best is None else best[1]
 
 
+def closes_too_soon(seats: Sequence[Seat], waiting: Waiting) -> bool:
+    """A maintenance is planned that may be what keeps it out, and not one that needs the same and is shorter."""
+    return waiting.bound is not None and any(seat.ends_before is not None for seat in seats)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Who takes a slot that is free, together with which others, and for whom slots are kept."""
@@ -178,8 +183,8 @@ class _Walk:
     beside: Sequence[Slot]
     look: Callable[[], Hall]
     kept: list[Kept] = field(default_factory=list)
-    passed: set[Needs] = field(default_factory=set)
-    """Needs of which no job can start here now, nor has slots kept."""
+    passed: set[Needs | Key] = field(default_factory=set)
+    """Needs of which no job can start here now, nor has slots kept; and lines whose next one cannot, for its length."""
     until: float | None = None
     """When what starts now must be gone; None: it may stay."""
     _hall: Hall | None = None
@@ -191,7 +196,7 @@ class _Walk:
         return self._hall
 
     def fits(self, key: Key) -> bool:
-        if key.needs in self.passed:
+        if key.needs in self.passed or key in self.passed:
             return False
         if self.until is not None and any(self._in_its_way(key, kept.waiting.key) for kept in self.kept):
             return False
@@ -236,7 +241,7 @@ class _Walk:
             needs, stay = waiting.key.needs, waiting.reserved_node
             group = gather(self.hall.seats, self.hall.free_at, needs, taken, takes=waiting.bound, stay=stay)
         if group is None:
-            self.passed.add(waiting.key.needs)
+            self.passed.add(waiting.key if closes_too_soon(self.hall.seats, waiting) else waiting.key.needs)
             return None
         self.kept.append(Kept(waiting, group))
         self.order.take(waiting, self.slot.billing)

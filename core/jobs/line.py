@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
-from core.db.tables import BOUNDED, WAITS_FOR, Attempt, Job
+from core.db.tables import BOUNDED, WAITS_FOR, Job
 from core.jobs import usage
 from core.jobs.limits import Quota, Standing, standing
 from core.jobs.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
@@ -61,32 +61,18 @@ Ready = Sequence[ColumnElement[bool]]
 
 
 def ready(now: float, room: int | None, ends_before: float | None) -> list[ColumnElement[bool]]:
-    """`room`: bytes a job may take of the data root (None: nobody has looked). `ends_before`: a job with a time limit
-    that reaches beyond it is not started."""
+    """`room`: bytes a job may take of the data root (None: nobody has looked). `ends_before`: a job whose time is known
+    (core/jobs/bounds.py) and reaches beyond it is not started."""
     conditions = [due(now)]
     if room is not None:
         conditions.append(func.coalesce(Job.needs_bytes, 0) <= room)  # below 0 nothing is started
     if ends_before is not None:
-        limit = time_limit()
-        conditions.append(or_(limit.is_(None), now + limit - spent(now) <= ends_before))
+        conditions.append(or_(Job.bound_seconds.is_(None), now + Job.bound_seconds <= ends_before))
     return conditions
 
 
 def due(now: float) -> ColumnElement[bool]:
     return or_(Job.not_before.is_(None), Job.not_before <= now)
-
-
-def time_limit() -> ColumnElement[int]:
-    """`resources.max_runtime_seconds`, or null."""
-    limit: ColumnElement[int] = Job.spec["resources"]["max_runtime_seconds"].as_integer()
-    return limit
-
-
-def spent(now: float) -> ColumnElement[float]:
-    """What the job has used of it in earlier attempts."""
-    took = func.coalesce(func.sum(func.coalesce(Attempt.ended_at, now) - Attempt.started_at), 0.0)
-    query = select(took).where(Attempt.job_id == Job.id, Attempt.kind == "train").correlate(Job)
-    return query.scalar_subquery()
 
 
 COLUMNS = (Job.id, Job.queue_key, Job.created_at, Job.bound_seconds, Job.reserved_at, Job.reserved_node)

@@ -15,9 +15,9 @@ from sqlalchemy import func, select
 
 from core import HOME
 from core.db.engine import Database
-from core.db.tables import Allocation, Job, Usage, UsageDay
+from core.db.tables import Allocation, Attempt, Job, Usage, UsageDay
 from core.errors import SpecError
-from core.jobs import line, shares, usage
+from core.jobs import shares, usage
 from core.jobs.limits import MAX_PRIORITY
 from core.jobs.shares import SLICE_SECONDS
 from core.jobs.slots import Key, Needs, Slot
@@ -161,7 +161,7 @@ def test_any_state_is_claimed_as_it_is_explained(lab: Lab) -> None:
     for seed in range(3):
         made = random.Random(seed)
         with lab.database.write() as session:
-            for table in (line.Attempt, Allocation, Usage):
+            for table in (Attempt, Allocation, Usage):
                 session.execute(table.__table__.delete())
             session.execute(Job.__table__.update().values(status="cancelled"))
         lab.ids = {}
