@@ -8,35 +8,24 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from box import units
 from core import HOME
 from core.settings import Settings
 from deploy.check.dockerfile import read
+from tests.support.compose import COMPOSE, INTERPOLATED, PATH, SERVICES, TEXT, default
 from tests.support.official import validator
 
-PATH = HOME / "deploy" / "compose.yaml"
-TEXT = PATH.read_text(encoding="utf-8")
-COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = [name for name in SERVICES if name not in ("database", "broker")]
 WORKERS = [name for name in SERVICES if name.startswith("worker-")]
-INTERPOLATED = re.compile(r"(?<!\$)\$\{(\w+)(:?[-?+][^}]*)?\}")
 COMPOSES_OWN = {
     "EFT_SHM_SIZE", "EFT_STOP_GRACE_PERIOD", "EFT_DATA_ROOT", "EFT_PUBLISH", "EFT_RENDER_GID", "EFT_VIDEO_GID",
     "EFT_POSTGRES_IMAGE", "EFT_VALKEY_IMAGE", "EFT_API_IMAGE", "EFT_ROCM_IMAGE", "EFT_CUDA_IMAGE", "EFT_CPU_IMAGE",
     "EFT_ROCM_BASE", "EFT_CUDA_BASE", "EFT_GFX_TARGETS", "EFT_SM_TARGETS",
 }  # fmt: skip
 """Variables of deploy/.env that are no settings of eft; docs/containers.md has a row for each."""
-
-
-def default(text: str) -> str:
-    """As compose makes it with an empty .env."""
-    return INTERPOLATED.sub(lambda match: (match[2] or ":-").lstrip(":")[1:], text)
 
 
 def seconds(text: str) -> float:
