@@ -14,6 +14,7 @@ from eft import (
     commands_artifacts,
     commands_box,
     commands_data,
+    commands_export,
     commands_files,
     commands_gpu,
     commands_help,
@@ -71,7 +72,8 @@ app.command(rich_help_panel=LINE)(commands_queue.gc)
 app.command(rich_help_panel=PEOPLE)(commands_access.whoami)
 app.add_typer(commands_access.keys, name="keys", rich_help_panel=PEOPLE)
 app.add_typer(commands_access.users, name="users", rich_help_panel=PEOPLE)
-app.add_typer(commands_access.projects, name="projects", rich_help_panel=PEOPLE)
+app.add_typer(commands_export.projects, name="projects", rich_help_panel=PEOPLE)
+app.add_typer(commands_export.projects, name="project", hidden=True)  # as people say of one
 app.add_typer(commands_webhooks.app, name="webhooks", rich_help_panel=PEOPLE)
 app.command(rich_help_panel=PEOPLE)(commands_access.audit)
 commands_box.register(app, BOX)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from eft import DownloadError
+from eft.archive import save
 
 from core.jobs.finish import Succeeded
 from tests.support.client import Cutter, client, eft, environment
@@ -127,3 +128,18 @@ def test_an_upload_never_lies_in_memory(sqlite_api: Any, tmp_path: Path) -> None
     )
     rows, grown = map(int, ran.stdout.split())
     assert rows == 1500 and grown < 16, f"{grown} MiB more for a file of {big.stat().st_size >> 20} MiB"
+
+
+def test_a_project_is_exported_whole_or_not_at_all(sqlite_api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "lab.tar"
+    first = eft(sqlite_api, "project", "export", "lab", "--out", str(target), "--json")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout) == {"path": str(target), "bytes": target.stat().st_size, "missing": []}
+    whole = target.read_bytes()
+    assert BLOB in whole and SMALL in whole
+    with pytest.raises(DownloadError, match="broke off"):
+        save([whole[: len(whole) // 2]], tmp_path / "half.tar")
+    at = whole.index(SMALL)
+    with pytest.raises(DownloadError, match="is damaged: "):
+        save([whole[:at], b"x", whole[at + 1 :]], tmp_path / "changed.tar")
+    assert not (tmp_path / "half.tar").exists() and not (tmp_path / "changed.tar").exists()

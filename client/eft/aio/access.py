@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from eft.aio.transport import AsyncTransport
@@ -76,6 +78,15 @@ class AsyncAccess:
     async def create_project(self, name: str, *, admin: str | None = None) -> Raw:
         """`admin`: who becomes its first admin; default: you. For admins of the box."""
         return await self._json("POST", "/projects", body={"name": name, "admin": admin})
+
+    @asynccontextmanager
+    async def export(self, project: str, *, checkpoints: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Everything that the project of your key owns, as a tar archive, while the server makes it; for its admins.
+        `eft.archive.save` keeps it and holds it against its manifest."""
+        params: dict[str, Param] = {"checkpoints": "true" if checkpoints else None}
+        path = f"/projects/{_part(project)}/export"
+        async with self._transport.stream("GET", path, params=params, timeout=300.0) as response:
+            yield response.aiter_bytes(1 << 20)
 
     async def members(self, project: str) -> list[Raw]:
         data: list[Raw] = (await self._json("GET", f"/projects/{_part(project)}/members"))["data"]

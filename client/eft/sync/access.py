@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from eft.answers import Param
@@ -77,6 +79,15 @@ class Access:
     def create_project(self, name: str, *, admin: str | None = None) -> Raw:
         """`admin`: who becomes its first admin; default: you. For admins of the box."""
         return self._json("POST", "/projects", body={"name": name, "admin": admin})
+
+    @contextmanager
+    def export(self, project: str, *, checkpoints: bool = False) -> Iterator[Iterator[bytes]]:
+        """Everything that the project of your key owns, as a tar archive, while the server makes it; for its admins.
+        `eft.archive.save` keeps it and holds it against its manifest."""
+        params: dict[str, Param] = {"checkpoints": "true" if checkpoints else None}
+        path = f"/projects/{_part(project)}/export"
+        with self._transport.stream("GET", path, params=params, timeout=300.0) as response:
+            yield response.iter_bytes(1 << 20)
 
     def members(self, project: str) -> list[Raw]:
         data: list[Raw] = (self._json("GET", f"/projects/{_part(project)}/members"))["data"]
