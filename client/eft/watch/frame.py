@@ -162,20 +162,19 @@ def _jobs(jobs: Sequence[Watched], width: int, utf8: bool, room: int) -> tuple[l
     shown = list(jobs)[: max(1, room - 2)]
     names = [one.job.name or (one.job.id if wide else one.job.id[-10:]) for one in shown]
     table.add_column(no_wrap=True, overflow="ellipsis", width=_width(names, width))
-    for _ in range(6):
-        table.add_column(no_wrap=True)
     for name, one in zip(names, shown, strict=True):
         job, progress = one.job, one.job.progress
         share = "" if progress is None or not progress.total_steps else f"{progress.step / progress.total_steps:4.0%}"
-        table.add_row(
-            Text(name),
-            _status(job),
-            _bar(job, bar),
-            share,
-            Text(_loss(one)),
-            Text(sparkline(one.loss, spark, utf8), style="cyan"),
-            _left(job),
-        )
+        cells = [
+            (0, Text(name)),
+            (0, _status(job)),
+            (60, _bar(job, bar)),
+            (0, Text(share)),
+            (40, Text(_loss(one))),
+            (70, Text(sparkline(one.loss, spark, utf8), style="cyan")),
+            (50, Text(_left(job))),
+        ]  # each from its width of the terminal on
+        table.add_row(*(cell for least, cell in cells if width >= least))
     more = f" ({len(shown)} of {len(jobs)})" if len(shown) < len(jobs) else ""
     return [Text(""), _title(f"At work{more}"), table], 2 + len(shown)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, backoff
+from eft.answers import FIRST_DELAY, backoff
 from eft.errors import ApiError, EftClientError
 from eft.live import event_words
 from eft.output import number
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from eft.client import Client
 
 AT_WORK = ("preparing", "starting", "running", "pausing", "stopping")
+LONGEST_WAIT = 2.0
+"""Seconds between two tries while the server is away: somebody sits in front of it."""
 POINTS = 120
 """Of a loss curve: more than a sparkline has places."""
 JOBS, ENDED, QUEUE, LINES = 20, 10, 100, 200
@@ -67,7 +69,7 @@ class Look:
                 if self.world.away_since is None:
                     lines = _with(lines, None, "the server is away; trying again")
                 self._put(replace(self.world, away_since=since, away_why=error.message, lines=lines))
-                wait, delay = pause, min(delay * 2, LONGEST_DELAY)
+                wait, delay = pause, min(delay * 2, LONGEST_WAIT)
             except Exception as error:  # a thread has nobody above it: the one that draws raises it
                 self._put(replace(self.world, error=error))
                 return

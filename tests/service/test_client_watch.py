@@ -1,0 +1,210 @@
+"""`eft watch` and `eft logs -f` against a real API: on a real terminal, in a pipe, and while the server is killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eft.types import Job
+from eft.watch.frame import BARS, Frame, sparkline
+from eft.watch.world import Line, Watched, World
+from rich.console import Console
+
+from core.jobs.finish import Failed, HandedBack, Succeeded
+from core.spec.run import LOG_FILE
+from tests.support.client import EFT, environment
+from tests.support.service import wait_for
+from tests.support.terminal import Terminal
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for one in opened:
+        one.close()
+
+
+def steps(count: int, total: int = 66) -> list[dict[str, Any]]:
+    """What a trainer tells of its first steps: a loss that falls."""
+    values = [{"type": "metrics", "step": n, "values": {"loss": 3.0 - n / 20}} for n in range(1, count + 1)]
+    return [*values, {"type": "progress", "step": count, "total_steps": total, "epoch": 0.5, "seconds_left": 61}]
+
+
+def start_again(api: Any) -> None:
+    """The same API on the same port, which the fixture will stop."""
+    settings = {"EFT_DATA": str(api.root), "EFT_DATABASE_URL": api.database_url, "EFT_PORT": api.url.rpartition(":")[2]}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
+    with api.log_file.open("ab") as log:
+        api.process = subprocess.Popen(
+            [sys.executable, "-m", "api"], cwd=ROOT, env=clean | settings, stdout=log, stderr=log
+        )
+
+
+def write_log(api: Any, job_id: str, attempt: int, data: bytes) -> None:
+    path = api.layout.attempt(job_id, attempt) / LOG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
+
+
+# --- a restart of the server -------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, terminals: list[Terminal]) -> None:
+    """The screen says so and goes on; of a followed log nothing is lost or doubled, over two attempts."""
+    with start_api() as api:
+        job_id, token = api.start_job(name="voice intents")
+        api.submit(name="in line")
+        api.tell(token, *steps(33))
+        write_log(api, job_id, token.attempt, "first line\nhalf of ü: ".encode() + "ü".encode()[:1])
+
+        screen = Terminal([EFT, "watch"], environment(api))
+        terminals.append(screen)
+        followed, notes = tmp_path / "followed", tmp_path / "notes"
+        with followed.open("wb") as out, notes.open("wb") as err:
+            follower = subprocess.Popen([EFT, "logs", "-f", job_id], env=environment(api), stdout=out, stderr=err)
+        frame = screen.see("in line")
+        assert any("voice intents running" in line and "50%" in line for line in frame)
+        assert len(frame) == 24 and all(len(line) <= 80 for line in frame)
+        wait_for(lambda: followed.read_text().startswith("first line\n"), 60, "the log", notes.read_text)
+
+        api.process.kill()
+        api.process.wait()
+        screen.see("server away")
+        write_log(api, job_id, token.attempt, "ü".encode()[1:] + b" and its end\nwritten meanwhile\n")
+        mark = len(screen.raw)
+        start_again(api)
+        screen.see("the server is back", since=mark)
+        assert "server away" not in screen.see("q quit", since=len(screen.raw))[0]
+
+        mark = len(screen.raw)
+        screen.resize(50, 12)
+        narrow = wait_for(
+            lambda: [f for f in screen.frames(mark) if len(f) == 12 and all(len(line) <= 50 for line in f)],
+            60, "frames of the new size", lambda: screen.text[-2000:],
+        )[-1]  # fmt: skip
+        assert "voice intents" in "\n".join(narrow)
+
+        write_log(api, job_id, token.attempt, b"last words of the first\n")
+        api.end(token, HandedBack("its box is needed"))
+        second = api.go_on(job_id)
+        write_log(api, job_id, second.attempt, b"the second attempt\nno line end")
+        screen.see("running: runs on box", since=mark)
+        api.end(second, Succeeded({"steps": 66}))
+        assert follower.wait(60) == 0, notes.read_text()
+        first = "first line\nhalf of ü: ü and its end\nwritten meanwhile\nlast words of the first\n"
+        assert followed.read_text() == f"{first}the second attempt\nno line end"
+        assert notes.read_text().count("trying again") == 1 and f"--- attempt {second.attempt}" in notes.read_text()
+
+        screen.press("q")
+        assert screen.end() == 0
+
+
+# --- on a terminal -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_one_job_to_its_end(sqlite_api: Any, terminals: list[Terminal], no_color: bool) -> None:
+    job_id, token = sqlite_api.start_job(name="one job")
+    sqlite_api.tell(token, *steps(33), {"type": "evaluation", "step": 33, "values": {"eval_loss": 0.83}})
+    sqlite_api.tell(token, {"type": "notice", "code": "n", "message": "clear \x1b[2J this"})
+    more = {"NO_COLOR": "1"} if no_color else {}
+    screen = Terminal([EFT, "watch", job_id], environment(sqlite_api, **more))
+    terminals.append(screen)
+    shown = "\n".join(screen.see("eval_loss 0.83 at step 33"))
+    assert "33/66  1m 01s left" in shown and "loss 1.350 █" in shown and "\x1b[2J" not in screen.raw
+    sqlite_api.end(token, Failed("user", "bad_rows", "row 3 is bad", "data.train"))
+    assert screen.end() == 1
+    after = screen.raw[screen.raw.rfind("\x1b[?1049l") :]
+    assert "row 3 is bad" in after, "the last word stays on the terminal"
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", screen.raw)) is not no_color
+
+
+def test_leaving_gives_the_terminal_back(sqlite_api: Any, terminals: list[Terminal]) -> None:
+    job_id = sqlite_api.submit(name="goes on")["id"]
+    for leave, code in ((lambda one: one.press("\x03"), 130), (lambda one: one.process.terminate(), 143)):
+        screen = Terminal([EFT, "watch", job_id], environment(sqlite_api))
+        terminals.append(screen)
+        screen.see("goes on")
+        leave(screen)
+        assert screen.end() == code
+    assert sqlite_api.http.get(f"/jobs/{job_id}").json()["status"] == "queued"
+    sqlite_api.http.post(f"/jobs/{job_id}/cancel")
+
+
+def test_in_a_pipe_it_is_lines(sqlite_api: Any) -> None:
+    job_id, token = sqlite_api.start_job()
+    sqlite_api.tell(token, *steps(33), {"type": "notice", "code": "n", "message": "be\nwarned"})
+    watcher = subprocess.Popen(
+        [EFT, "watch"], env=environment(sqlite_api, FORCE_COLOR="1"), stdout=subprocess.PIPE, text=True
+    )
+    assert watcher.stdout is not None
+    told = ""
+    while not ("step 33/66  loss 1.350  1m 01s left".replace("  ", " ") in told and "notice: be warned" in told):
+        line = watcher.stdout.readline()
+        assert line, told
+        told += line
+    watcher.send_signal(signal.SIGINT)
+    assert watcher.wait(60) == 130
+    assert "\x1b" not in told and all(re.match(r"\d\d:\d\d:\d\d ", line) for line in told.splitlines())
+    assert f"{job_id} running: runs on box" in told
+    sqlite_api.end(token, Succeeded({}))
+
+
+# --- frames ------------------------------------------------------------------------------------------
+
+
+def world(jobs: int = 30) -> World:
+    raw = {"id": f"job-{'0' * 26}", "created_at": "2026-11-21T09:00:00Z", "status": "running", "attempt": 2}
+    raw |= {"progress": {"step": 5, "total_steps": 9, "seconds_left": 1e6}, "name": "näme " * 20 + "\x1b]0;evil\x07"}
+    row = {"position": 1, "job": raw["id"], "name": raw["name"], "owner": "ada", "estimated_start": None}
+    gpu = {"gpu": "box/0", "state": "busy", "kind": "gpu", "busy_percent": 93, "used_bytes": 5e10}
+    return World(
+        one=None,
+        jobs=tuple(Watched(Job.parse(raw), (3.0, float("nan"), 1.0), "e", 1e6) for _ in range(jobs)),
+        queue=tuple(row | {"reason": "waits " * 30} for _ in range(jobs)),
+        gpus=tuple(gpu | {"memory_bytes": 2e11, "reason": None, "job": raw["id"]} for _ in range(jobs)),
+        lines=tuple(Line(datetime.now(UTC), raw["id"], "w\n" * 50) for _ in range(jobs)),
+        looked=True,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_frame_fits_every_terminal(encoding: str) -> None:
+    for jobs in (0, 1, 30):
+        for one in (None, f"job-{'0' * 26}"):
+            for columns, lines in ((20, 6), (40, 10), (80, 24), (99, 50), (250, 80)):
+                file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+                console = Console(file=file, width=columns, height=lines, color_system=None)
+                options = console.options.update(width=columns, height=lines)
+                here = World(**{name: getattr(world(jobs), name) for name in World.__slots__} | {"one": one})
+                drawn = "".join(
+                    segment.text
+                    for segment in console.render(Frame(here, "http://box"), options)
+                    if not segment.control
+                )
+                rows = drawn.split("\n")
+                assert len(rows) == lines, (jobs, columns, lines)
+                assert all(Console().measure(row).maximum <= columns for row in rows), (jobs, columns, lines)
+                assert not re.search(r"[\x00-\x09\x0b-\x1f]", drawn)
+
+
+def test_sparklines() -> None:
+    assert sparkline([], 8) == "" and sparkline([float("nan")], 8) == ""
+    assert sparkline([2.0, 2.0], 8) == BARS[0] * 2
+    assert sparkline([float(n) for n in range(8)], 8) == BARS
+    assert sparkline([1.0, float("inf"), 0.0], 8) == f"{BARS[-1]} {BARS[0]}"
+    assert sparkline([float(n) for n in range(800)], 8) == BARS
+    assert sparkline([0.0, 1.0], 8, utf8=False) == "_@"
