@@ -77,6 +77,7 @@ def await_end(process: subprocess.Popen[bytes], ranks: list[int]) -> int:
 
 def test_stacks_of_every_rank_and_one_ranks_death_is_the_death_of_all(run_dir: Path) -> None:
     with launched(run_dir) as (process, ranks):
+        process.send_signal(signal.SIGTERM)  # a wish, which each keeps until it comes to a place to leave
         process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 60
         while log(run_dir).count("most recent call first") < RANKS:
