@@ -26,7 +26,9 @@ from core.db.engine import Database
 from core.hardware import tools
 from core.hardware.record import record
 from core.hardware.recording import render
+from core.jobs import installation
 from core.settings import Settings
+from core.storage.store import StoreAway, open_store
 
 PART_SECONDS = 120.0
 """No part of the examination may take longer: a database behind a dead network, a driver that hangs."""
@@ -97,6 +99,12 @@ def _software(report: Report) -> None:
 
 def _data(report: Report, settings: Settings) -> None:
     root = settings.root
+    if settings.is_remote:
+        try:
+            open_store(settings).size(installation.MARK)
+            report.add("ok", "data", f"{settings.data}: answers; this box works in {root} (EFT_WORK)")
+        except StoreAway as error:
+            report.add("problem", "data", error.message)
     if not root.exists():
         parent = next(folder for folder in root.parents if folder.exists())
         if parent.is_dir() and os.access(parent, os.W_OK):

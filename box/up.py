@@ -62,7 +62,8 @@ class Supervisor:
         self.stops = 0
         """Signals to stop so far."""
         self.environment = os.environ | {
-            "EFT_DATA": str(settings.root),
+            "EFT_DATA": settings.data_root,
+            "EFT_WORK": str(settings.root),
             "EFT_HOST": settings.host,
             "EFT_PORT": str(settings.port),
             "EFT_NODE": settings.node,

@@ -302,6 +302,8 @@ class Agent:
             try:
                 with self._claiming:
                     self._give_back_unheard()
+                if self.site.copies is not None:
+                    self.site.copies.make_room()
                 self._room.tell()
                 self._fits()
                 for slot in self._quarantine.look():

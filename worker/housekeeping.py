@@ -15,8 +15,10 @@ from core.jobs import claims, holds, leader, lost, nodes, outbox, preempt, reten
 from core.jobs.budget import Budget
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.settings import Settings
+from core.storage.bucket import Bucket
 from core.storage.layout import Layout
-from worker import disk, leftovers, reclaim
+from core.storage.store import open_store
+from worker import disk, leftovers, objects, reclaim
 from worker.node import loss_policy
 from worker.room import room_on
 
@@ -76,6 +78,8 @@ class Housekeeper:
         self._backlog = backlog
         self._stopped = threading.Event()
         self._layout = Layout(settings.root)
+        store = open_store(settings)
+        self._bucket = store if isinstance(store, Bucket) else None
         self._next_budgets = 0.0
         self._lead_seconds = max(3 * settings.sweep_seconds, 10.0)
         self._away: set[str] = set()
@@ -138,6 +142,9 @@ class Housekeeper:
                 break
             if retention.remove(self._database, self._layout, None, one):
                 log.info("removed: %s of %s (%d MiB), since %s", one.kind, one.id, one.bytes >> 20, one.why)
+        if self._bucket is not None:
+            freed = objects.collect(self._database, self._bucket, reclaim.rules(self._settings))
+            log.info("removed from %s: %d MiB of runs that ended long ago", self._bucket.where, freed >> 20)
         return True
 
     def _keep_books(self) -> bool:
@@ -183,11 +190,17 @@ class Housekeeper:
         if removed := remove_orphans(self._database, self._layout):
             log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
         self._shrink_cache()
-        if not Budget.of(self._settings).limits:
+        if self._bucket is not None:
+            if removed := objects.remove_orphans(self._database, self._bucket):
+                log.warning("removed from %s, of which no row tells: %s", self._bucket.where, ", ".join(removed))
+            objects.measure(self._database, self._bucket)
+        elif not Budget.of(self._settings).limits:
             disk.measure(self._database, self._layout)
         return True
 
     def _keep_budgets(self) -> bool:
+        if self._bucket is not None:
+            return True  # a bucket has its own limits; what it holds is measured with the rest
         began = time.monotonic()
         reclaim.reclaim(self._database, self._layout, self._settings, self._stopped.is_set)
         # Looking at every file again takes its time on a large data root: at most a twentieth of ours.

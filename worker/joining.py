@@ -20,7 +20,6 @@ log = logging.getLogger("eft.worker")
 
 SKEW_SECONDS = 2.0
 """By so much a box's clock may differ before it is told."""
-BROKER_KEY = "eft:installation"
 
 
 def check_broker_is_named(settings: Settings) -> None:
@@ -70,8 +69,10 @@ def check_broker(database: Database, settings: Settings) -> None:
     seconds = health.BROKER_TIMEOUT
     try:
         with redis.Redis.from_url(url, socket_timeout=seconds, socket_connect_timeout=seconds) as client:
-            client.set(BROKER_KEY, name, nx=bool(settings.broker_url))  # the embedded one is this data root's own
-            found = client.get(BROKER_KEY)
+            client.set(
+                installation.BROKER_KEY, name, nx=bool(settings.broker_url)
+            )  # the embedded one is this data root's own
+            found = client.get(installation.BROKER_KEY)
     except (redis.RedisError, ValueError, OSError) as error:
         log.warning(
             "the broker at EFT_BROKER_URL does not answer yet (%s); nothing wakes this worker until it does", error

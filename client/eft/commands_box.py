@@ -26,6 +26,7 @@ VERBS = {
     "db": ("box.db", "Where the database's schema stands, and bringing it forward while jobs run."),
     "backup": ("box.backup", "Keep database and data root, while jobs run."),
     "restore": ("box.restore", "Put a backup into an empty installation."),
+    "adopt": ("box.adopt", "Say that EFT_DATA is the data root of this database from now on."),
     "service": ("box.service", "eft under systemd on this machine: install, uninstall, status."),
 }
 """Verb → module of the application, and what it does."""

@@ -23,6 +23,8 @@ from core.spec import vocabulary
 from core.storage.store import Store
 
 MARK = "installation.json"
+BROKER_KEY = "eft:installation"
+"""Under which the broker has the installation's id (worker/joining.py)."""
 SHOWN = 3
 
 

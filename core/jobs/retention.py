@@ -131,7 +131,7 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
             elif removal.kind == "history":
                 session.execute(delete(Metric).where(Metric.job_id == removal.id))
                 session.execute(delete(Event).where(Event.job_id == removal.id, _CHATTER))
-            elif session.execute(select(_resumed(removal.id, removal.before))).scalar_one():
+            elif session.execute(select(resumed(removal.id, removal.before))).scalar_one():
                 return None
             return [_renamed(path) for path in removal.paths if path.exists()]
 
@@ -141,7 +141,7 @@ def _ended(before: float, kind: str) -> Select[str, str]:
     return query.order_by(Job.finished_at, Job.id)
 
 
-def _resumed(job_id: str, before: float) -> ColumnElement[bool]:
+def resumed(job_id: str, before: float) -> ColumnElement[bool]:
     """Whether a job goes on from this one's checkpoints that is not over, or not for so long: it may be tried again."""
     later = aliased(Job)
     alive = or_(later.status.not_in(_ENDED), later.finished_at >= before)
@@ -151,7 +151,7 @@ def _resumed(job_id: str, before: float) -> ColumnElement[bool]:
 def _spare(session: Session, layout: Layout, job_id: str, before: float) -> tuple[Path, ...]:
     """Folders of an ended job that nobody asks for any more."""
     attempts = [path for path in layout.job(job_id).glob("attempt-*") if path.is_dir()]
-    if not attempts or session.execute(select(_resumed(job_id, before))).scalar_one():
+    if not attempts or session.execute(select(resumed(job_id, before))).scalar_one():
         return ()
     handed_back = session.execute(select(func.max(Artifact.attempt)).where(Artifact.job_id == job_id)).scalar_one()
     found = [path / CHECKPOINTS for path in attempts]

@@ -174,10 +174,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serving(address: str = "127.0.0.1") -> Iterator[Hub]:
     """The server on a free port of this machine; `Hub.url` goes into HF_ENDPOINT."""
     state = Hub()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": state}))
+    http = ThreadingHTTPServer((address, 0), type("BoundHandler", (Handler,), {"hub": state}))
     http.daemon_threads = True
     thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()

@@ -40,7 +40,7 @@ def databases(*options: str) -> Iterator[Callable[[], str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[], str]]:
+def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None) -> Iterator[Callable[[], str]]:
     tools = binaries(folder)
     # PostgreSQL refuses to run as root, who may become anybody else.
     as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -68,7 +68,8 @@ def _own_server(folder: Path, options: tuple[str, ...]) -> Iterator[Callable[[],
             **as_user,
         )
     try:
-        url = URL.create("postgresql+psycopg", username="postgres", database="postgres", query={"host": str(folder)})
+        by_socket = {"host": str(folder)}
+        url = URL.create("postgresql+psycopg", username="postgres", port=port, database="postgres", query=by_socket)
         _wait(url, server, folder / "log")
         yield from _databases(url)
     finally:
