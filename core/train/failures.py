@@ -6,6 +6,7 @@ import errno
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
@@ -15,7 +16,7 @@ from core.train.memory.source import BlocksLost
 from core.train.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
 
-_OOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
+_OOM_WORDS = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
 _BATCH = "training.per_device_train_batch_size"
 _EVAL_BATCH = "evaluation.per_device_eval_batch_size"
@@ -58,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         case OSError():
             return error.errno == errno.ENOMEM
-        case RuntimeError():
+        case RuntimeError() | SafetensorError():
             return any(words in str(error) for words in _OOM_WORDS)
         case _:
             return False

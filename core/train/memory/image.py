@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
@@ -34,6 +35,8 @@ from core.train.quant.model import QuantOptions, QuantReport
 
 VERSION = 1
 """Of the image's layout."""
+PAGE = 4096
+"""Where the bytes of a block begin in their file."""
 INDEX, REST = "image.json", "rest.safetensors"
 Told = Callable[[str], None]
 
@@ -114,15 +117,17 @@ def _make(
     rest: dict[str, Tensor] = {}
     index: dict[str, Any] = {"version": VERSION, "kept": kept, "quantized": {}, "blocks": []}
     _note(model, "", index, rest, without=tuple(module for _, module in found))
+    flat = torch.empty(0, dtype=torch.uint8)  # one for all: freed and made anew, it would leave holes of its size
     for number, (name, module) in enumerate(found):
         fill(lambda each, name=name: each.startswith(f"{name}."))  # type: ignore[misc]
         block = lay_out_block(name, module, trained=False)
         if number == 0:
             check_room(aside, block.nbytes * len(found))
-        flat = torch.zeros(block.nbytes, dtype=torch.uint8)
+        if flat.numel() < block.nbytes:
+            flat = torch.zeros(block.nbytes, dtype=torch.uint8)
         for view, place in zip(block.views(flat), block.places, strict=True):
             view.copy_(place.tensor.detach())
-        save_file({"block": flat}, _file(aside, number))
+        _write(_file(aside, number), flat[: block.nbytes])
         index["blocks"].append(
             [[part.name, str(part.dtype).removeprefix("torch."), list(part.shape), part.offset] for part in block.parts]
         )
@@ -131,6 +136,15 @@ def _make(
         block.put([torch.empty(0, dtype=part.dtype) for part in block.parts])
     save_file(rest, aside / REST)
     (aside / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _write(path: Path, flat: Tensor) -> None:
+    """A safetensors file with the one tensor `block`. The library would copy it first."""
+    about = {"block": {"dtype": "U8", "shape": [flat.numel()], "data_offsets": [0, flat.numel()]}}
+    header = json.dumps(about).encode().ljust(PAGE - 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(memoryview(flat.numpy()))  # type: ignore[arg-type]
 
 
 def _note(
@@ -199,9 +213,12 @@ def _read(image: Path, folder: Path, dtype: torch.dtype, between: Told) -> tuple
             piece_dtype = getattr(torch, kind)
             count = torch.Size(shape).numel() * piece_dtype.itemsize
             tensors[f"{name}.{local}"] = whole[offset : offset + count].view(piece_dtype).view(shape)
+    maps: dict[bytes, Tensor] = {}
     for path, about in index["quantized"].items():
         parent, _, local = path.rpartition(".")
         pieces = {name: tensors.pop(f"{path}.{name}", None) for name in (*PACKED_PARTS, "nested_map", "offset", "bias")}
+        if (table := pieces["nested_map"]) is not None:  # one for all layers, as where it was made
+            pieces["nested_map"] = maps.setdefault(table.numpy().tobytes(), table)
         setattr(model.get_submodule(parent), local, QuantLinear(_weight(about, pieces), pieces["bias"]))
     for name, tensor in tensors.items():
         parent, _, local = name.rpartition(".")

@@ -14,7 +14,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from core.errors import ModelError
+from core.train.failures import is_out_of_memory
 from core.train.files import sha256
 from core.train.kernels.interface import Format
 from core.train.quant import cache
@@ -132,11 +135,34 @@ def _skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # Buffers outside the files (rotary frequencies) are computed by the constructors, so they get real memory.
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _without_memory(nn.Linear, nn.Embedding):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
     return model, config
+
+
+@contextmanager
+def _without_memory(*layers: type[nn.Module]) -> Iterator[None]:
+    """Within, these layers make their weights on the meta device. accelerate makes them first and drops them then: no
+    memory is touched, but it is taken from the kernel, which counts it where that is limited (RLIMIT_DATA)."""
+
+    def on_meta(init: Callable[..., None]) -> Callable[..., None]:
+        at = list(signature(init).parameters).index("device")
+
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **(kwargs if len(args) >= at else {"device": "meta"} | kwargs))
+
+        return wrapped
+
+    inits = [layer.__init__ for layer in layers]
+    for layer in layers:
+        layer.__init__ = on_meta(layer.__init__)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, init in zip(layers, inits, strict=True):
+            layer.__init__ = init  # type: ignore[method-assign]
 
 
 def _already_quantised(config: Any, options: QuantOptions) -> bool:
@@ -240,6 +266,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in shard.keys():  # noqa: SIM118 -- not a dict
                     yield name, shard.get_tensor(name)
         except SafetensorError as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(f"{file.name} is truncated or damaged: {error}", field="model") from error
 
 
