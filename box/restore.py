@@ -20,7 +20,7 @@ from core.settings import Settings
 EPILOG = """\
 examples:
   EFT_DATA=/srv/eft eft restore /mnt/backup/eft          the newest backup
-  eft restore /mnt/backup/eft --data /srv/eft --snapshot 2026-11-21T190211Z-01ka
+  eft restore /mnt/backup/eft --data /srv/eft --snapshot 2026-11-21T190211.042Z
   eft restore /mnt/backup/eft --data /srv/eft --database-url postgresql+psycopg://eft:…@db/eft
 
 What ran goes on from its newest checkpoint in the backup. Keys work as they did then: revoke again what was revoked

@@ -2,10 +2,10 @@
 
 Why in that order, and once, is enough. A row is written when its bytes are there, so what the database names at that
 moment is on the disk. Uploads, artifacts and checkpoints never change once they have their name. A checkpoint may be
-pruned while it is read, when a newer one is there: then the attempt is looked at again. Events and logs only grow, and
-are read after the checkpoints: they reach at least as far as the checkpoint a restored job goes on from, and what the
-database had not heard of them yet, the next attempt tells it, as after the death of a worker. To a job a restore is
-what a power cut is.
+pruned meanwhile, when a newer one is there: it is opened as a whole first, or looked for again. Events and logs only
+grow, and are read after the checkpoints: they reach at least as far as the checkpoint a restored job goes on from, and
+what the database had not heard of them yet, the next attempt tells it, as after the death of a worker. To a job a
+restore is what a power cut is.
 
 What is newer than the database (an attempt begun since, a file uploaded since) is left out: nothing names it.
 """
@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from box.backup import database as databases
 from box.backup.database import Dump
-from box.backup.store import ASIDE, DATABASE, FILES, BackupError, Changed, Kept, Snapshot, Store, sha256_of
+from box.backup.store import ASIDE, DATABASE, FILES, BackupError, Changed, Kept, Snapshot, Store, opened, sha256_of
 from core import __version__
 from core.db import migrate
 from core.db.engine import Database
@@ -31,8 +30,11 @@ from core.spec.run import ARTIFACTS, CHECKPOINTS, UNFINISHED
 from core.storage.layout import Layout
 
 TRIES = 3
-"""Of reading a folder whose files are pruned meanwhile, and of a whole backup whose files were deleted meanwhile."""
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Of a whole backup whose files were deleted meanwhile."""
+MOST_LOOKS = 1000
+"""At a folder of checkpoints that are pruned while they are looked for."""
+MANIFEST = "manifest.json"
+"""In a checkpoint: names and SHA-256 of its other files."""
 
 
 @dataclass(slots=True)
@@ -65,9 +67,7 @@ class _Work:
 
     def run(self) -> Snapshot:
         for again in reversed(range(TRIES)):
-            name = time.strftime("%Y-%m-%dT%H%M%SZ-", time.gmtime()) + "".join(
-                secrets.choice(_ALPHABET) for _ in "1234"
-            )
+            name = self.store.next_name()
             aside = self.store.snapshots / f"{ASIDE}{name}"
             aside.mkdir(mode=0o700)
             said = databases.dump(self.database, aside / DATABASE)
@@ -110,8 +110,7 @@ class _Work:
             missing += self._named(out, artifact, sha256)
         for number in range(1, newest + 1):
             folder = self.layout.attempt(job_id, number)
-            for path in _folders(folder / CHECKPOINTS):
-                self._whole(out, path)
+            self._checkpoints(out, folder / CHECKPOINTS)
             for path in _files(folder):
                 inside = path.relative_to(folder)
                 if inside.parts[0] == CHECKPOINTS or path in promised:
@@ -120,20 +119,28 @@ class _Work:
                 self._optional(out, path, grows=inside.parts[0] != ARTIFACTS)
         return missing
 
-    def _whole(self, out: IO[str], folder: Path) -> None:
-        """A checkpoint with all its files, or none of it: it may be pruned meanwhile."""
-        for _ in range(TRIES):
-            lines = []
-            try:
-                for path in _files(folder):
-                    lines.append(self._bring(path, grows=False))
-                if folder.is_dir():
-                    for kept in lines:
-                        self._write(out, kept)
+    def _checkpoints(self, out: IO[str], folder: Path) -> None:
+        """All that stand there, each whole or not at all; while there is any, at least one: when those that were there
+        are pruned before they could be read, newer ones have come."""
+        for _ in range(MOST_LOOKS):
+            there = list(_folders(folder))
+            taken = [self._whole(out, path) for path in reversed(there)]
+            if not there or any(taken):
                 return
+        raise BackupError(f"{folder}: its checkpoints come and go faster than they can be read; try again")
+
+    def _whole(self, out: IO[str], folder: Path) -> bool:
+        """False: it is not there any more. Its files are opened first: what is open can be read when it is pruned."""
+        with ExitStack() as stack:
+            try:
+                files = {path: stack.enter_context(opened(path)) for path in _files(folder)}
             except Changed:
-                if not folder.is_dir():
-                    return
+                return False
+            if not _complete(folder, files):
+                return False
+            for path, file in files.items():
+                self._write(out, self._keep(file, path, grows=False))
+        return True
 
     def _models(self, out: IO[str]) -> None:
         """What is complete: work in progress has names with a dot (core/train/model_cache.py)."""
@@ -169,17 +176,18 @@ class _Work:
         return path.relative_to(self.layout.root).as_posix()
 
     def _bring(self, path: Path, *, grows: bool) -> Kept:
+        with opened(path) as file:
+            return self._keep(file, path, grows=grows)
+
+    def _keep(self, file: IO[bytes], path: Path, *, grows: bool) -> Kept:
         name = self._name(path)
         before = self._before.get(name)
         if before is not None and not self.options.checksum:
-            try:
-                seen = path.lstat()
-            except OSError as error:
-                raise Changed(f"{error.strerror}") from error
+            seen = os.fstat(file.fileno())
             same = (seen.st_size, seen.st_mtime_ns, seen.st_ino) == before.mark
             if same and self.store.has(before.sha256, before.bytes):
                 return before
-        kept, took = self.store.bring(path, name, grows=grows, link=self.options.link)
+        kept, took = self.store.bring(file, path, name, grows=grows, link=self.options.link)
         self._brought += took
         return kept
 
@@ -214,6 +222,20 @@ class _Work:
         )
         self.store.finish(aside, snapshot)
         return snapshot
+
+
+def _complete(folder: Path, files: Mapping[Path, IO[bytes]]) -> bool:
+    """Whether these are all files of a checkpoint, by its manifest (core/train/checkpoint/store.py): it may have lost
+    some before they were listed. One without a manifest is taken as it is while it stands."""
+    manifest = files.get(folder / MANIFEST)
+    if manifest is None:
+        return bool(files) and folder.is_dir()
+    try:
+        names = set(json.load(manifest)["files"])
+    except (ValueError, KeyError, TypeError):
+        names = {path.name for path in files} - {MANIFEST}  # damaged: kept as it is, and told when it is read
+    manifest.seek(0)
+    return names <= {path.name for path in files}
 
 
 def _folders(folder: Path) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
     eft-backup.json                     which format this is
     objects/ab/abcdef…                  one file's content, named by its SHA-256
-    snapshots/2026-11-21T190211Z-01ka/  complete or not there: it is renamed into place when everything it names is
+    snapshots/2026-11-21T190211.042Z/   complete or not there: it is renamed into place when everything it names is
       database/…                        what the database said (box/backup/database.py)
       files.jsonl                       one line a file of the data root: path, bytes, sha256, mode, mtime_ns, inode
       snapshot.json                     versions, times, sums, and the SHA-256 of all the others here
@@ -24,8 +24,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from core.errors import EftError
 from core.logfile import first_byte
@@ -38,8 +39,9 @@ FILES = "files.jsonl"
 DATABASE = "database"
 ASIDE = ".tmp-"
 BLOCK = 1 << 20
+_TIME = "%Y-%m-%dT%H%M%S.%fZ"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d{6}Z-[0-9a-z]{4}")
+_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d{6}\.\d{3}Z")
 
 
 class BackupError(EftError):
@@ -151,28 +153,21 @@ class Store:
         except FileNotFoundError:
             return False
 
-    def bring(self, source: Path, name: str, *, grows: bool, link: bool) -> tuple[Kept, int]:
-        """Keep a file's content under `name`; with how many bytes that took. `grows`: a log, of which what is there now
-        is kept. Raises Changed for any other file that changed while it was read, and for one that is gone."""
-        try:
-            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise Changed(f"{name}: {error.strerror}") from error
-        with os.fdopen(descriptor, "rb") as file:
-            before = os.fstat(file.fileno())
-            if not stat.S_ISREG(before.st_mode):
-                raise Changed(f"{name}: not a plain file")
-            start = first_byte(file.fileno(), before.st_size) if grows else 0
-            size = before.st_size - start
-            # A link would go on changing with a file that grows.
-            sha256, took = self._linked(file, source, size) if link and not grows else self._copied(file, start, size)
-            after = os.fstat(file.fileno())
+    def bring(self, file: IO[bytes], source: Path, name: str, *, grows: bool, link: bool) -> tuple[Kept, int]:
+        """Keep the content of an open file, that of `source`, under `name`; with how many bytes that took. `grows`: a
+        log, of which what is there now is kept. Raises Changed for any other file that changed while it was read."""
+        before = os.fstat(file.fileno())
+        start = first_byte(file.fileno(), before.st_size) if grows else 0
+        size = before.st_size - start
+        # A link would go on changing with a file that grows.
+        sha256, took = self._linked(file, source, size) if link and not grows else self._copied(file, start, size)
+        after = os.fstat(file.fileno())
         if not grows and (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise Changed(f"{name}: changed while it was read")
         mode = stat.S_IMODE(before.st_mode)
         return Kept(name, size, sha256, mode, before.st_mtime_ns, before.st_ino), took
 
-    def _copied(self, file: Any, start: int, size: int) -> tuple[str, int]:
+    def _copied(self, file: IO[bytes], start: int, size: int) -> tuple[str, int]:
         aside = self.objects / f"{ASIDE}{os.getpid()}"
         digest = hashlib.sha256()
         file.seek(start)
@@ -194,8 +189,8 @@ class Store:
             os.fsync(copy.fileno())
         return sha256, self._place(aside, sha256, size)
 
-    def _linked(self, file: Any, source: Path, size: int) -> tuple[str, int]:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    def _linked(self, file: IO[bytes], source: Path, size: int) -> tuple[str, int]:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         if self.has(sha256, size):
             return sha256, 0
         aside = self.objects / f"{ASIDE}{os.getpid()}"
@@ -223,6 +218,13 @@ class Store:
         if not self.snapshots.is_dir():
             return []
         return sorted(path.name for path in self.snapshots.iterdir() if _NAME.fullmatch(path.name))
+
+    def next_name(self) -> str:
+        """After all others, also when the clock was set back."""
+        now = datetime.now(UTC)
+        if names := self.names():
+            now = max(now, datetime.strptime(names[-1], _TIME).replace(tzinfo=UTC) + timedelta(milliseconds=1))
+        return f"{now:%Y-%m-%dT%H%M%S}.{now.microsecond // 1000:03d}Z"
 
     def read(self, name: str | None = None) -> Snapshot:
         """A snapshot, by default the newest. Raises BackupError."""
@@ -258,11 +260,13 @@ class Store:
 
     def damage(self, snapshot: Snapshot, *, content: bool = True) -> Iterator[str]:
         """What is wrong with a snapshot, one line a fault; `content`: read every byte again."""
+        readable = True
         for name, expected in snapshot.sums.items():
             found = sha256_of(self.folder(snapshot) / name)
             if found != expected:
+                readable = readable and name != FILES
                 yield f"{name}: {'not there' if found is None else 'its SHA-256 is another'}"
-        if (self.folder(snapshot) / FILES).is_file():
+        if readable:
             for kept in self.kept(snapshot):
                 if not self.has(kept.sha256, kept.bytes):
                     yield f"{kept.path}: its content is not there, or has another size"
@@ -283,6 +287,18 @@ class Store:
                 freed += path.stat().st_size
                 path.unlink()
         return gone, freed
+
+
+def opened(path: Path) -> IO[bytes]:
+    """A plain file, which is read to its end whatever becomes of its name. Raises Changed when there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Changed(f"{error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Changed("not a plain file")
+    return os.fdopen(descriptor, "rb")
 
 
 def sha256_of(path: Path) -> str | None:
