@@ -3,17 +3,20 @@
 The service's own scheduler with a simulated clock (bench/lab/schedule.py) against schedules of the same weeks by other
 rules (bench/lab/peers.py): FIFO, first fit, an oracle that knows how long jobs take, and a bound that nothing can beat.
 The weeks: `generated` anew for each run (1,000 jobs, 12 users, one of whom submits a quarter of all jobs in half an
-hour), with and without preemption of the flooder's jobs; `philly-like`, from a file, which is no recording
-(bench/lab/week.py says what it is); and with `--trace` a recording of an installation (`python -m bench.lab.record`).
+hour); `philly-like`, from a file, which is no recording (bench/lab/week.py says what it is); and with `--trace` a
+recording of an installation (`python -m bench.lab.record`). The first generated week is there twice more: with a time
+limit on every job (`limits`), and with the flood at priority -10 in a project that allows preemption (`preempt`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from bench.lab import peers, week
 from bench.lab.figures import Figures, measure
 from bench.lab.peers import Outcome
 from bench.lab.schedule import Week
-from bench.lab.week import DAY, HOUR, Task
+from bench.lab.week import DAY, FLOODER, HOUR, Task
 from bench.report import compare, finish
 
 RULES = {"fifo": peers.fifo, "first fit": peers.first_fit, "oracle": peers.oracle}
@@ -42,7 +45,9 @@ def ours(tasks: Sequence[Task], gpus: int, limits: Limits | None = None) -> list
             lab.close()
 
 
-def one_week(name: str, tasks: Sequence[Task], gpus: int, length: float) -> dict[str, Figures]:
+def one_week(
+    name: str, tasks: Sequence[Task], gpus: int, length: float, *, variants: bool = False
+) -> dict[str, Figures]:
     """All schedules of a week, by their names, told as they are done."""
     fair_ends = peers.fair(tasks, gpus)
     owners, wide = len({task.owner for task in tasks}), sum(task.gpus > 1 for task in tasks)
@@ -51,10 +56,17 @@ def one_week(name: str, tasks: Sequence[Task], gpus: int, length: float) -> dict
         f"\n{name}: {len(tasks)} jobs of {owners} owners, {wide} of them on several GPUs; {work / HOUR:.0f} GPU hours, "
         f"{work / (gpus * length):.0%} of {gpus} GPUs for {length / DAY:g} days"
     )
-    found = {rule: measure(schedule(tasks, gpus), gpus, length, fair_ends) for rule, schedule in RULES.items()}
+    known = {rule: measure(schedule(tasks, gpus), gpus, length, fair_ends) for rule, schedule in RULES.items()}
     began = time.perf_counter()
-    found = {"ours": measure(ours(tasks, gpus), gpus, length, fair_ends), **found}
+    found = {"ours": measure(ours(tasks, gpus), gpus, length, fair_ends)}
     print(f"  (the scheduler took {time.perf_counter() - began:.0f} s for it)")
+    if variants:
+        limited = [replace(task, limit=task.limit or math.ceil(2 * task.seconds)) for task in tasks]
+        found["limits"] = measure(ours(limited, gpus), gpus, length, fair_ends)
+        yielding = [replace(task, priority=-10 if task.owner == FLOODER else 0) for task in tasks]
+        room = ours(yielding, gpus, {("project", FLOODER): {"preemptible": True}})
+        found["preempt"] = measure(room, gpus, length, fair_ends)
+    found |= known
     print(
         f"  {'':<10} {'used':>6} {'idle*':>6} {'mean wait':>10} {'median':>8} {'p95':>8} {'longest':>8} "
         f"{'slowdown':>9} {'Jain':>6} {'stopped':>8}"
@@ -113,7 +125,8 @@ def main() -> None:
             weeks.append(("philly-like", week.read(week.PHILLY_LIKE), week.WEEK))
     series: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
     for name, tasks, length in weeks:
-        found = one_week(name, tasks, options.gpus, length)
+        first = not any(key[0] == name for key in series)
+        found = one_week(name, tasks, options.gpus, length, variants=first and name == "generated")
         for figure in COMPARED:
             for peer in RULES:
                 mine, theirs = series.setdefault((name, figure, peer), ([], []))

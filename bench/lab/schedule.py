@@ -23,7 +23,7 @@ from bench.lab.week import Task
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Job, Limit, Project, User
-from core.jobs import claims, nodes, relay, usage
+from core.jobs import claims, nodes, preempt, relay, usage
 from core.jobs.claims import Claim
 from core.jobs.finish import HandedBack, RetryPolicy, Succeeded, finish
 from core.jobs.slots import Slot
@@ -40,6 +40,7 @@ LOADS_FOR = 30.0
 """Until its first step, each time that it starts."""
 LEAVES_AFTER = 20.0
 WRONG_BY = 0.1
+RULES = preempt.Rules(min_seconds=600.0, silent_after=LEASE)
 GPU: dict[str, Any] = {"vendor": "amd", "arch": "gfx942", "memory_bytes": 192 << 30}
 
 
@@ -77,6 +78,7 @@ class Week:
         self._busy: dict[str, Claim] = {}
         """Slot → what holds it."""
         self._leaving: set[str] = set()
+        self._preempts = any(values.get("preemptible") for values in (limits or {}).values())
         self._waiting = 0
         self._agenda: list[tuple[float, int, str, Any]] = []
         self._count = 0
@@ -93,7 +95,10 @@ class Week:
             while self._agenda and self._agenda[0][0] <= self.now:
                 _, _, what, whom = heapq.heappop(self._agenda)
                 getattr(self, f"_{what}")(whom)
-            self._claim()
+            if self._waiting:
+                self._live()
+                self._claim()
+                self._preempt()
             self._look_for_wishes()
         return list(self.runs.values())
 
@@ -132,12 +137,13 @@ class Week:
             self._names[row.id] = task.name
         self._waiting += 1
 
-    def _claim(self) -> None:
-        """As worker/agent.py does: from the first free slot on, again after every job that is won."""
-        if not self._waiting or len(self._busy) == len(self._slots):
-            return
+    def _live(self) -> None:
+        """A sign of life of the node, as of this moment: nothing looks at it in between."""
         with self.database.write() as session:
             nodes.heartbeat(session, NODE, WORKER)
+
+    def _claim(self) -> None:
+        """As worker/agent.py does: from the first free slot on, again after every job that is won."""
         won = True
         while won and self._waiting:
             won = False
@@ -208,6 +214,16 @@ class Week:
             usage.charge(session, limit=5000)
         if self._agenda or self._busy:
             self._at(self.now + BOOKS_EVERY, "books", None)
+
+    def _preempt(self) -> None:
+        """The housekeeper's, at every sweep."""
+        if not self._preempts or not self._waiting:
+            return
+        with self.database.read() as session:
+            possible = preempt.possible(session)
+        if possible:
+            with self.database.write() as session:
+                preempt.ask(session, RULES)
 
     def _look_for_wishes(self) -> None:
         """Who was asked to leave; a worker sees it when it renews its leases."""

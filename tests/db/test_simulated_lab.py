@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.lab import figures, peers, week
 from bench.lab.peers import Outcome
 from bench.lab.record import recorded
-from bench.lab.schedule import MONDAY, Run, Week
+from bench.lab.schedule import LEAVES_AFTER, LOADS_FOR, MONDAY, Run, Week
 from bench.lab.week import DAY, FLOODER, HOUR, Task
 
 GPUS = 8
@@ -22,9 +23,11 @@ MOMENT = 1e-3
 
 
 @contextmanager
-def lab(folder: Path, tasks: Sequence[Task]) -> Iterator[Week]:
+def lab(
+    folder: Path, tasks: Sequence[Task], limits: dict[tuple[str, str], dict[str, Any]] | None = None
+) -> Iterator[Week]:
     folder.mkdir(exist_ok=True)
-    made = Week(folder, tasks, GPUS)
+    made = Week(folder, tasks, GPUS, limits=limits)
     try:
         yield made
     finally:
@@ -106,6 +109,21 @@ def test_a_wide_job_does_not_starve_beside_narrow_ones(tmp_path: Path) -> None:
     with lab(tmp_path, tasks) as made:
         outcomes = [run.outcome for run in made.run()]
     assert wait(outcomes) <= HOUR + 1, "no longer than the longest of those that ran when its turn came"
+
+
+def test_who_makes_room_loses_nothing_and_goes_on(tmp_path: Path) -> None:
+    """All GPUs are taken by jobs of low priority in a project that allows it; an urgent one comes, and a second."""
+    low = [Task(f"low{number}", "u01", float(number), 1, 4 * HOUR, None, -10) for number in range(GPUS)]
+    urgent = [Task(f"urgent{number}", "u02", HOUR * (number + 1), GPUS // 2, HOUR, None) for number in range(2)]
+    with lab(tmp_path, [*low, *urgent], {("project", "u01"): {"preemptible": True}}) as made:
+        runs = {run.outcome.task.name: run for run in made.run()}
+    soon = LEAVES_AFTER + MOMENT
+    assert all(runs[task.name].outcome.wait <= soon and len(runs[task.name].outcome.spans) == 1 for task in urgent)
+    stopped = [runs[task.name].outcome for task in low if len(runs[task.name].outcome.spans) > 1]
+    assert sum(len(outcome.spans) - 1 for outcome in stopped) == 2 * (GPUS // 2), "as many as were needed, each time"
+    for outcome in stopped:
+        held, stops = sum(to - since for since, to in outcome.spans), len(outcome.spans) - 1
+        assert held == pytest.approx(outcome.task.seconds + stops * (LEAVES_AFTER + LOADS_FOR), abs=1.0)
 
 
 def test_what_was_run_can_be_recorded_as_a_week(day: list[Task], served: tuple[Week, list[Run]]) -> None:
