@@ -49,6 +49,8 @@ class Job:
     adjusted: dict[str, int]
     """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     node: str | None
+    slots: list[str]
+    """The GPUs (or CPU slots) that it has now, of `get` and `list`; rank 0 is on the first."""
     queue: dict[str, Any] | None
     """While it waits, of `get` alone: position, code, reason, estimated_start."""
     raw: dict[str, Any] = field(repr=False)
@@ -93,6 +95,7 @@ class Job:
             spec=raw.get("spec") or {},
             adjusted=raw.get("adjusted") or {},
             node=raw.get("node"),
+            slots=raw.get("slots") or [],
             queue=raw.get("queue"),
             raw=raw,
         )
