@@ -95,14 +95,14 @@ def _run(given: argparse.Namespace) -> int:
 
 def _create(store: Store, given: argparse.Namespace) -> int:
     settings = Settings()
-    root = settings.root
+    root, bucket = settings.root, settings.data if settings.is_remote else None
     if store.root == root or store.root.is_relative_to(root):
         raise BackupError(f"{store.root} is inside the data root {root}: it would be lost with it, and keep itself")
     if not root.is_dir():
         raise BackupError(f"there is no data root {root} (EFT_DATA)")
     database = Database(settings.sqlalchemy_url)
     try:
-        options = Options(models=not given.no_models, link=given.link, checksum=given.checksum)
+        options = Options(not given.no_models, bucket, given.link, given.checksum)
         made = create(database, Layout(root), store, options)
     finally:
         database.dispose()
@@ -119,6 +119,7 @@ def _words(one: Snapshot) -> str:
     return (
         f"{one.name}  of {when}: {one.files} files, {_size(one.bytes)} ({_size(one.brought)} new), {one.database} "
         f"schema {one.revision}, eft {one.version}{'' if one.models else ', without models'}"
+        f"{'' if one.bucket is None else f'; {one.bucket} keeps its own content'}"
     )
 
 

@@ -40,6 +40,8 @@ MANIFEST = "manifest.json"
 @dataclass(slots=True)
 class Options:
     models: bool = True
+    bucket: str | None = None
+    """The data root is this object store: the database alone is kept."""
     link: bool = False
     """Hard links where data root and backups are on one file system: takes no room, and no help when that disk dies."""
     checksum: bool = False
@@ -87,6 +89,8 @@ class _Work:
         missing: list[str] = []
         with (aside / FILES).open("w", encoding="utf-8") as out:
             os.fchmod(out.fileno(), 0o600)
+            if self.options.bucket is not None:
+                return []
             for file_id, sha256 in sorted(said.files.items()):
                 missing += self._named(out, self.layout.file(file_id), sha256)
             listed: dict[str, list[tuple[int, str, str]]] = {}
@@ -217,6 +221,7 @@ class _Work:
             bytes=self._bytes,
             brought=self._brought,
             models=self.options.models,
+            bucket=self.options.bucket,
             sums=sums,
             missing=missing,
         )

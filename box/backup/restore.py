@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqlalchemy import select
+
 from box.backup import database as databases
 from box.backup.database import SQLITE
 from box.backup.settle import Notices, Settled, settle
@@ -21,8 +23,10 @@ from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store
 from box.instance import AlreadyRunning, Instance
 from core.db import migrate
 from core.db.engine import Database
+from core.db.tables import Job
 from core.settings import Settings
 from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
+from core.storage.store import open_store
 
 ASIDE = ".restoring-"
 OURS = ("up.lock", RESTORING)
@@ -59,12 +63,17 @@ def restore(
             f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}. Take another one (`eft backup list`)"
             + ("" if broken else ", or give --damaged to leave that out")
         )
+    if (snapshot.bucket is None) is settings.is_remote:
+        where = "a folder" if snapshot.bucket is None else f"{snapshot.bucket}, or a copy of it"
+        raise BackupError(f"the backup {snapshot.name} is of an installation whose data root is {where}: set EFT_DATA")
     settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         instance = Instance.take(settings.root, patience=0)
     except AlreadyRunning as error:
         raise BackupError(f"{error}") from error
     try:
+        if snapshot.bucket is not None:
+            return Restored(snapshot, _beside_bucket(settings, store, snapshot, notices), [])
         _begin(settings.root, snapshot)
         left_out = _files(layout, store, snapshot, damaged, tell)
         settled = _database(settings, store, snapshot, notices)
@@ -91,6 +100,28 @@ def _begin(root: Path, snapshot: Snapshot) -> None:
             "a backup goes into a new one (EFT_DATA)"
         )
     write_private(mark, json.dumps({"snapshot": snapshot.name}).encode())
+
+
+def _beside_bucket(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
+    """The database alone; of the bucket goes what attempts have left there that the database has never heard of, whose
+    numbers will be used again."""
+    settled = _database(settings, store, snapshot, notices)
+    bucket, database = open_store(settings), Database(settings.sqlalchemy_url)
+    try:
+        with database.read() as session:
+            rows = session.execute(select(Job.id, Job.attempt)).all()
+            newest: dict[str, int] = {row.id: row.attempt for row in rows}
+    finally:
+        database.dispose()
+    newer = set()
+    for entry in bucket.tree("runs"):
+        _, job, attempt, *_ = [*entry.key.split("/"), "", ""]
+        number = attempt.removeprefix("attempt-")
+        if number.isdecimal() and int(number) > newest.get(job, int(number)):
+            newer.add(f"runs/{job}/{attempt}")
+    for key in sorted(newer):
+        bucket.discard(key)
+    return settled
 
 
 # -- files
@@ -201,7 +232,7 @@ def _settled_copy(source: Path, aside: Path, snapshot: Snapshot, notices: Notice
     try:
         migrate.upgrade(copy)
         with copy.write() as session:
-            settled = settle(session, snapshot.name, snapshot.taken_at, notices)
+            settled = settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)
     finally:
         copy.dispose()  # the last one to close it brings the write-ahead log into the file
     with aside.open("rb+") as file:
@@ -235,7 +266,7 @@ def _postgresql(folder: Path, database: Database, snapshot: Snapshot, notices: N
     with database.write() as session:
         databases.load_postgresql(folder, session)
         if snapshot.revision == migrate.head():
-            return settle(session, snapshot.name, snapshot.taken_at, notices)
+            return settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)
     migrate.upgrade(database)
     with database.write() as session:
-        return settle(session, snapshot.name, snapshot.taken_at, notices)
+        return settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)

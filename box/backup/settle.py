@@ -29,8 +29,9 @@ class Settled:
     """Notices that were waiting to be sent and are dead letters now."""
 
 
-def settle(session: Session, snapshot: str, taken_at: float, notices: Notices) -> Settled:
-    """Call once, in a write transaction, before anything else sees the database. `taken_at`: of the snapshot."""
+def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *, moved: bool = True) -> Settled:
+    """Call once, in a write transaction, before anything else sees the database. `taken_at`: of the snapshot. `moved`:
+    the data root is another one."""
     jobs = session.execute(select(Job).where(Job.status.in_(LEASED)).order_by(Job.id)).scalars().all()
     ids = [job.id for job in jobs]
     for job in jobs:
@@ -43,8 +44,8 @@ def settle(session: Session, snapshot: str, taken_at: float, notices: Notices) -
                 .values({ended.key: taken_at})
             )
     session.execute(delete(Leader))
-    # The data root is another one: the first process that comes marks it as this installation's own.
-    session.execute(update(Installation).values(mark=None, marked_at=None, marked_by=None))
+    if moved:  # the first process that comes marks it as this installation's own
+        session.execute(update(Installation).values(mark=None, marked_at=None, marked_by=None))
     held = 0
     if notices == "hold":
         # Whether they were sent between the backup and the loss, nobody knows any more.

@@ -91,6 +91,8 @@ class Snapshot:
     """Bytes that no earlier backup had."""
     models: bool
     """Whether models were kept; if not they are fetched again."""
+    bucket: str | None
+    """The object store that is the data root, and keeps its own content; None: the data root is a folder."""
     sums: dict[str, str]
     """SHA-256 of the other files of the snapshot."""
     missing: list[str] = field(default_factory=list)
