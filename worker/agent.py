@@ -80,6 +80,8 @@ class Agent:
             (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
             self._lock_file = node.lock(layout.root, settings.node)
             node.probe(layout, settings.node)
+            if isinstance(store, Bucket):
+                joining.check_name(database, settings)
         except BaseException:
             database.dispose()
             if self._lock_file >= 0:
@@ -128,6 +130,8 @@ class Agent:
             labels = self.settings.node_labels
             drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + notes, labels)
             self._row = (notes, slots)
+        if self.site.copies is not None:
+            joining.remember_worker(self.settings, self.worker)
         if drained:
             log.warning("node %s is drained: it claims nothing until `eft worker undrain %s`", name, name)
         for note in self.notes + self._selftests.notes():

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import redis
+from sqlalchemy import select
 
 from core import __version__, health
-from core.db.engine import Database
+from core.db.engine import Database, db_now
+from core.db.tables import Node
 from core.jobs import installation
 from core.jobs.installation import OtherDataRoot
 from core.settings import Settings
+from core.storage.layout import write_private
 from core.storage.store import Store, StoreAway
-from worker.node import NotNow, Refused
+from worker.node import NotNow, Refused, file_of
 
 log = logging.getLogger("eft.worker")
 
@@ -44,6 +48,32 @@ def join(database: Database, store: Store, settings: Settings) -> list[str]:
     if not standing.fit:
         raise Refused(standing.words)
     return [words for words in (standing.words, _clock(database)) if words]
+
+
+def check_name(database: Database, settings: Settings) -> None:
+    """With an object store the lock on a node's name is this box's own: raises NotNow while a worker of another box
+    serves under it."""
+    with database.read() as session:
+        row = session.execute(
+            select(Node.worker, db_now() - Node.heartbeat_at).where(Node.name == settings.node)
+        ).one_or_none()
+    if row is None or row[1] > settings.lease_seconds:
+        return
+    last = _last_worker(settings)
+    if not last.is_file() or last.read_text() != row[0]:
+        raise NotNow(
+            f"a worker on another box serves node `{settings.node}`: it was heard of {row[1]:.0f} s ago. Give this one "
+            f"a name of its own (EFT_NODE); if that box is gone, wait {settings.lease_seconds:.0f} s"
+        )
+
+
+def remember_worker(settings: Settings, worker: str) -> None:
+    """This box serves the node as `worker` from now on."""
+    write_private(_last_worker(settings), worker.encode())
+
+
+def _last_worker(settings: Settings) -> Path:
+    return file_of(settings.root, settings.node, "worker")
 
 
 def _clock(database: Database) -> str:

@@ -36,7 +36,7 @@ def lock(root: Path, node: str) -> int:
     """Hold the node's name for as long as this process lives. Raises Refused while another worker has it."""
     folder = root / "nodes"
     folder.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(_file(root, node, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(file_of(root, node, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,7 +51,8 @@ def lock(root: Path, node: str) -> int:
     return descriptor
 
 
-def _file(root: Path, node: str, ending: str) -> Path:
+def file_of(root: Path, node: str, ending: str) -> Path:
+    """Of a node, below the folder that it works in."""
     return root / "nodes" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{ending}"
 
 
@@ -60,7 +61,7 @@ def probe(layout: Layout, node: str) -> None:
 
     Call it while the node's lock is held: a worker that is killed here leaves a file that the next one writes again.
     """
-    path = _file(layout.root, node, "probe")
+    path = file_of(layout.root, node, "probe")
     content = secrets.token_bytes(32)
     try:
         path.write_bytes(content)

@@ -21,7 +21,7 @@ from core import HOME, __version__
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Installation, Node
-from core.jobs import installation
+from core.jobs import installation, nodes
 from core.jobs.installation import MARK, OtherDataRoot
 from core.settings import Settings
 from core.spec import vocabulary
@@ -30,7 +30,7 @@ from tests.support import selftest
 from tests.support.service import wait_for
 from worker import joining
 from worker.agent import Agent
-from worker.node import Refused
+from worker.node import NotNow, Refused
 
 
 @pytest.fixture
@@ -200,3 +200,17 @@ def test_three_settings_and_a_broker_of_ones_own(home: Database, tmp_path: Path)
     finally:
         server.terminate()
         server.wait(10)
+
+
+def test_with_a_bucket_a_name_belongs_to_the_box_that_had_it_last(home: Database, tmp_path: Path) -> None:
+    here, there = (settings(tmp_path, f"work-{number}", lease_seconds=90) for number in range(2))
+    joining.check_name(home, here)
+    with home.write() as session:
+        nodes.register(session, "box", "wrk-1", __version__, [], [])
+    joining.remember_worker(here, "wrk-1")
+    joining.check_name(home, here)
+    with pytest.raises(NotNow, match=r"another box serves node `box`.*EFT_NODE.*wait 90 s"):
+        joining.check_name(home, there)
+    with home.write() as session:
+        session.execute(update(Node).values(heartbeat_at=Node.heartbeat_at - 100))
+    joining.check_name(home, there)
