@@ -22,7 +22,7 @@ from api.queue.desk import desk
 from api.queue.schemas import place_view
 from api.ranges import FileReply
 from core.errors import Fault, NotFound
-from core.jobs import explain, priority, queries
+from core.jobs import explain, places, priority, queries
 from core.jobs.states import Status
 from core.jobs.submit import cancel, find, pause, resume
 
@@ -130,7 +130,8 @@ def list_jobs(
             after=after,
             limit=limit,
         )
-    data = [schemas.job_view(job) for job in page.items]
+        held = places.held(session, [job.id for job in page.items if job.node is not None])
+    data = [schemas.job_view(job, slots=held.get(job.id, [])) for job in page.items]
     following = page.items[-1].id if page.has_more else None
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
 
@@ -147,7 +148,8 @@ def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
     with here.database.read() as session:
         job = find(session, asking, job_id)
         told = explain.job(session, desk(here), job)
-        return JSONResponse(schemas.job_view(job, None if told is None else place_view(told)))
+        place = None if told is None else place_view(told)
+        return JSONResponse(schemas.job_view(job, place, places.held(session, [job.id]).get(job.id, [])))
 
 
 @router.patch(

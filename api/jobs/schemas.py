@@ -62,6 +62,7 @@ _JOB: dict[str, Any] = {
     "spec": SPEC_LONG,
     "adjusted": {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 8},
     "node": "box-1",
+    "slots": ["box-1/3"],
     "retry_of": None,
     "priority": 0,
     "queue": None,
@@ -98,6 +99,8 @@ class JobView(BaseModel):
     """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     node: str | None
     """The box that has it now."""
+    slots: list[str] | None
+    """The GPUs (or CPU slots) that it has now, from `GET /jobs` and `GET /jobs/{id}` alone; rank 0 is on the first."""
     retry_of: str | None
     """The job that this one tries again."""
     priority: int
@@ -165,7 +168,7 @@ class ArtifactList(BaseModel):
     data: list[ArtifactView]
 
 
-def job_view(job: Job, queue: dict[str, Any] | None = None) -> dict[str, Any]:
+def job_view(job: Job, queue: dict[str, Any] | None = None, slots: list[str] | None = None) -> dict[str, Any]:
     return {
         "id": job.id,
         "name": job.name,
@@ -181,6 +184,7 @@ def job_view(job: Job, queue: dict[str, Any] | None = None) -> dict[str, Any]:
         "spec": job.spec,
         "adjusted": job.adjusted,
         "node": job.node,
+        "slots": slots,
         "retry_of": job.retry_of,
         "priority": job.priority,
         "queue": queue,

@@ -42,7 +42,7 @@ def collect(session: Session, desk: Desk) -> list[Family]:
         *_jobs(session, names),
         _queue(session, desk, names),
         *_gpus(seats),
-        *_running(session, names, {seat.busy: seat for seat in seats if seat.busy is not None}),
+        *_running(session, names, seats),
         _nodes(session, now),
         *_notices(session, names),
         *_disk(session, desk),
@@ -124,19 +124,25 @@ def _gpus(seats: Sequence[Seat]) -> list[Family]:
     return [memory, in_use, state, outside, busy, used]
 
 
-def _running(session: Session, names: dict[str, str], seats: dict[str, Seat]) -> list[Family]:
-    """Of jobs whose trainer is at work; their series end with it."""
+def _running(session: Session, names: dict[str, str], seats: Sequence[Seat]) -> list[Family]:
+    """Of jobs whose trainer is at work; their series end with it. `gpu` is the first of its slots, that of rank 0."""
+    of_job: dict[str, list[Seat]] = {}
+    for seat in seats:
+        if seat.busy is not None:
+            of_job.setdefault(seat.busy, []).append(seat)
+    slots = Family("eft_job_slot", "gauge", "1 for every GPU or CPU slot of a running job")
     step = Family("eft_job_step", "gauge", "Optimizer steps done")
     total = Family("eft_job_planned_steps", "gauge", "Optimizer steps planned")
     figures = {name: Family(metric, "gauge", words) for name, (metric, words) in OF_A_STEP.items()}
     running = session.execute(
         select(Job.id, Job.project_id, Job.progress)
-        .where(Job.id.in_(seats), Job.status == Status.RUNNING.value, Job.kind == "train")
+        .where(Job.id.in_(of_job), Job.status == Status.RUNNING.value, Job.kind == "train")
         .order_by(Job.id)
     ).all()
     for job in running:
-        seat = seats.get(job.id)
-        of = {"job": job.id, "project": names[job.project_id], "gpu": seat.label if seat is not None else ""}
+        of = {"job": job.id, "project": names[job.project_id], "gpu": of_job[job.id][0].label}
+        for seat in of_job[job.id]:
+            slots.add(1, **(of | {"gpu": seat.label}))
         progress = job.progress or {}
         for family, key in ((step, "step"), (total, "total_steps")):
             if progress.get(key) is not None:
@@ -150,7 +156,7 @@ def _running(session: Session, names: dict[str, str], seats: dict[str, Seat]) ->
             ).scalar_one_or_none()
             if last is not None:
                 family.add(last, **of)
-    return [step, total, *figures.values()]
+    return [slots, step, total, *figures.values()]
 
 
 def _nodes(session: Session, now: float) -> Family:

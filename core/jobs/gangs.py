@@ -4,8 +4,9 @@ ahead meanwhile.
 A job of k slots takes k of one node and one family (Slot.family) in one transaction, or none. Where its turn comes and
 fewer are free, the k slots that come together soonest are kept for it: Slurm and Maui call it the reservation of the
 head of the line (Mu'alem and Feitelson 2001, doi:10.1109/71.932708, "EASY backfilling"). On a slot that is kept only
-those jobs start that are over before the others of the k come free, as far as that is known: by their time limit, or by
-what their own trainer said was left. A job of which nothing is known waits behind.
+those jobs start that are over before k slots of that node can be free: how long they take is known by their time limit,
+or by what their own trainer said was left, and when the others leave by what theirs say. Of whom nothing is known, that
+one may leave at any moment, and nobody is let in who may stay for any time.
 
 `choose` is all there is to it; a claim takes what it says, an explanation asks it for every free slot.
 """
@@ -13,7 +14,8 @@ what their own trainer said was left. A job of which nothing is known waits behi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from sqlalchemy.orm import Session
 
@@ -39,6 +41,10 @@ class Group:
     """By their places in the hall."""
     start: float | None
     """When all of them are free; None: nobody knows."""
+    earliest: float
+    """Before that so many do not come free on this node by themselves, whichever they are."""
+    anywhere: float
+    """The same of any node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Hall:
     seats: Sequence[Seat]
     free_at: Mapping[int, float | None]
     """Of the seats that anybody may have: the open ones. None: at any moment, as far as anybody knows."""
+    opens_at: Mapping[int, float] = field(default_factory=dict)
+    """Of seats that are closed until a known time."""
     numbers: dict[tuple[str, str], int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,8 +88,11 @@ def hall_of(session: Session, now: float, everything: Sequence[Seat]) -> Hall:
     running = places.running(session, seats)
     to_go = bounds.of_running(session, list(running.values()), now)
     free_at: dict[int, float | None] = {}
+    opens_at: dict[int, float] = {}
     for number, seat in enumerate(seats):
         if seat.closed is not None:
+            if seat.opens_at is not None:
+                opens_at[number] = seat.opens_at
             continue
         job = None if seat.busy is None else running.get(seat.busy)
         if job is None or bounds.leaves(job):
@@ -89,7 +100,7 @@ def hall_of(session: Session, now: float, everything: Sequence[Seat]) -> Hall:
         else:
             seconds = to_go[job.id].surely
             free_at[number] = None if seconds is None else now + seconds
-    return Hall(now, seats, free_at)
+    return Hall(now, seats, free_at, opens_at)
 
 
 def gather(
@@ -100,11 +111,13 @@ def gather(
     *,
     takes: float | None = None,
     stay: str | None = None,
+    others: Mapping[int, float] = MappingProxyType({}),
 ) -> Group | None:
     """The slots for a job of several that come together soonest, none of them `taken`; None: no node has so many open.
 
     `takes`: seconds that it will hold them at the most, as far as known: it is not over before a maintenance begins.
-    `stay`: the node where slots are kept for it already.
+    `stay`: the node where slots are kept for it already. `others`: seats that it could have as well, and not before
+    these times, such as those that are taken; they count for `Group.earliest` alone.
     """
     there: dict[tuple[str, tuple[str, str, str]], list[int]] = {}
     for number in sorted(free_at):
@@ -124,8 +137,19 @@ def gather(
             continue
         rank = (unknown, known + (0.0 if node == stay else WORTH_MOVING), node, family)
         if best is None or rank < best[0]:
-            best = rank, Group(node, tuple(sorted(chosen)), None if unknown else known)
-    return None if best is None else best[1]
+            best = rank, Group(node, tuple(sorted(chosen)), None if unknown else known, 0.0, 0.0)
+    if best is None:
+        return None
+    group = best[1]
+    soonest: dict[tuple[str, tuple[str, str, str]], list[float]] = {}
+    for number in {*free_at, *others}:
+        seat = seats[number]
+        if not needs.missing(seat.slot):
+            at = max(free_at.get(number) or 0.0, others.get(number, 0.0))
+            soonest.setdefault((seat.node, seat.slot.family), []).append(at)
+    lower = {where: sorted(times)[needs.gpus - 1] for where, times in soonest.items() if len(times) >= needs.gpus}
+    here = lower[group.node, seats[group.seats[0]].slot.family]
+    return replace(group, earliest=here, anywhere=min(lower.values()))
 
 
 def closes_too_soon(seats: Sequence[Seat], waiting: Waiting) -> bool:
@@ -162,9 +186,10 @@ def choose(
     else:
         return Choice(None, (), tuple(walk.kept))
     # The slot is kept, and whoever else takes it must be gone by then.
-    if group.start is None or (within := group.start - order.now - leave_seconds) <= 0:
+    within = group.earliest - order.now - leave_seconds
+    if within <= 0:
         return Choice(None, (), tuple(walk.kept))
-    gap = _Walk(order.bounded(within), node, slot, beside, look, list(walk.kept), set(walk.passed), group.start)
+    gap = _Walk(order.bounded(within), node, slot, beside, look, list(walk.kept), set(walk.passed), group.earliest)
     while (waiting := gap.order.next(gap.fits)) is not None:
         slots = gap.members(waiting.key)
         if slots is not None:
@@ -231,15 +256,17 @@ class _Walk:
         if not self.hall.seats[number].free:
             return False
         groups = [one.group for one in self.kept if number in one.group.seats]
-        return all(self.until is not None and one.start is not None and one.start >= self.until for one in groups)
+        return all(self.until is not None and one.earliest >= self.until for one in groups)
 
     def keep(self, waiting: Waiting) -> Group | None:
         """Slots are kept for it from here on, if any node will have enough."""
-        taken = {number for kept in self.kept for number in kept.group.seats}
+        hall, needs = self.hall, waiting.key.needs
+        taken = {number: kept.group.anywhere for kept in self.kept for number in kept.group.seats}
+        others = {**hall.opens_at, **taken}
         group = None
         if len(self.kept) < MOST_KEPT:
-            needs, stay = waiting.key.needs, waiting.reserved_node
-            group = gather(self.hall.seats, self.hall.free_at, needs, taken, takes=waiting.bound, stay=stay)
+            stay = waiting.reserved_node
+            group = gather(hall.seats, hall.free_at, needs, taken, takes=waiting.bound, stay=stay, others=others)
         if group is None:
             self.passed.add(waiting.key if closes_too_soon(self.hall.seats, waiting) else waiting.key.needs)
             return None

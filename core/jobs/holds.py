@@ -70,6 +70,11 @@ def places(session: Session) -> list[Place]:
     return found
 
 
+def labels(session: Session) -> dict[tuple[str, str], str]:
+    """(node, slot) → its name, in the order of the nodes and their slots."""
+    return {(one.node, one.slot): one.label for one in places(session)}
+
+
 def place(session: Session, name: str, field: str = "gpus") -> Place:
     """By `NODE/INDEX`, `NODE/UUID`, `NODE/cpu-0`, or the part behind the slash where only one node has it.
 

@@ -117,6 +117,19 @@ def running(session: Session, seats: Sequence[Seat]) -> dict[str, Job]:
     return {job.id: job for job in rows}
 
 
+def held(session: Session, job_ids: Sequence[str]) -> dict[str, list[str]]:
+    """The slots that jobs have now, as people name them, in the order of their node."""
+    query = select(Allocation.job_id, Allocation.node, Allocation.slot)
+    taken = session.execute(query.where(Allocation.job_id.in_(job_ids), Allocation.released_at.is_(None))).all()
+    found: dict[str, list[str]] = {}
+    if taken:
+        labels = holds.labels(session)
+        places = {place: number for number, place in enumerate(labels)}
+        for job_id, node, slot in sorted(taken, key=lambda row: places.get((row[1], row[2]), len(places))):
+            found.setdefault(job_id, []).append(labels.get((node, slot), f"{node}/{slot}"))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A time in which a slot was not free."""

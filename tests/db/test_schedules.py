@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
@@ -18,7 +18,11 @@ from core.db.engine import Database
 from tests.support.play import Made, Play
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("EFT_TEST_SCHEDULES", "8")), deadline=None, derandomize=True, database=None
+    max_examples=int(os.environ.get("EFT_TEST_SCHEDULES", "8")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate,),
 )
 """EFT_TEST_SCHEDULES: look at so many more."""
 SCALE = 600.0

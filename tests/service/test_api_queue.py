@@ -13,11 +13,13 @@ import pytest
 from eft.times import point
 from sqlalchemy import delete, update
 
+from api.jobs import schemas as jobs_schemas
 from api.queue import schemas
 from core.db.engine import db_now
 from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, Usage, UsageDay
-from core.jobs import nodes, usage
-from core.jobs.finish import Succeeded
+from core.jobs import claims, nodes, usage
+from core.jobs.claims import Slot
+from core.jobs.finish import RetryPolicy, Succeeded, finish
 from tests.support.client import eft
 from tests.support.lab import gpu
 
@@ -126,6 +128,42 @@ def test_another_priority_is_another_place(api: Any, box: str) -> None:
     assert (over.status_code, over.json()["error"]["code"]) == (409, "already_final")
     again = api.http.post(f"/jobs/{third}/retry").json()
     assert again["priority"] == 5, "what was asked for last"
+
+
+def test_a_job_of_two_gpus_is_seen_on_both(api: Any, box: str) -> None:
+    with api.database.write() as session:
+        nodes.register(session, "qbox", "worker-of-qbox", "0.1.0", [gpu(0), gpu(1), gpu(2), PREPARE], [], [])
+    wide, wider = ready(api, resources={"gpus": 2}), ready(api, resources={"gpus": 3})
+    told = api.http.get(f"/jobs/{wider}").json()
+    assert told["queue"]["reason"] == "needs 3 slots; 3 of 3 free; 2nd in line" and told["slots"] == []
+    three = [Slot(f"GPU-{n}", "gpu", "amd", "gfx942", 192 << 30) for n in range(3)]
+    with api.database.write() as session:
+        won = claims.claim(session, "worker-of-qbox", "qbox", three[0], 600, beside=three)
+    with api.database.write() as session:
+        assert claims.claim(session, "worker-of-qbox", "qbox", three[2], 600, beside=three[2:]) is None, "kept"
+    assert won is not None and won.token.job_id == wide
+    shown = api.http.get(f"/jobs/{wide}").json()
+    jobs_schemas.JobView.model_validate(shown, extra="forbid")
+    assert (shown["node"], shown["slots"]) == ("qbox", ["qbox/0", "qbox/1"])
+    listed = {row["id"]: row["slots"] for row in api.http.get("/jobs").json()["data"]}
+    assert (listed[wide], listed[wider]) == (["qbox/0", "qbox/1"], [])
+    assert "qbox/0, qbox/1" in eft(api, "show", wide).stdout
+    seats = {row["gpu"]: row["job"] for row in api.http.get("/gpus").json()["data"] if row["node"] == "qbox"}
+    assert seats == {"qbox/0": wide, "qbox/1": wide, "qbox/2": None}
+    (row,) = [row for row in api.http.get("/nodes").json()["data"] if row["name"] == "qbox"]
+    assert [slot["job"] for slot in row["slots"]] == [wide, wide, None, None]
+    kept = api.http.get(f"/jobs/{wider}").json()["queue"]["reason"]
+    assert kept == "needs 3 slots; 1 of 3 free (qbox/2 kept for it); 1st in line"
+    with api.database.write() as session:
+        finish(session, won.token, "train", Succeeded({"ok": True}), 0, RetryPolicy())
+
+
+def test_a_project_lets_itself_be_preempted(api: Any, box: str) -> None:
+    set_to = api.http.post("/limits", json={"scope": "project", "name": "lab", "preemptible": True})
+    schemas.LimitView.model_validate(set_to.json(), extra="forbid")
+    assert (set_to.status_code, set_to.json()["preemptible"]) == (200, True)
+    audited = api.http.get("/audit?action=limits.set").json()["data"][0]
+    assert audited["data"] == {"preemptible": True}
 
 
 def test_gpus_and_holds(api: Any, box: str) -> None:
