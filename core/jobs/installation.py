@@ -114,7 +114,7 @@ def _mark(database: Database, store: Store, installation: str, mark: dict[str, A
 def _read(store: Store) -> dict[str, Any] | None:
     try:
         found = json.loads(store.read(MARK))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     except ValueError as error:
         raise OtherDataRoot(f"{MARK} of the data root {store.where} cannot be read: {error}") from error
@@ -142,12 +142,14 @@ def _look_for_newest(database: Database, store: Store) -> None:
 
 def announce(database: Database, version: str) -> None:
     """The API writes jobs of these words from now on."""
-    words, digest = sorted(vocabulary.words()), vocabulary.digest()
+    digest = vocabulary.digest()
+    with database.read() as session:
+        row = session.execute(select(Installation.version, Installation.words_sha256)).one()
+    if (row.version, row.words_sha256) == (version, digest):
+        return  # the usual case, and it writes nothing
     with database.write() as session:
-        row = find(session)
-        if (row.version, row.words_sha256) != (version, digest):
-            values = {"version": version, "words": words, "words_sha256": digest}
-            session.execute(update(Installation).where(Installation.id == row.id).values(**values))
+        values = {"version": version, "words": sorted(vocabulary.words()), "words_sha256": digest}
+        session.execute(update(Installation).values(**values))
 
 
 def standing(database: Database, version: str) -> Standing:

@@ -48,7 +48,7 @@ class Bucket(Store):
         except ImportError as error:
             raise StoreAway(
                 f"EFT_DATA={settings.data} is an object store, and boto3 is not installed here: "
-                "pip install boto3 (the extra `s3`)"
+                "python -m pip install --require-hashes -r locks/s3.txt"
             ) from error
         self.where = settings.data
         self._bucket, _, prefix = settings.data.removeprefix("s3://").partition("/")

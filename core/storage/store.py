@@ -125,7 +125,12 @@ class Folder(Store):
         self.where = str(root)
 
     def read(self, key: str) -> bytes:
-        return (self.root / key).read_bytes()
+        try:
+            return (self.root / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"{self.where}: there is no `{key}`") from error
+        except OSError as error:
+            raise StoreAway(f"the data root {self.where} cannot be read: {error.strerror or error}") from error
 
     def create(self, key: str, content: bytes) -> bool:
         path = self.root / key
