@@ -1,4 +1,4 @@
-"""`eft service install|uninstall|status`: eft under systemd, on a bare machine.
+"""`eft service install|uninstall|status|run`: eft under systemd, on a bare machine.
 
 `install` writes the units (box/units.py), makes the user and the folders, and starts them; done again, it brings the
 units up to date. `--root DIR` writes below DIR and starts nothing (for images); `--dry-run` shows what it would do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
+import shlex
 import shutil
 import stat
 import subprocess
@@ -104,7 +105,7 @@ def install(target: Target, parts: Sequence[Part], user: str, data: Path, start:
         target.run("systemctl", "enable", "--now", *(units.name(part) for part in parts))
         target.run("systemctl", "restart", *(units.name(part) for part in parts))
     if target.here:
-        _say_next(parts, user, data, start)
+        _say_next(parts, data, start)
 
 
 def _able(parts: Sequence[Part], user: str) -> None:
@@ -182,7 +183,7 @@ def variables(env_file: Path) -> Iterator[tuple[str, str]]:
             yield name.strip(), value.strip().strip("'\"")
 
 
-def _say_next(parts: Sequence[Part], user: str, data: Path, start: bool) -> None:
+def _say_next(parts: Sequence[Part], data: Path, start: bool) -> None:
     names = " ".join(units.name(part) for part in parts)
     print(f"{'started' if start else 'not started'}: {names}")
     print(f"  settings   {CONFIG / 'eft.env'}, then: systemctl restart {names}")
@@ -190,11 +191,49 @@ def _say_next(parts: Sequence[Part], user: str, data: Path, start: bool) -> None
     if "all" in parts:
         print(f"  API key    {data / 'first.key'}, as soon as it is up: sudo cat it, use it, remove it")
     elif "api" in parts:
-        environment = f"-p EnvironmentFile={CONFIG / 'eft.env'} -p WorkingDirectory={HOME} --setenv=EFT_DATA={data}"
-        print(f"  API key    systemd-run --pipe --wait --uid={user} {environment} \\")
-        print(f"             {sys.executable} -m api.auth.keys create --project default --user admin")
+        print("  API key    eft service run api.auth.keys create --project default --user admin")
     if not shutil.which("cc") and not shutil.which("gcc"):
         print("  note       no C compiler on the PATH: Triton's kernels need one (apt-get install gcc)")
+
+
+# --- run -------------------------------------------------------------------------------------------------
+
+RUN_UNIT = "eft-run"
+
+
+def run_command(
+    unit: str, credentials: Sequence[str], module: str, arguments: Sequence[str], terminal: bool
+) -> list[str]:
+    """`python -m module …` as the service whose unit file reads `unit` would run it: its user, folder, settings and
+    secrets. systemd-run(1) hands over what a shell could not: files that root alone may read."""
+    said = dict(line.partition("=")[::2] for line in unit.splitlines() if "=" in line and not line.startswith("#"))
+    words = ["systemd-run", "--quiet", "--collect", "--wait", "--pty" if terminal else "--pipe", f"--unit={RUN_UNIT}"]
+    words += [f"--uid={said['User']}", f"--gid={said['Group']}"]
+    words += [f"--property={name}={said[name]}" for name in ("WorkingDirectory", "EnvironmentFile") if name in said]
+    for line in unit.splitlines():
+        name, _, value = line.partition("=")
+        if name == "Environment" and "/run/credentials/" not in value:
+            words.append(f"--property=Environment={value}")
+    for credential in credentials:
+        words += [f"--property=LoadCredential={credential}:{CONFIG / 'credentials' / credential}"]
+        words += [f"--setenv=EFT_{credential.upper()}_FILE=/run/credentials/{RUN_UNIT}.service/{credential}"]
+    return [*words, sys.executable, "-m", module, *arguments]
+
+
+def run(target: Target, module: str, arguments: Sequence[str]) -> int:
+    """Its exit status. Raises Refused."""
+    parts = installed(target)
+    if not parts:
+        raise Refused("nothing is installed: `eft service install` first")
+    if target.here and os.geteuid() != 0:
+        raise Refused("only root may become the service's user and read its secrets: sudo")
+    unit = target.at(UNITS / units.name(parts[0])).read_text(encoding="utf-8")
+    credentials = [name for name in units.CREDENTIALS if target.at(CONFIG / "credentials" / name).exists()]
+    command = run_command(unit, credentials, module, arguments, sys.stdin.isatty() and sys.stdout.isatty())
+    if not target.here:
+        print(shlex.join(command))
+        return 0
+    return subprocess.run(command, check=False).returncode
 
 
 # --- uninstall, status -----------------------------------------------------------------------------------
@@ -275,6 +314,8 @@ EPILOG = """examples:
   sudo eft service install                the whole service: API, embedded broker, SQLite, worker
   sudo eft service install worker         a worker alone, next to a database and a broker elsewhere (/etc/eft/eft.env)
   eft service install --dry-run           what would be written
+  sudo eft service run api.auth.keys create --project default --user admin
+                                          a command in the service's own environment (also box.doctor)
 exit status: 0 done; 1 refused, with the reason; 3 status: something is not active"""
 
 
@@ -298,6 +339,11 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--no-start", action="store_true", help="write the units only")
     commands.add_parser("uninstall", parents=[common], help="stop and remove the units; data and settings stay")
     commands.add_parser("status", parents=[common], help="what is installed, and how it is")
+    ask = commands.add_parser(
+        "run", parents=[common], help="run a module with the service's user, settings and secrets"
+    )
+    ask.add_argument("module", metavar="MODULE", help="e.g. api.auth.keys, box.doctor, core.db.migrate")
+    ask.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the module is given")
     return parser
 
 
@@ -324,6 +370,8 @@ def main(arguments: list[str] | None = None) -> int:
                 uninstall(target)
             case "status":
                 return status(target)
+            case "run":
+                return run(target, asked.module, asked.arguments)
     except (Refused, OSError) as error:
         print(f"eft service: {error}", file=sys.stderr)
         return 1

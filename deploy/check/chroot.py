@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -65,7 +66,15 @@ class Root:
         command += [str(self.folder), "/bin/sh", "-c", inside, "sh", *words]
         environment = {"HOME": "/root", **self.environment, **self.arguments, **(extra or {})}
         with mounted(self.folder):
-            return subprocess.run(command, env=environment, check=False).returncode
+            child = subprocess.Popen(command, env=environment)
+            signal.signal(
+                signal.SIGTERM, lambda number, frame: child.send_signal(number)
+            )  # and then take away the mounts
+            try:
+                return child.wait()
+            finally:
+                child.kill()
+                child.wait()
 
 
 @contextmanager
@@ -239,17 +248,20 @@ def main() -> int:
     parser.add_argument("--into", type=Path, required=True, help="where the stages go, one folder each")
     parser.add_argument("--target", help="the stage to make; default: the last")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--run", metavar="STAGE", help="run a command in a stage that is made, as its user, instead")
-    parser.add_argument("command", nargs="*", help="of --run; default: the image's ENTRYPOINT and CMD")
+    parser.add_argument(
+        "--run",
+        nargs=argparse.REMAINDER,
+        metavar="STAGE",
+        help="make nothing: run a command (default: the image's own) in a stage that is made, as its user",
+    )
     asked = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("chroot and mount need root")
     into = asked.into.resolve()
     if asked.run:
-        root = Root.load(into / asked.run)
-        words = asked.command or [
-            word for name in ("ENTRYPOINT", "CMD") for word in json.loads(root.config.get(name, "[]"))
-        ]
+        stage, *given = asked.run
+        root = Root.load(into / stage)
+        words = given or [word for name in ("ENTRYPOINT", "CMD") for word in json.loads(root.config.get(name, "[]"))]
         return root.execute(words, {name: value for name, value in os.environ.items() if name.startswith("EFT_")})
     if asked.base is None:
         parser.error("--base: a folder made by debootstrap")

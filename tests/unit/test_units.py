@@ -157,6 +157,17 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(tmp_path.iterdir())
 
 
+def test_a_command_runs_as_the_service_does() -> None:
+    unit = units.render("api", PLAN)
+    words = service.run_command(unit, ["database_password"], "api.auth.keys", ["create", "--user", "a b"], False)
+    assert words[0] == "systemd-run" and {"--uid=eft", "--gid=eft", "--pipe", "--wait"} <= set(words)
+    assert "--property=EnvironmentFile=-/etc/eft/eft.env" in words and "--property=WorkingDirectory=/opt/eft" in words
+    assert any("EFT_DATA=/var/lib/eft" in word for word in words)
+    assert "--property=LoadCredential=database_password:/etc/eft/credentials/database_password" in words
+    assert "--setenv=EFT_DATABASE_PASSWORD_FILE=/run/credentials/eft-run.service/database_password" in words
+    assert words[-6:] == [sys.executable, "-m", "api.auth.keys", "create", "--user", "a b"]
+
+
 def test_the_groups_are_those_of_the_device_files(tmp_path: Path) -> None:
     (tmp_path / "dev/dri").mkdir(parents=True)
     group = tmp_path / "group"
