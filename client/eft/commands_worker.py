@@ -42,7 +42,7 @@ pass_on(app, "run", WORKER[0], f"{WORKER[1]} Also `eft worker` alone.")
 
 
 @app.command("list")
-@manual(examples=[("eft nodes", "The boxes of the installation.")])
+@manual(examples=[("eft nodes", "The boxes of the installation."), ("eft worker list", "The same.")])
 def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """The boxes, what they hold, and which are drained."""
     with session(as_json, url) as (client, output):
