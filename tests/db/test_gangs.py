@@ -321,8 +321,8 @@ def test_the_way_back_has_one_row_an_attempt(empty_url: str) -> None:
 def test_contenders_in_processes_never_take_a_slot_twice(lab: Lab) -> None:
     """Two claim at once for the same node of four slots: gangs of one to four, kept and given back."""
     four(lab)
-    made = Counter(number % 4 + 1 for number in range(12))
-    for number in range(12):
+    made = Counter(number % 4 + 1 for number in range(8))
+    for number in range(8):
         lab.job(f"j{number}", "ada" if number % 2 else "bob", gpus=number % 4 + 1)
     url = lab.database.url.render_as_string(hide_password=False)
     command = [sys.executable, "-m", "tests.support.gang_contender", url, "box-1"]

@@ -87,7 +87,7 @@ def test_one_makes_room_and_goes_on_later(lab: Lab) -> None:
 
 CASES: dict[str, Any] = {
     "a project that does not allow it": lambda lab: [runs(lab, f"x{n}", gpus=1) for n in range(4)],
-    "a run that has just begun": lambda lab: [allow(lab), *(runs(lab, f"x{n}", trained=599.0) for n in range(4))],
+    "a run that has just begun": lambda lab: [allow(lab), *(runs(lab, f"x{n}", trained=300.0) for n in range(4))],
     "a run that has not trained yet": lambda lab: [
         allow(lab),
         *(runs(lab, f"x{n}") for n in range(4)),

@@ -18,7 +18,7 @@ from core.db.engine import Database
 from tests.support.play import Made, Play
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("EFT_TEST_SCHEDULES", "8")),
+    max_examples=int(os.environ.get("EFT_TEST_SCHEDULES", "6")),
     deadline=None,
     derandomize=True,
     database=None,
@@ -138,13 +138,12 @@ def test_making_room_comes_to_an_end(
         assert any((waiting, moment) in at for moment in moments), f"{waiting} did not start though {victims} left"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_wide_job_does_not_starve(clocked: tuple[Database, list[float]], seed: int) -> None:
+def test_a_wide_job_does_not_starve(clocked: tuple[Database, list[float]]) -> None:
     """Narrow jobs of two owners, of whom nobody has used anything, come without end; a job of all slots of somebody who
     has used some is at work before twice the length of the longest, and the box has idled for little of that."""
-    made = random.Random(seed)
+    made = random.Random(1)
     narrow = []
-    for n in range(30):
+    for n in range(24):
         owner, limit = made.choice(["ada", "bob"]), made.choice([None, 600])
         narrow.append(Made(f"n{n}", 100.0 * n, made.randint(2, 6) * 100.0, owner=owner, limit=limit))
     play = Play(*clocked, {"box-1": 4})
