@@ -20,7 +20,7 @@ from core.db.engine import Database
 from core.errors import EftError, NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
-from core.jobs import claims, holds, nodes, relay
+from core.jobs import claims, holds, nodes, preempt, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
 from core.settings import Settings
@@ -310,6 +310,8 @@ class Attempt:
                 self._ask(f"{one} {names} of {self.site.node} is held")
             elif stop == holds.MAINTENANCE:
                 self._ask(f"the maintenance of {self.site.node} begins")
+            elif stop == preempt.PREEMPT:
+                self._ask("a job of a higher priority needs its place")
             elif stop:
                 self._ask(f"asked to {stop}")
             elif self.site.leaving.is_set():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, assert_never
 
 import torch
@@ -84,9 +84,11 @@ class Evaluator:
     def together(self, share: Share) -> tuple[dict[str, float], list[Sample]]:
         """Of all ranks: the figures (see `evaluate`), and the model's answers in the order of the prompts, none when
         none are wanted. Collective."""
-        shares = self.engine.ranks.gather(share)
-        sums = functools.reduce(Sums.plus, (one.sums for one in shares))
-        found = {at: sample for one in shares for at, sample in one.samples.items()}
+        shares: list[dict[str, Any]] = self.engine.ranks.gather(
+            {"sums": asdict(share.sums), "samples": list(share.samples.items())}
+        )
+        sums = functools.reduce(Sums.plus, (Sums(**one["sums"]) for one in shares))
+        found = {at: sample for one in shares for at, sample in one["samples"]}
         return figures(self.engine, sums, exact_match=self.completions), [found[at] for at in sorted(found)]
 
     def _answers(self) -> dict[int, Sample]:

@@ -95,9 +95,14 @@ class Gang:
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
     """Of those that have ended."""
+    _woken: int = field(init=False)
+    """Readable after a signal. One that comes just before this process begins to wait would interrupt nothing, and its
+    handler, which is Python, would run when a rank ends at last (signal.set_wakeup_fd)."""
 
     def __post_init__(self) -> None:
         self.folder = self.run_dir / f"{RANKS}{secrets.token_hex(8)}"
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def start(self) -> None:
         self.folder.mkdir(mode=0o700)
@@ -172,21 +177,23 @@ class Gang:
 
     def _next(self, deadline: float | None) -> dict[int, int]:
         """The ranks that have ended since the last call, with their codes; waits for one. Empty at the deadline."""
-        poll, exits = select.poll(), dict[int, int]()
+        living = [rank for rank in range(self.world) if rank not in self.codes]
+        poll, exits = select.poll(), [os.pidfd_open(self.ranks[rank].pid) for rank in living]
+        for descriptor in [self._woken, *exits]:
+            poll.register(descriptor, select.POLLIN)
         try:
-            for rank, process in enumerate(self.ranks):
-                if rank not in self.codes:
-                    exits[rank] = os.pidfd_open(process.pid)
-                    poll.register(exits[rank], select.POLLIN)
-            poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = [descriptor for descriptor, _ in poll.poll(None if left is None else left * 1000)]
+                if self._woken in ready:
+                    os.read(self._woken, 4096)  # the handlers have run by now
+                found = {rank: code for rank in living if (code := self.ranks[rank].poll()) is not None}
+                if found or left == 0.0:
+                    self.codes |= found
+                    return found
         finally:
-            for descriptor in exits.values():
+            for descriptor in exits:
                 os.close(descriptor)
-        found = {}
-        for rank in exits:
-            if (code := self.ranks[rank].poll()) is not None:
-                found[rank] = self.codes[rank] = code
-        return found
 
     def reap(self) -> None:
         """Wait for all. One that hangs in a driver cannot be killed: its GPU is not free, and the worker waits too."""
@@ -195,8 +202,9 @@ class Gang:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Not Popen.send_signal, which reaps: `_next` alone does, so that what it waits for keeps its number."""
     with contextlib.suppress(ProcessLookupError):
-        process.send_signal(number)
+        os.kill(process.pid, number)
 
 
 def _blame(end: End) -> tuple[int, float]:
