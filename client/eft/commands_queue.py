@@ -112,7 +112,7 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
             return
         _table(
             output,
-            ("", "NAME", "SHARES", "PRIORITY", "RUNNING", "QUEUED", "GPU HOURS/WEEK", "DISK"),
+            ("", "NAME", "SHARES", "PRIORITY", "RUNNING", "QUEUED", "GPU HOURS/WEEK", "DISK", "PREEMPTIBLE"),
             [_quota(row) for row in rows],
         )
 
@@ -134,6 +134,13 @@ def set_quota(
     max_queued: Annotated[str | None, typer.Option(help="Jobs that stand in line at once.")] = None,
     gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
     disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
+    preemptible: Annotated[
+        bool | None,
+        typer.Option(
+            "--preemptible/--no-preemptible",
+            help="Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority.",
+        ),
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -146,7 +153,9 @@ def set_quota(
         "gpu_hours_week": gpu_hours_week,
         "disk_bytes": disk_gb,
     }
-    values = {field: _figure(field, text) for field, text in given.items() if text is not None}
+    values: dict[str, float | None] = {field: _figure(field, text) for field, text in given.items() if text is not None}
+    if preemptible is not None:
+        values["preemptible"] = preemptible
     if not values:
         raise UsageFault("say what to set, e.g. --max-running 2")
     with session(as_json, url) as (client, output):
@@ -169,12 +178,17 @@ def _figure(field: str, text: str) -> float | None:
 def _quota(row: dict[str, Any]) -> tuple[str, ...]:
     figures = [row[name] for name in ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week")]
     disk = "" if row["disk_bytes"] is None else size(row["disk_bytes"])
-    return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk
+    return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk, _yes(row)
+
+
+def _yes(row: dict[str, Any]) -> str:
+    return "yes" if row.get("preemptible") else ""
 
 
 def _words(row: dict[str, Any]) -> str:
     names = ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week", "disk_bytes")
-    return ", ".join(f"{name} {row[name]:g}" for name in names if row[name] is not None) or "no quotas"
+    words = [f"{name} {row[name]:g}" for name in names if row[name] is not None]
+    return ", ".join([*words, *(["preemptible"] if row.get("preemptible") else [])]) or "no quotas"
 
 
 def _table(output: Output, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
