@@ -27,9 +27,10 @@ SKEW_SECONDS = 2.0
 
 
 def check_broker_is_named(settings: Settings) -> None:
-    """Raises Refused for a worker that was told of a database elsewhere and of no broker."""
+    """Raises NotNow for a worker that was told of a database elsewhere and of no broker: below `eft up`, with a database
+    elsewhere, the embedded one may be about to come back."""
     if settings.database_url and not settings.broker_url and not settings.broker_socket.exists():
-        raise Refused(
+        raise NotNow(
             "EFT_DATABASE_URL names the database of an installation, and EFT_BROKER_URL no broker (the embedded one, "
             f"{settings.broker_socket}, does not run here). A worker joins by three settings: EFT_DATABASE_URL, "
             "EFT_BROKER_URL and EFT_DATA, the same as the API's (docs/boxes.md)"
