@@ -235,6 +235,28 @@ def create_project(
         output.json(made) if as_json else output.text(f"{made['id']}\n")
 
 
+@projects.command("set")
+@manual(examples=[("eft projects set --preemptible", "Its running jobs make room for higher priorities.")])
+def set_project(
+    preemptible: Annotated[
+        bool,
+        typer.Option(
+            "--preemptible/--not-preemptible",
+            help="Running jobs make room, with a checkpoint, for waiting ones of a higher priority, of any project.",
+        ),
+    ],
+    project: ProjectOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a project lets happen to its jobs; for its admins."""
+    with session(as_json, url) as (client, output):
+        row = client.access.set_project(_project(client, project), preemptible=preemptible)
+        words = "its running jobs make room for higher priorities" if row["preemptible"] else "its running jobs stay"
+        output.json(row) if as_json else output.text(f"{row['name']}: {words}
+")
+
+
 @projects.command("members")
 @manual(examples=[("eft projects members", "Who is in the project of your key.")])
 def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:

@@ -138,7 +138,7 @@ def set_quota(
         bool | None,
         typer.Option(
             "--preemptible/--no-preemptible",
-            help="Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority.",
+            help="Of a project: its running jobs may be paused, with a checkpoint, for those of a higher priority.",
         ),
     ] = None,
     url: UrlOption = None,

@@ -136,6 +136,7 @@ def job_lines(job: Job) -> list[str]:
         ("starts about", place.get("estimated_start")),
         ("attempt", str(job.attempt)),
         ("node", job.node and escape(job.node)),
+        ("slots", escape(", ".join(job.raw.get("slots") or ()))),
         ("slots", escape(", ".join(job.slots)) or None),
         ("created", job.created_at),
         ("started", job.started_at),

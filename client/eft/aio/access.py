@@ -92,6 +92,10 @@ class AsyncAccess:
         data: list[Raw] = (await self._json("GET", f"/projects/{_part(project)}/members"))["data"]
         return data
 
+    async def set_project(self, project: str, *, preemptible: bool) -> Raw:
+        """`preemptible`: its running jobs make room, with a checkpoint, for waiting ones of a higher priority."""
+        return await self._json("PATCH", f"/projects/{_part(project)}", body={"preemptible": preemptible})
+
     async def set_member(self, project: str, user: str, role: str) -> Raw:
         """Take somebody in, or change their role: viewer, member or admin."""
         return await self._json("PUT", f"/projects/{_part(project)}/members/{_part(user)}", body={"role": role})

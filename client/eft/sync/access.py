@@ -93,6 +93,10 @@ class Access:
         data: list[Raw] = (self._json("GET", f"/projects/{_part(project)}/members"))["data"]
         return data
 
+    def set_project(self, project: str, *, preemptible: bool) -> Raw:
+        """`preemptible`: its running jobs make room, with a checkpoint, for waiting ones of a higher priority."""
+        return self._json("PATCH", f"/projects/{_part(project)}", body={"preemptible": preemptible})
+
     def set_member(self, project: str, user: str, role: str) -> Raw:
         """Take somebody in, or change their role: viewer, member or admin."""
         return self._json("PUT", f"/projects/{_part(project)}/members/{_part(user)}", body={"role": role})

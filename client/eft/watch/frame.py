@@ -191,7 +191,7 @@ def _one(watched: Watched, width: int, utf8: bool, console: Console) -> list[Any
     parts: list[Any] = [head]
     facts = [
         ("attempt", str(job.attempt) if job.attempt > 1 else ""),
-        ("node", job.node or ""),
+        ("on", ", ".join(job.raw.get("slots") or ()) or job.node or ""),
         ("model", _model(job)),
         ("method", str((job.spec.get("method") or {}).get("type", ""))),
         ("for", age(job.started_at or job.created_at) if not job.finished else ""),
