@@ -27,9 +27,9 @@ SKEW_SECONDS = 2.0
 
 
 def check_broker_is_named(settings: Settings) -> None:
-    """Raises NotNow for a worker that was told of a database elsewhere and of no broker. Not for ever: below `eft up`
-    the embedded one may be about to come back."""
-    if settings.database_url and not settings.broker_url and not settings.broker_socket.exists():
+    """Raises NotNow for a worker that was told of a database elsewhere and of no broker, where no embedded one has ever
+    run (one that has may be about to come back)."""
+    if settings.database_url and not settings.broker_url and not (settings.root / "broker").exists():
         raise NotNow(
             "EFT_DATABASE_URL names the database of an installation, and EFT_BROKER_URL no broker (the embedded one, "
             f"{settings.broker_socket}, does not run here). A worker joins by three settings: EFT_DATABASE_URL, "
