@@ -170,7 +170,9 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and annotation.__name__ in names:
         return names[annotation.__name__]
     inner = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
-    return f"list of {_type_name(inner[0])}s".replace("list of list of", "list of").replace("ss", "s")
+    if typing.get_origin(annotation) is not tuple:  # one of these, or nothing
+        return _type_name(inner[0])
+    return f"list of {_type_name(inner[0])}s".replace("ss", "s")
 
 
 # --- docs/cli.md -----------------------------------------------------------------------------------

@@ -131,9 +131,9 @@ async def upload_file(
     announced = request.headers.get("content-length", "0")
     raw = media_type in RAW_TYPES
     raw_name = checked_filename(filename) if raw else None
-    size = int(announced) if raw and announced.isdecimal() else 0
+    size = int(announced) if announced.isdecimal() else 0
     await run_in_threadpool(budget.require, here.database, here.settings, size)
-    upload = await run_in_threadpool(Upload, here.layout, here.store, here.settings, announced=size)
+    upload = await run_in_threadpool(Upload, here.layout, here.store, here.settings, announced=size if raw else 0)
     kept = False
     try:
         if raw:
