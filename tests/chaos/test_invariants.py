@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.chaos import history as histories
 from tests.support.chaos import look, script
-from tests.support.chaos.history import Folder, History, Result, Row, Span, Told
+from tests.support.chaos.history import Closed, Folder, History, QuotaSet, Result, Row, Span, Told
 from tests.support.chaos.invariants import INVARIANTS, check_all
 from tests.support.chaos.look import Seen
 from tests.support.chaos.people import Ledger
@@ -65,15 +67,28 @@ def good() -> History:
             span = Span(job, attempt, "node-a", slot, first + start, first + end)
             history.attempts.append(span)
             history.allocations.append(copy.copy(span))
+            history.kinds[job, attempt] = "prepare" if attempt == 1 else "train"
+            if job == "c" and attempt > 1:
+                history.allocations.append(Span(job, attempt, "node-a", "cpu-2", first + start, first + end))
         history.folders[job, 1] = Folder(files=[("run.json", first + 2.5)])
         for attempt, at in ((2, first + 6), (3, first + 10)):
-            lines = [{"seq": 1, "time": at, "type": "phase"}, {"seq": 2, "time": at + 0.5, "type": "metrics"}]
+            lines: list[dict[str, Any]] = [
+                {"seq": 1, "time": at, "type": "phase"},
+                {"seq": 2, "time": at + 0.5, "type": "metrics", "step": attempt},
+            ]
             history.folders[job, attempt] = Folder(lines, [("events.jsonl", at + 0.5)], checkpoints=1)
         history.jobs[job] = Row("succeeded", "run-1" if job == "a" else "run-2", None, 3, len(life), False)
         history.seen[job] = [Seen(e.seq, e.attempt, e.type, e.time) for e in history.events[job]]
 
     run("a", 100.0)
     run("c", 200.0)
+    history.gpus = {"a": 1, "b": 1, "c": 2}
+    history.closed = [
+        Closed("node-a", "cpu-1", 105.0, 107.5, "hold"),
+        Closed("node-a", None, 150.0, 190.0, "node drain"),
+        Closed("node-b", None, 0.0, None, "node drain"),
+    ]
+    history.quotas = [QuotaSet(50.0, 1), QuotaSet(220.0, None)]
     history.jobs["c"].retry_of = "b"
     history.jobs["b"] = Row("cancelled", "run-2", None, 0, 2, False)
     history.events["b"] = [
@@ -122,6 +137,19 @@ def _told_twice(history: History) -> None:
     history.seen["a"] = history.seen["a"][:5]
 
 
+def _second(history: History) -> Span:
+    """The second slot of the second attempt of `c`."""
+    return next(span for span in history.allocations if (span.job_id, span.attempt, span.slot) == ("c", 2, "cpu-2"))
+
+
+def _another(history: History, number: int, **changes: Any) -> Span:
+    return dataclasses.replace(history.allocations[number], **changes)
+
+
+def _kept(history: History) -> None:
+    history.folders["a", 2].lines.append({"seq": 3, "time": 106.6, "type": "checkpoint", "step": 5})
+
+
 DOCTORED: list[tuple[str, str, Callable[[History], object]]] = [
     ("accepted", "was accepted and is not there", lambda h: h.ledger.accepted.update(lost=("run-1", 0))),
     ("accepted", "submitted once and is there 2 times", lambda h: h.jobs.update(d=_like(h, "a"))),
@@ -157,6 +185,21 @@ DOCTORED: list[tuple[str, str, Callable[[History], object]]] = [
     ("slots", "has no end", lambda h: setattr(h.allocations[1], "end", None)),
     ("slots", "('node-a', 'cpu-0') twice", lambda h: setattr(h.allocations[1], "end", 299.0)),
     ("slots", "a twice", lambda h: setattr(h.attempts[1], "end", 108.5)),
+    ("gangs", "c attempt 2: 2 slots wanted", lambda h: h.allocations.remove(_second(h))),
+    ("gangs", "a attempt 2: 2 slots wanted", lambda h: h.gpus.update(a=2)),
+    ("gangs", "a attempt 1: 1 slots wanted", lambda h: h.allocations.append(_another(h, 0, slot="prepare-1"))),
+    ("gangs", "of several nodes", lambda h: setattr(_second(h), "node", "node-b")),
+    ("gangs", "not taken together", lambda h: setattr(_second(h), "start", 206.0)),
+    ("gangs", "not given back together", lambda h: setattr(_second(h), "end", 209.0)),
+    ("gangs", "not given back together", lambda h: setattr(_second(h), "end", None)),
+    ("closed", "hold: ", lambda h: setattr(h.allocations[2], "start", 107.0)),
+    ("closed", "node drain: ", lambda h: setattr(h.allocations[0], "start", 151.0)),
+    ("closed", "node drain: ", lambda h: h.closed.append(Closed("node-a", None, 99.0, None, "node drain"))),
+    ("quotas", "one of 2 that ran at once, and the quota was 1", lambda h: setattr(h.allocations[4], "start", 109.0)),
+    ("quotas", "the quota was 0", lambda h: h.quotas.insert(1, QuotaSet(60.0, 0))),
+    ("repeats", "a attempt 3 did step 3 again; 5 were kept", _kept),
+    ("repeats", "c attempt 2 did step 2 again", lambda h: _kept(h) or setattr(h.jobs["c"], "retry_of", "a")),
+    ("repeats", "did its steps as [3, 3]", lambda h: h.folders["a", 3].lines.append(h.folders["a", 3].lines[1])),
     ("weights", "weights sha-x, undisturbed sha-0", lambda h: setattr(h.results["a"], "weights", "sha-x")),
     ("weights", "weights sha-0, undisturbed sha-1", lambda h: setattr(h.results["c"], "weights", "sha-0")),
     ("weights", "its losses are not", lambda h: h.results["a"].losses.pop()),
@@ -227,15 +270,18 @@ def test_trainers_at_the_same_time_are_seen(tmp_path: Path) -> None:
     database = tmp_path / "eft.db"
     with sqlite3.connect(database) as connection:
         connection.executescript(
-            """CREATE TABLE jobs (id, status, attempt, event_seq);
+            """CREATE TABLE jobs (id, status, attempt, event_seq, spec);
             CREATE TABLE events (job_id, seq, attempt, type, time);
-            CREATE TABLE attempts (job_id, attempt, node, slot);
+            CREATE TABLE attempts (job_id, attempt, kind);
             CREATE TABLE allocations (node, slot, job_id, attempt, released_at);
-            INSERT INTO jobs VALUES ('job-1', 'running', 2, 2), ('job-2', 'running', 1, 0), ('job-3', 'queued', 1, 0);
+            INSERT INTO jobs VALUES ('job-1', 'running', 2, 2, '{"resources": {"gpus": 1}}');
+            INSERT INTO jobs VALUES ('job-2', 'running', 1, 0, '{"resources": {"gpus": 3}}');
+            INSERT INTO jobs VALUES ('job-3', 'queued', 1, 0, '{"resources": {"gpus": 1}}');
             INSERT INTO events VALUES ('job-1', 1, 1, 'status', 1.0);
-            INSERT INTO attempts VALUES ('job-1', 1, 'a', 'cpu-0'), ('job-1', 2, 'b', 'cpu-0');
-            INSERT INTO attempts VALUES ('job-2', 1, 'b', 'cpu-0'), ('job-3', 1, 'a', 'cpu-1');
-            INSERT INTO allocations VALUES ('b', 'cpu-0', 'job-1', 2, NULL), ('b', 'cpu-0', 'job-2', 1, NULL);"""
+            INSERT INTO attempts VALUES ('job-1', 1, 'train'), ('job-1', 2, 'train'), ('job-2', 1, 'train');
+            INSERT INTO allocations VALUES ('a', 'cpu-0', 'job-1', 1, 1.5), ('a', 'cpu-1', 'job-3', 1, 1.5);
+            INSERT INTO allocations VALUES ('b', 'cpu-0', 'job-1', 2, NULL);
+            INSERT INTO allocations VALUES ('b', 'cpu-0', 'job-2', 1, NULL), ('b', 'cpu-1', 'job-2', 1, NULL);"""
         )
     # Written once, before any of them: one that is started while it is written anew would find it empty, and end.
     module = tmp_path / "pretended" / "core" / "train"
@@ -255,6 +301,8 @@ def test_trainers_at_the_same_time_are_seen(tmp_path: Path) -> None:
     assert "slots: two trainers on slot ('b', 'cpu-0') at once" in found
     assert "job_id='job-3'" in found and "its job is ('queued', 1)" in found
     assert "slots: ('b', 'cpu-0') is held 2 times" in found
+    assert "gangs: job-2 attempt 1 holds 2 of 3 slots" in found
+    assert "gangs: job-1" not in found
     assert "('a', 'cpu-0')" not in found
     assert look.trainers(tmp_path) == []
 
@@ -285,11 +333,15 @@ def _pretend(data: Path, job_id: str, attempt: int) -> subprocess.Popen[bytes]:
 
 def test_a_seed_is_a_script() -> None:
     def write(seed: int, database: script.Databases) -> list[script.Action]:
-        return script.write(seed, 600, database, fault_every=5, wish_every=5, burst=3)
+        return script.write(seed, 600, database, fault_every=5, wish_every=5, share_every=5, burst=3)
 
     assert write(1, "postgres") == write(1, "postgres")
     assert write(1, "postgres") != write(2, "postgres")
-    assert {action.kind for action in write(1, "postgres")} == {*script.FAULTS, *script.WISHES}
+    assert {action.kind for action in write(1, "postgres")} == {
+        *script.FAULTS,
+        *script.WISHES,
+        *script.SHARING,
+    }
     assert "kill_database" not in {action.kind for action in write(1, "sqlite")}
     times = [action.at for action in write(1, "postgres")]
     assert times == sorted(times) and times[-1] < 600

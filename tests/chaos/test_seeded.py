@@ -9,6 +9,10 @@ from tests.support.chaos.run import Plan, Run, facts
 from tests.support.chaos.script import FAULTS, Databases
 
 SECONDS = 12.0
+ENOUGH = 6
+"""Kinds of faults that a storm has to have."""
+MAY_MISS = {"cancels", "closed", "quotas"}
+"""What a short storm may find nothing to look at for: nobody was cancelled, nothing claimed while a quota was set."""
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +21,7 @@ def undisturbed() -> list[Result]:
     return []
 
 
+@pytest.mark.timeout(900)  # a minute; on a machine that does ten other things as well it has taken five
 @pytest.mark.parametrize(("database", "seed"), [("sqlite", 2), ("postgres", 5)])
 def test_a_storm(database: Databases, seed: int, undisturbed: list[Result]) -> None:
     plan = Plan(
@@ -24,17 +29,21 @@ def test_a_storm(database: Databases, seed: int, undisturbed: list[Result]) -> N
         seconds=SECONDS,
         database=database,
         fault_every=1.25,
-        wish_every=2.0,
+        wish_every=3.0,
+        share_every=1.5,
         burst=2,
         specs=2,
         lease=8.0,
         fence=3.0,
-        drain_seconds=120.0,
+        drain_seconds=300.0,
+        enough=ENOUGH,
+        patience=60.0,
     )
     outcome = Run(plan, undisturbed=undisturbed).go()
     undisturbed[:] = outcome.history.references
     assert not outcome.violations, "\n".join([*outcome.violations, f"kept: {outcome.folder}", *outcome.log])
-    assert all(check.looked for name, check in outcome.checks.items() if name != "cancels")
+    unseen = {name for name, check in outcome.checks.items() if not check.looked}
+    assert unseen <= MAY_MISS, f"the storm was a breeze: {unseen} {facts(outcome)}"
     met = {kind for kind in FAULTS if outcome.counts.get(kind)}
-    assert len(met) >= 6, f"the storm was a breeze: {facts(outcome)}"
+    assert len(met) >= ENOUGH, f"the storm was a breeze: {facts(outcome)}"
     assert outcome.history.samples > 50

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--fault-every", type=float, default=12.0, metavar="SECONDS")
     parser.add_argument("--wish-every", type=float, default=12.0, metavar="SECONDS")
+    parser.add_argument("--share-every", type=float, default=15.0, metavar="SECONDS")
     parser.add_argument("--output", type=Path, help="report without its ending (default: below bench/results)")
     given = parser.parse_args()
     plan = Plan(
@@ -30,6 +31,7 @@ def main() -> int:
         database=given.database,
         fault_every=given.fault_every,
         wish_every=given.wish_every,
+        share_every=given.share_every,
         scale=3.0,
         drain_seconds=1200.0,
     )
@@ -53,7 +55,8 @@ def report(outcome: Outcome) -> str:
         "",
         f"`make chaos SEED={plan.seed} MINUTES={plan.seconds / 60:g} DB={plan.database}`, {hardware()}; two workers "
         f"with {plan.slots} CPU slots each, leases of {plan.lease:g} s, trainers fenced after {plan.fence:g} s; "
-        f"a fault every {plan.fault_every:g} s and a wish every {plan.wish_every:g} s on average.",
+        f"a fault every {plan.fault_every:g} s, a wish every {plan.wish_every:g} s and slots, nodes or quotas taken or "
+        f"given back every {plan.share_every:g} s on average.",
         "",
         "| what | |",
         "|---|---|",

@@ -52,6 +52,26 @@ class Span:
     end: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A slot, or a node, on which nothing was to be claimed; by the database's clock."""
+
+    node: str
+    slot: str | None
+    """None: all of the node's."""
+    since: float
+    until: float | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """From `at` on so many jobs of the project may run at once."""
+
+    at: float
+    max_running: int | None
+
+
 @dataclass(slots=True)
 class Folder:
     """A run folder."""
@@ -87,6 +107,13 @@ class History:
     events: dict[str, list[Told]] = field(default_factory=dict)
     attempts: list[Span] = field(default_factory=list)
     allocations: list[Span] = field(default_factory=list)
+    kinds: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(job, attempt) → prepare or train."""
+    gpus: dict[str, int] = field(default_factory=dict)
+    """Job → slots that it trains on."""
+    closed: list[Closed] = field(default_factory=list)
+    quotas: list[QuotaSet] = field(default_factory=list)
+    """By their times."""
     outbox: int = 0
     folders: dict[tuple[str, int], Folder] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
@@ -122,22 +149,48 @@ def result(people: People, job_id: str) -> Result:
 
 def gather(history: History, tables: Tables, people: People, data: Path) -> None:
     """While the service still runs, and all is quiet."""
-    for job_id, status, name, retry_of, attempt, seq, worker, lease in tables.rows(
-        "SELECT id, status, name, retry_of, attempt, event_seq, worker, lease_until FROM jobs"
+    for job_id, status, name, retry_of, attempt, seq, worker, lease, spec in tables.rows(
+        "SELECT id, status, name, retry_of, attempt, event_seq, worker, lease_until, spec FROM jobs"
     ):
         leased = worker is not None or lease is not None
         history.jobs[job_id] = Row(status, name, retry_of, attempt, seq, leased)
+        history.gpus[job_id] = document(spec)["resources"]["gpus"]
         history.events[job_id] = []
     for job_id, *row, data_ in tables.rows("SELECT job_id, seq, attempt, type, time, data FROM events ORDER BY seq"):
         history.events.setdefault(job_id, []).append(Told(*row, document(data_)))
     spans = "SELECT job_id, attempt, node, slot, {}, {} FROM {} ORDER BY job_id, attempt"
     history.attempts = [Span(*row) for row in tables.rows(spans.format("started_at", "ended_at", "attempts"))]
     history.allocations = [Span(*row) for row in tables.rows(spans.format("created_at", "released_at", "allocations"))]
+    for job_id, attempt, kind in tables.rows("SELECT job_id, attempt, kind FROM attempts"):
+        history.kinds[job_id, attempt] = kind
+    _gather_wishes(history, tables)
     ((history.outbox,),) = tables.rows("SELECT count(*) FROM outbox")
     for job_id, row in history.jobs.items():
         history.over_http[job_id] = people.get(f"/jobs/{job_id}").json()["status"]
         if row.status == "succeeded":
             history.results[job_id] = result(people, job_id)
+
+
+def _gather_wishes(history: History, tables: Tables) -> None:
+    """What people took for themselves: holds have rows, drains of nodes and quotas have the audit's."""
+    for node, slot, kind, since, until, released in tables.rows(
+        "SELECT node, slot, kind, created_at, until, released_at FROM holds"
+    ):
+        ends = [end for end in (until, released) if end is not None]
+        history.closed.append(Closed(node, slot, since, min(ends, default=None), kind))
+    begun: dict[str, float] = {}
+    for action, target, at, data in tables.rows(
+        "SELECT action, target, time, data FROM audit "
+        "WHERE action IN ('node.drain', 'node.undrain', 'limits.set') ORDER BY time, id"
+    ):
+        match action:
+            case "node.drain":
+                begun[target] = at
+            case "node.undrain":
+                history.closed.append(Closed(target, None, begun.pop(target), at, "node drain"))
+            case "limits.set" if "max_running" in document(data):
+                history.quotas.append(QuotaSet(at, document(data)["max_running"]))
+    history.closed += [Closed(node, None, since, None, "node drain") for node, since in begun.items()]
 
 
 def gather_files(history: History, data: Path) -> None:

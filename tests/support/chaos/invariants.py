@@ -6,10 +6,11 @@ The table of transitions is written down here once more, from the issue and not 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import pairwise
 
+from tests.support.chaos import shared
+from tests.support.chaos.checking import CLOCKS, Check
 from tests.support.chaos.history import History, Span
 
 LEGAL = {
@@ -23,24 +24,9 @@ LEGAL = {
     "stopping": "cancelled",
 }
 FINAL = ("succeeded", "failed", "cancelled")
-CLOCKS = 0.05
-"""Seconds that the clocks of the database, of processes and of the file system may differ on one machine."""
 UNTOLD = ("metrics", "progress", "alive")
 """Lines of events.jsonl that do not become events."""
 OF_TRAINERS = ("phase", "evaluation", "checkpoint", "resumed", "notice", "run_record", "result", "error")
-
-
-@dataclass(slots=True)
-class Check:
-    """How often an invariant was looked at, and where it did not hold."""
-
-    looked: int = 0
-    violations: list[str] = field(default_factory=list)
-
-    def that(self, holds: object, words: Callable[[], str] | str) -> None:
-        self.looked += 1
-        if not holds:
-            self.violations.append(words if isinstance(words, str) else words())
 
 
 def accepted(history: History) -> Check:
@@ -165,6 +151,7 @@ def slots(history: History) -> Check:
         by_place: dict[object, list[Span]] = defaultdict(list)
         for span in spans:
             by_place[span.node, span.slot].append(span)
+        for span in spans if spans is history.attempts else shared.at_once(history):
             by_place[span.job_id].append(span)
         for place, held in by_place.items():
             held.sort(key=lambda span: (span.start, span.end or span.start))
@@ -217,6 +204,10 @@ INVARIANTS = {
     "cancels": cancels,
     "writers": writers,
     "slots": slots,
+    "gangs": shared.gangs,
+    "closed": shared.closed,
+    "quotas": shared.quotas,
+    "repeats": shared.repeats,
     "weights": weights,
     "leftovers": leftovers,
 }

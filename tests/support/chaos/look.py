@@ -77,8 +77,21 @@ class Trainer:
 
 def trainers(data: Path) -> list[Trainer]:
     """The living children that work in a run folder below `data`."""
+    # A helper that one has just forked is called as it is until it executes something else; the ranks of a gang are in
+    # their launcher's session.
+    found = {Trainer(session, *run) for run, _, session, _ in _processes(data)}
+    return sorted(found, key=lambda trainer: trainer.pid)
+
+
+def ranks(data: Path) -> list[Trainer]:
+    """The living ranks of gangs, each with its own number."""
+    found = {Trainer(pid, *run) for run, pid, _, module in _processes(data) if module == "core.train.ranks"}
+    return sorted(found, key=lambda rank: (rank.job_id, rank.attempt, rank.pid))
+
+
+def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
+    """((job, attempt), pid, session, module) of what runs a module of the trainer's in a run folder below `data`."""
     below = os.fsencode(data / "runs") + b"/"
-    found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -91,11 +104,9 @@ def trainers(data: Path) -> list[Trainer]:
         if not arguments[3].startswith(below):
             continue
         job, _, attempt = arguments[3][len(below) :].decode().partition("/attempt-")
-        # A helper that it has just forked is called as it is until it executes something else.
         session = _session(int(entry.name))
         if session is not None and attempt.isdigit():
-            found.add(Trainer(session, job, int(attempt)))
-    return sorted(found, key=lambda trainer: trainer.pid)
+            yield (job, int(attempt)), int(entry.name), session, arguments[2].decode()
 
 
 def _session(pid: int) -> int | None:
@@ -132,7 +143,9 @@ class Observer:
         """Jobs that were seen at their end, and at which."""
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
-        self._slots: dict[tuple[str, int], tuple[str, str]] = {}
+        self._slots: dict[tuple[str, int], set[tuple[str, str]]] = {}
+        """(job, attempt) → where it runs."""
+        self._gpus: dict[str, int] = {}
         self._queued_since: dict[str, float] = {}
         self.longest_wait = 0.0
         """Seconds that a job stood queued in one go."""
@@ -197,13 +210,29 @@ class Observer:
         return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
     def _leases(self) -> None:
-        rows = self._tables.rows("SELECT node, slot, job_id, attempt FROM allocations WHERE released_at IS NULL")
-        held = Counter((node, slot) for node, slot, _, _ in rows)
+        rows = self._tables.rows(
+            "SELECT l.node, l.slot, l.job_id, l.attempt, a.kind FROM allocations l "
+            "JOIN attempts a ON a.job_id = l.job_id AND a.attempt = l.attempt WHERE l.released_at IS NULL"
+        )
+        held = Counter((node, slot) for node, slot, *_ in rows)
         self.faults.extend(f"slots: {place} is held {count} times" for place, count in held.items() if count > 1)
-        of_job = Counter(job_id for _, _, job_id, _ in rows)
-        self.faults.extend(f"slots: {job_id} holds {count} slots" for job_id, count in of_job.items() if count > 1)
-        self._slots |= {(job_id, attempt): (node, slot) for node, slot, job_id, attempt in rows}
+        of_attempt = Counter((job_id, attempt, kind) for _, _, job_id, attempt, kind in rows)
+        attempts = Counter(job_id for job_id, _, _ in of_attempt)
+        self.faults.extend(f"slots: {job_id} holds slots twice" for job_id, count in attempts.items() if count > 1)
+        for (job_id, attempt, kind), count in of_attempt.items():
+            if count != (wanted := self._wants(job_id) if kind == "train" else 1):
+                self.faults.append(f"gangs: {job_id} attempt {attempt} holds {count} of {wanted} slots")
+            self.counts["gangs seen"] += count > 1
+        for node, slot, job_id, attempt, _ in rows:
+            self._slots.setdefault((job_id, attempt), set()).add((node, slot))
         self.counts["leases seen"] += len(rows)
+
+    def _wants(self, job_id: str) -> int:
+        """Slots that it trains on: a claim takes them in one transaction, so every look sees all of them or none."""
+        if job_id not in self._gpus:
+            ((spec,),) = self._tables.rows("SELECT spec FROM jobs WHERE id = ?", (job_id,))
+            self._gpus[job_id] = document(spec)["resources"]["gpus"]
+        return self._gpus[job_id]
 
     def _events(self, jobs: dict[str, tuple[str, int, int]]) -> None:
         for job_id, (_, _, newest) in jobs.items():
@@ -227,8 +256,8 @@ class Observer:
         for one, other in _pairs(running):
             if one.job_id == other.job_id:
                 suspects.append(("two trainers of one job", one, other))
-            elif self._slot(one) is not None and self._slot(one) == self._slot(other):
-                suspects.append((f"two trainers on slot {self._slot(one)}", one, other))
+            elif shared := self._places(one) & self._places(other):
+                suspects.append((f"two trainers on slot {min(shared)}", one, other))
         if suspects:
             # The list is not of one moment: only if both are in a second one were both there between the two.
             again = set(trainers(self._data))
@@ -236,13 +265,13 @@ class Observer:
                 f"slots: {what} at once: {one}, {other}" for what, one, other in suspects if {one, other} <= again
             )
 
-    def _slot(self, trainer: Trainer) -> tuple[str, str] | None:
+    def _places(self, trainer: Trainer) -> set[tuple[str, str]]:
         key = (trainer.job_id, trainer.attempt)
         if key not in self._slots:
-            rows = self._tables.rows("SELECT node, slot FROM attempts WHERE job_id = ? AND attempt = ?", key)
+            rows = self._tables.rows("SELECT node, slot FROM allocations WHERE job_id = ? AND attempt = ?", key)
             if rows:
-                self._slots[key] = (rows[0][0], rows[0][1])
-        return self._slots.get(key)
+                self._slots[key] = {(node, slot) for node, slot in rows}
+        return self._slots.get(key, set())
 
 
 def _pairs(running: list[Trainer]) -> Iterator[tuple[Trainer, Trainer]]:

@@ -1,4 +1,5 @@
-"""The users of a chaos run: they submit, pause, resume, cancel and retry over HTTP, and ask again when in doubt.
+"""The users of a chaos run: they submit, pause, resume, cancel and retry over HTTP, take slots and nodes for themselves
+and give them back, set quotas and hurry; and they ask again when in doubt.
 
 What they were told is kept in `Ledger`; that, and nothing from inside the service, is what it is held to afterwards.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 
+PROJECT = "chaos"
 WAITING = ("queued", "preparing", "starting", "running")
 RETRY_SECONDS = 0.3
 TIMEOUT = 10.0
@@ -63,6 +65,9 @@ class People:
             trust_env=False,
             limits=httpx.Limits(max_connections=20),
         )
+        self._places: list[str] = []
+        """Slots as people name them; from the first look at them on."""
+        self._nodes: list[str] = []
         self.stopped = threading.Event()
         """No wish is begun any more, and none is tried for ever."""
 
@@ -88,14 +93,77 @@ class People:
                 with self.ledger.lock:
                     tried = set(self.ledger.retries.values())
                 return self._retry(self._choose(pick, ("cancelled",), without=tried))
+            case "urgent":
+                return self.submit(pick, priority=10)
+            case "hold":
+                when = {"now": pick < 0.5, "until": None, "why": "chaos"}
+                return self._take("/holds", {"gpus": self._slot(pick), **when})
+            case "drain_gpu":
+                return self._take("/gpus/drain", {"gpus": self._slot(pick), "why": "chaos"})
+            case "release":
+                return self._release()
+            case "drain_node":
+                return self._take(f"/nodes/{self._node(pick)}/drain", None)
+            case "undrain_node":
+                return "; ".join(self._take(f"/nodes/{node}/undrain", None) for node in self._nodes) or "no node"
+            case "quota":
+                return self._quota(1 + int(pick * 3))
             case _:
                 raise ValueError(kind)
+
+    def open_all(self) -> None:
+        """Nothing is held or drained any more, and nobody has a quota."""
+        self._release()
+        for node in self._nodes:
+            self._take(f"/nodes/{node}/undrain", None)
+        self._quota(None)
+
+    def allow_preemption(self) -> None:
+        """Jobs of this project make room for those of a higher priority."""
+        self._take("/limits", {"scope": "project", "name": PROJECT, "preemptible": True})
+
+    def look_around(self) -> int:
+        """Learn which slots there are: how many."""
+        rows = self.get("/gpus").json()["data"]
+        self._places = sorted(row["gpu"] for row in rows)
+        self._nodes = sorted({row["node"] for row in rows})
+        return len(self._places)
+
+    def _slot(self, pick: float) -> list[str]:
+        return [self._places[int(pick * len(self._places))]]
+
+    def _node(self, pick: float) -> str:
+        return self._nodes[int(pick * len(self._nodes))]
+
+    def _take(self, path: str, body: dict[str, Any] | None) -> str:
+        """Asked again after an unknown outcome it may be held already: 409."""
+        what = path.rsplit("/", 1)[-1] if path.startswith("/nodes") else path[1:]
+        reply = self.until_known("POST", path, **({} if body is None else {"json": body}))
+        if reply is None:
+            return f"{what}: gave up"
+        if reply.status_code not in (200, 201, 409):
+            return self._wrong(f"{path} {body}: {reply.status_code} {reply.text[:300]}")
+        self._count(f"{what}: {reply.status_code}")
+        return f"{what} {body or path}: {reply.status_code}"
+
+    def _release(self) -> str:
+        """All that is held now."""
+        reply = self.until_known("GET", "/holds")
+        if reply is None or reply.status_code != 200:
+            return "holds: gave up"
+        held = [row["gpu"] for row in reply.json()["data"]]
+        # One by one: whoever releases at the same moment would leave nothing of a list.
+        said = [self._take("/gpus/undrain", {"gpus": [gpu]}) for gpu in held]
+        return "; ".join(said) or "nothing is held"
+
+    def _quota(self, most: int | None) -> str:
+        return self._take("/limits", {"scope": "project", "name": PROJECT, "max_running": most})
 
     def resume(self, job_id: str) -> str:
         return self._steer("resume", job_id)
 
-    def submit(self, pick: float) -> str:
-        name, number, body = self._new(pick)
+    def submit(self, pick: float, priority: int = 0) -> str:
+        name, number, body = self._new(pick, priority)
         key = str(uuid.uuid4())
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
         reply = self.until_known("POST", "/jobs", content=body, headers=headers)
@@ -172,12 +240,12 @@ class People:
 
     # -- parts
 
-    def _new(self, pick: float) -> tuple[str, int, bytes]:
+    def _new(self, pick: float, priority: int = 0) -> tuple[str, int, bytes]:
         with self.ledger.lock:
             name = f"{self._run}-{next(self._numbers)}"
             self.ledger.asked.add(name)
         number = int(pick * len(self.specs))
-        return name, number, json.dumps({**self.specs[number], "name": name}).encode()
+        return name, number, json.dumps({**self.specs[number], "name": name, "priority": priority}).encode()
 
     def _choose(self, pick: float, wanted: tuple[str, ...], without: set[str] | None = None) -> str | None:
         there = sorted(

@@ -192,6 +192,7 @@ class Installation:
             "EFT_MAX_MACHINE_FAILURES": "1000",  # killed trainers are faults of the machine, and here they are many
             "EFT_MAX_LOST_WORKERS": "1000",
             "EFT_STOP_GRACE_SECONDS": "30",
+            "EFT_PREEMPT_MIN_SECONDS": "1",
             "EFT_MIN_FREE_BYTES": "1000000",
             "EFT_RATE_PER_MINUTE": "0",
             "EFT_RATE_STRANGERS_PER_MINUTE": "0",

@@ -22,7 +22,7 @@ from tests.support.chaos import history as histories
 from tests.support.chaos import look, script, specs
 from tests.support.chaos.history import History, Result
 from tests.support.chaos.invariants import Check, check_all
-from tests.support.chaos.look import Observer
+from tests.support.chaos.look import Observer, Trainer
 from tests.support.chaos.people import WAITING, People
 from tests.support.chaos.processes import ROOT, Installation, Member, wait_until
 from tests.support.chaos.script import Action
@@ -41,14 +41,19 @@ class Plan:
     database: script.Databases
     fault_every: float = 7.0
     wish_every: float = 6.0
+    share_every: float = 9.0
     burst: int = 4
-    specs: int = 3
+    specs: int = 4
     scale: float = 1.0
     slots: int = 2
     lease: float = 8.0
     fence: float = 4.0
     renew: float = 1.0
     drain_seconds: float = 600.0
+    enough: int = 0
+    patience: float = 0.0
+    """Until so many kinds of faults have met somebody, those that have not look for somebody still, and the storm goes
+    on for up to `patience` seconds more: a slow machine has as much of a storm as a quick one."""
 
 
 @dataclass(slots=True)
@@ -83,6 +88,8 @@ class Run:
         self.folder.chmod(0o711)  # PostgreSQL runs as somebody else when we are root
         self._began = time.monotonic()
         self._hits: Counter[str] = Counter()
+        self._late: list[Action] = []
+        """Faults that have met nobody yet."""
         self._next_line = 0.0
         models = self.folder / "models"
         subprocess.run([sys.executable, "-m", "tests.support.tiny_model", models / "tiny"], cwd=ROOT, check=True)
@@ -105,6 +112,8 @@ class Run:
             observer = Observer(url, self.inst.data)
             people = self._people(observer)
             references = list(self._known) or self._references(people)
+            wait_until(lambda: self._settled(people), 60, "the slots of both nodes")
+            people.allow_preemption()
             undisturbed = self._elapsed()
             observer.start()
             self._storm(people)
@@ -159,6 +168,10 @@ class Run:
             return False
         return True
 
+    def _settled(self, people: People) -> bool:
+        self.inst.tick()
+        return people.look_around() == 2 * self.plan.slots
+
     def _references(self, people: People) -> list[Result]:
         """What each spec gives when nobody disturbs it."""
         ids = []
@@ -192,6 +205,7 @@ class Run:
             plan.database,
             fault_every=plan.fault_every,
             wish_every=plan.wish_every,
+            share_every=plan.share_every,
             burst=plan.burst,
         )
         with ThreadPoolExecutor(8) as pool:
@@ -199,11 +213,14 @@ class Run:
                 while time.monotonic() - begun < action.at:
                     self._tick(people)
                 if action.kind in script.FAULTS:
-                    self._note(action, self._fault(action))
+                    self._strike(action)
                 else:
                     pool.submit(self._wish, people, action)
-            while time.monotonic() - begun < plan.seconds:
+            while (passed := time.monotonic() - begun) < plan.seconds + plan.patience:
+                if passed >= plan.seconds and not (self._late and self._few()):
+                    break
                 self._tick(people)
+            self._late = []
             self.say("calm")  # nothing is ended any more, and what is down or frozen comes back at its time
             while pool._work_queue.qsize():  # wishes that wait for the API to come back
                 self._tick(people)
@@ -215,10 +232,19 @@ class Run:
 
     def _wish(self, people: People, action: Action) -> None:
         open_jobs = [status for status in people._statuses().values() if status not in look.WAITING_OR_OVER[2:]]
-        if action.kind == "submit" and len(open_jobs) >= MOST_OPEN:
+        if action.kind in ("submit", "urgent") and len(open_jobs) >= MOST_OPEN:
             self._note(action, f"left out, {len(open_jobs)} jobs are open")
             return
         self._note(action, people.wish(action.kind, action.pick))
+
+    def _strike(self, action: Action) -> None:
+        """One that meets nobody is tried again at every tick, as long as too few kinds have met any."""
+        self._note(action, self._fault(action))
+        if self._few() and not self.counts[action.kind]:
+            self._late.append(action)
+
+    def _few(self) -> bool:
+        return sum(self.counts[kind] > 0 for kind in script.FAULTS) < self.plan.enough
 
     def _fault(self, action: Action) -> str:
         """Do it; what it met, in words."""
@@ -241,7 +267,9 @@ class Run:
                 worker, seconds = self._worker(action), inst.lease + action.seconds
                 return self._count(kind, worker.freeze(seconds), f"{worker.name} for {seconds:.1f} s")
             case "kill_trainer":
-                return self._kill_trainer(action)
+                return self._kill_trainer(action, look.trainers(inst.data), "a trainer")
+            case "kill_rank":
+                return self._kill_trainer(action, look.ranks(inst.data), "a rank")
             case "flushall":
                 return self._count(kind, inst.flushall(), "the broker")
             case "kill_everything":
@@ -259,17 +287,17 @@ class Run:
         awake = [worker for worker in self.inst.workers if worker.frozen_until is None] or self.inst.workers
         return awake[int(action.pick * len(awake))]
 
-    def _kill_trainer(self, action: Action) -> str:
+    def _kill_trainer(self, action: Action, processes: Sequence[Trainer], what: str) -> str:
         there = sorted(
-            (trainer for trainer in look.trainers(self.inst.data) if self._hits[trainer.job_id] < MOST_KILLS),
-            key=lambda trainer: (trainer.job_id, trainer.attempt),
+            (one for one in processes if self._hits[one.job_id] < MOST_KILLS),
+            key=lambda one: (one.job_id, one.attempt, one.pid),
         )
         if not there:
-            return self._count(action.kind, False, "a trainer")
-        trainer = there[int(action.pick * len(there))]
-        self._hits[trainer.job_id] += 1
-        self._kill(trainer.pid)
-        return self._count(action.kind, True, f"trainer {trainer.pid} of {trainer.job_id}, attempt {trainer.attempt}")
+            return self._count(action.kind, False, what)
+        one = there[int(action.pick * len(there))]
+        self._hits[one.job_id] += 1
+        self._kill(one.pid)
+        return self._count(action.kind, True, f"{what} {one.pid} of {one.job_id}, attempt {one.attempt}")
 
     def _kill(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it was quicker
@@ -282,8 +310,14 @@ class Run:
     # -- after
 
     def _drain(self, people: People, observer: Observer) -> None:
-        """Everything that was not cancelled must come to its end now, without help."""
+        """Everything that was not cancelled must come to its end now, without help: what people took from one another
+        is given back."""
         people.stopped.clear()
+        with ThreadPoolExecutor(1) as pool:
+            given_back = pool.submit(people.open_all)
+            while not given_back.done():
+                self._tick(people)
+            given_back.result()
         deadline = time.monotonic() + self.plan.drain_seconds
         while time.monotonic() < deadline:
             self._tick(people)
@@ -324,11 +358,18 @@ class Run:
     def _tick(self, people: People) -> None:
         self.inst.tick()
         time.sleep(TICK_SECONDS)
+        self._late = [action for action in self._late if self._few() and not self._again(action)]
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + (30 if self.plan.seconds > 120 else 5)
             states = Counter(people._statuses().values())
             faults = sum(self.counts[kind] for kind in script.FAULTS)
             self.say(f"{faults} faults; jobs: {', '.join(f'{n} {s}' for s, n in sorted(states.items()))}")
+
+    def _again(self, action: Action) -> bool:
+        words = self._fault(action)
+        if self.counts[action.kind]:
+            self._note(action, f"{words}, late")
+        return self.counts[action.kind] > 0
 
     def _note(self, action: Action, words: str) -> None:
         self.log.append(f"{self._elapsed():8.2f}  {action.kind:<17} {words}")
@@ -339,6 +380,10 @@ class Run:
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
+
+
+def _slots_of_attempts(history: History) -> dict[tuple[str, int], int]:
+    return Counter((span.job_id, span.attempt) for span in history.allocations)
 
 
 def facts(outcome: Outcome) -> dict[str, Any]:
@@ -360,6 +405,10 @@ def facts(outcome: Outcome) -> dict[str, Any]:
         "attempts": len(history.attempts),
         "most attempts of a job": max((row.attempt for row in history.jobs.values()), default=0),
         "resumed from a checkpoint": sum(e.type == "resumed" for events in history.events.values() for e in events),
+        "attempts of gangs": sum(slots > 1 for slots in _slots_of_attempts(history).values()),
+        "slots and nodes taken away": dict(Counter(one.what for one in history.closed)),
+        "quotas set": len(history.quotas),
+        "made room for others": sum(str(event.data.get("reason")).startswith("made room") for event in changes),
         "leases lost": sum("lost" in event.data for event in changes),
         "of these by running out": sum("silent for longer" in str(event.data.get("reason")) for event in changes),
         "state changes": len(changes),

@@ -13,6 +13,7 @@ from typing import Literal
 
 FAULTS = {
     "kill_trainer": 5,
+    "kill_rank": 2,
     "kill_worker": 4,
     "freeze_worker": 3,
     "kill_api": 3,
@@ -24,6 +25,9 @@ FAULTS = {
 }
 """Kind → how often it comes in each deck. A deck is dealt in random order before the next one is shuffled."""
 WISHES = {"submit": 9, "submit_and_leave": 1, "pause": 3, "resume": 3, "cancel": 2, "retry": 2}
+SHARING = {"hold": 3, "release": 2, "drain_gpu": 1, "drain_node": 2, "undrain_node": 1, "quota": 2, "urgent": 3}
+"""What people do to one another: slots and nodes that are taken away and given back, quotas, jobs of a higher
+priority."""
 
 Databases = Literal["sqlite", "postgres"]
 
@@ -40,11 +44,20 @@ class Action:
 
 
 def write(
-    seed: int, seconds: float, database: Databases, *, fault_every: float, wish_every: float, burst: int
+    seed: int,
+    seconds: float,
+    database: Databases,
+    *,
+    fault_every: float,
+    wish_every: float,
+    share_every: float,
+    burst: int,
 ) -> list[Action]:
-    """The script of a seed, in its order: `burst` submits at once, then wishes and faults at mean distances in seconds.
+    """The script of a seed, in its order: `burst` submits at once, then wishes, faults and SHARING at mean distances in
+    seconds.
 
-    The first deck of faults holds each kind once, so that a short run meets as many of them as it has time for.
+    The first deck of faults, and of SHARING, holds each kind once, so that a short run meets as many as it has time
+    for.
     """
     dice = random.Random(seed)
     faults = dict(FAULTS)
@@ -54,6 +67,8 @@ def write(
     actions += _stream(dice, seconds, wish_every, [list(chain(*(repeat(k, n) for k, n in WISHES.items())))])
     decks = [list(faults), list(chain(*(repeat(kind, count) for kind, count in faults.items())))]
     actions += _stream(dice, seconds, fault_every, decks)
+    decks = [list(SHARING), list(chain(*(repeat(kind, count) for kind, count in SHARING.items())))]
+    actions += _stream(dice, seconds, share_every, decks)
     return sorted(actions, key=lambda action: action.at)
 
 

@@ -36,6 +36,14 @@ def all_specs(model: Path, train: str, held_out: str, scale: float = 1.0) -> lis
             "training": {"max_steps": steps(80), "per_device_train_batch_size": 4, "max_length": 64},
             "checkpoint": {"type": "disk", "save_steps": steps(8)},
         },
+        {  # a gang: two ranks, on all slots of a node
+            "model": str(model),
+            "data": train,
+            "method": {"type": "lora", "lora_dropout": 0.1},
+            "training": {"max_steps": steps(40), "per_device_train_batch_size": 2, "max_length": 64, "seed": 5},
+            "checkpoint": {"type": "disk", "save_steps": steps(6)},
+            "resources": {"type": "single", "gpus": 2},
+        },
         {
             "model": str(model),
             "data": train,
