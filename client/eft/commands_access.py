@@ -253,8 +253,7 @@ def set_project(
     with session(as_json, url) as (client, output):
         row = client.access.set_project(_project(client, project), preemptible=preemptible)
         words = "its running jobs make room for higher priorities" if row["preemptible"] else "its running jobs stay"
-        output.json(row) if as_json else output.text(f"{row['name']}: {words}
-")
+        output.json(row) if as_json else output.text(f"{row['name']}: {words}\n")
 
 
 @projects.command("members")
