@@ -18,6 +18,7 @@ from api.deps import Here, Installation
 from api.errors import responses
 from core.db.tables import Project, User
 from core.errors import NotFound
+from core.jobs import limits
 
 router = APIRouter(tags=["access"])
 T = TypeVar("T")
@@ -111,7 +112,8 @@ def list_projects(asking: ReadingOrOperating, here: Here) -> Response:
         query = query.where(Project.id == asking.project_id)
     with here.database.read() as session:
         projects = session.execute(query).scalars().all()
-        return JSONResponse({"data": [schemas.project_view(project) for project in projects]})
+        allowed = limits.preemptible(session, [project.id for project in projects])
+        return JSONResponse({"data": [schemas.project_view(one, one.id in allowed) for one in projects]})
 
 
 @router.post(
@@ -131,7 +133,7 @@ async def create_project(request: Request, asking: Operating, here: Here) -> Res
         admin = people.user(session, wish.admin or asking.user_id, field="admin")
         made = people.add_project(session, asking, wish.name)
         people.set_member(session, asking, made.id, admin, Role.ADMIN)
-        return schemas.project_view(made)
+        return schemas.project_view(made, False)
 
     return JSONResponse(await _written(here, make), 201)
 
@@ -144,9 +146,30 @@ async def create_project(request: Request, asking: Operating, here: Here) -> Res
     responses=responses(404, 422),
 )
 def show_project(project: ProjectName, asking: ReadingOrOperating, here: Here) -> Response:
-    """Its id, its name, and since when there is one."""
+    """Its id, its name, since when there is one, and what its admins have decided."""
     with here.database.read() as session:
-        return JSONResponse(schemas.project_view(_project(session, asking, project)))
+        found = _project(session, asking, project)
+        return JSONResponse(schemas.project_view(found, bool(limits.preemptible(session, [found.id]))))
+
+
+@router.patch(
+    "/projects/{project}",
+    summary="Change a project",
+    response_model=schemas.ProjectView,
+    response_class=JSONResponse,
+    responses=responses(404, 413, 415, 422),
+    openapi_extra=json_body(schemas.ProjectChange, {"preemptible": False}),
+)
+async def change_project(request: Request, project: ProjectName, asking: ManagingOrOperating, here: Here) -> Response:
+    """Whether its running jobs make room for higher priorities. What was asked to leave already does."""
+    wish = await read_json(request, schemas.ProjectChange, here.settings.max_body_bytes)
+
+    def change(session: Session) -> dict[str, Any]:
+        where = _project(session, asking, project)
+        limits.set_preemptible(session, asking, where.id, wish.preemptible)
+        return schemas.project_view(where, wish.preemptible)
+
+    return JSONResponse(await _written(here, change))
 
 
 @router.get(

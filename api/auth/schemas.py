@@ -77,7 +77,7 @@ def user_view(user: User) -> dict[str, Any]:
 
 # -- projects and their members
 
-PROJECT: dict[str, Any] = {"id": _PROJECT, "name": "voice", "created_at": _NOW}
+PROJECT: dict[str, Any] = {"id": _PROJECT, "name": "voice", "preemptible": False, "created_at": _NOW}
 MEMBER: dict[str, Any] = {"user": {"id": _USER, "name": "ada"}, "role": "member", "since": _NOW}
 
 
@@ -91,10 +91,20 @@ class NewProject(Body):
 class ProjectView(BaseModel):
     """What jobs, files and keys belong to."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [PROJECT]})
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [PROJECT]})
     id: str
     name: str
+    preemptible: bool
+    """Its running jobs make room, with a checkpoint, for waiting ones of a higher priority."""
     created_at: str
+
+
+class ProjectChange(Body):
+    """What its admins decide of a project."""
+
+    preemptible: bool
+    """Its running jobs make room for waiting ones of a higher priority, of whatever project: they write a checkpoint,
+    wait in the queue again and go on from there (docs/queue.md)."""
 
 
 class ProjectList(BaseModel):
@@ -136,8 +146,13 @@ class MemberRemoved(BaseModel):
     removed: bool
 
 
-def project_view(project: Project) -> dict[str, Any]:
-    return {"id": project.id, "name": project.name, "created_at": iso(project.created_at)}
+def project_view(project: Project, preemptible: bool) -> dict[str, Any]:
+    return {
+        "id": project.id,
+        "name": project.name,
+        "preemptible": preemptible,
+        "created_at": iso(project.created_at),
+    }
 
 
 def member_view(membership: Membership, user: User) -> dict[str, Any]:

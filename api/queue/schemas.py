@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from api.body import Body
 from api.jobs.schemas import iso
@@ -452,7 +452,13 @@ class NewLimit(Body):
     disk_bytes: int | None = Field(default=None, ge=0)
     preemptible: bool | None = None
     """Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority
-    (docs/queue.md); null: no."""
+    (docs/queue.md); null: no. Its own admins may say so too (`PATCH /projects/{project}`)."""
+
+    @model_validator(mode="after")
+    def _of_a_project(self) -> NewLimit:
+        if self.scope == "owner" and self.preemptible is not None:
+            raise ValueError("`preemptible` is a project's: give `scope: project`")
+        return self
 
 
 class LimitView(BaseModel):

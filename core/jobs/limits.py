@@ -173,6 +173,14 @@ def check_priority(session: Session, project_id: str, priority: int) -> None:
 # -- set
 
 
+def _row(session: Session, scope: Scope, subject_id: str, values: Mapping[str, Any]) -> None:
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    row = {"scope": scope, "subject_id": subject_id}
+    session.execute(dialect.insert(Limit).values(**row).on_conflict_do_nothing())
+    if values:
+        session.execute(update(Limit).where(Limit.scope == scope, Limit.subject_id == subject_id).values(**values))
+
+
 def subject(session: Session, scope: Scope, name: str) -> str:
     """Id of a project or user by its name. Raises NotFound."""
     table = Project if scope == "project" else User
@@ -185,14 +193,22 @@ def subject(session: Session, scope: Scope, name: str) -> str:
 def change(session: Session, actor: Actor, scope: Scope, name: str, values: Mapping[str, Any]) -> Limit:
     """Set some of FIELDS (None: no quota); the others stay. Raises NotFound."""
     subject_id = subject(session, scope, name)
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    row = {"scope": scope, "subject_id": subject_id}
-    session.execute(dialect.insert(Limit).values(**row).on_conflict_do_nothing())
-    if values:
-        session.execute(update(Limit).where(Limit.scope == scope, Limit.subject_id == subject_id).values(**values))
+    _row(session, scope, subject_id, values)
     audit.record(session, actor, "limits.set", f"{scope} {name}", dict(values), project_id=None)
     query = select(Limit).where(Limit.scope == scope, Limit.subject_id == subject_id)
     return session.execute(query.execution_options(populate_existing=True)).scalar_one()
+
+
+def preemptible(session: Session, project_ids: Iterable[str]) -> set[str]:
+    """Those of the projects whose running jobs make room for higher priorities (core/jobs/preempt.py)."""
+    query = select(Limit.subject_id).where(Limit.scope == "project", Limit.preemptible.is_(True))
+    return set(session.execute(query.where(Limit.subject_id.in_(list(project_ids)))).scalars())
+
+
+def set_preemptible(session: Session, actor: Actor, project_id: str, allowed: bool) -> None:
+    """Whether they do, from now on."""
+    _row(session, "project", project_id, {"preemptible": allowed})
+    audit.record(session, actor, "project.set", project_id, {"preemptible": allowed}, project_id=project_id)
 
 
 def names(session: Session, ids: Iterable[str]) -> dict[str, str]:

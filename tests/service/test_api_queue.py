@@ -164,6 +164,18 @@ def test_a_project_lets_itself_be_preempted(api: Any, box: str) -> None:
     assert (set_to.status_code, set_to.json()["preemptible"]) == (200, True)
     audited = api.http.get("/audit?action=limits.set").json()["data"][0]
     assert audited["data"] == {"preemptible": True}
+    wrong = api.http.post("/limits", json={"scope": "owner", "name": "ada", "preemptible": True})
+    assert wrong.status_code == 422 and "scope: project" in wrong.text
+    done = eft(api, "projects", "set", "--not-preemptible")
+    assert done.stdout == "lab: its running jobs stay\n", done.stderr
+    assert api.http.get("/projects/lab").json()["preemptible"] is False
+    assert api.http.patch("/projects/lab", json={"preemptible": True}).json()["preemptible"] is True
+    assert [row["preemptible"] for row in api.http.get("/projects").json()["data"] if row["name"] == "lab"] == [True]
+    entries = api.http.get("/audit?action=project.set").json()["data"]
+    assert [(entry["actor"]["name"], entry["data"]["preemptible"]) for entry in entries] == [
+        ("ada", True),
+        ("ada", False),
+    ]
 
 
 def test_gpus_and_holds(api: Any, box: str) -> None:
