@@ -184,7 +184,7 @@ def job_view(job: Job, queue: dict[str, Any] | None = None, slots: list[str] | N
         "spec": job.spec,
         "adjusted": job.adjusted,
         "node": job.node,
-        "slots": slots,
+        "slots": [] if slots is None and job.node is None else slots,
         "retry_of": job.retry_of,
         "priority": job.priority,
         "queue": queue,
