@@ -32,37 +32,38 @@ STEPS = 300
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Path:
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.tiny_model", str(tmp_path / "models/tiny")], cwd=HOME, check=True
-    )
-    return tmp_path / "models"
-
-
-@pytest.fixture
 def there() -> Iterator[Target]:
     with target() as made:
         yield made
 
 
 @pytest.fixture
-def services(tmp_path: Path, models: Path) -> Iterator[tuple[Service, Service]]:
-    """One that will be lost, and the one into which it is restored; not started yet."""
+def services(tmp_path: Path) -> Iterator[tuple[Service, Service]]:
+    """One that will be lost, and the one into which it is restored, which is not started yet."""
+    models = tmp_path / "models"
+    command = [sys.executable, "-m", "tests.support.tiny_model", str(models / "tiny")]
+    making = subprocess.Popen(command, cwd=HOME)  # while the service starts
     environment = {"EFT_MODEL_ROOTS": str(models), "EFT_CPU_SLOTS": "2", "EFT_WEBHOOK_ALLOW": "127.0.0.1"}
     made = []
     for name in ("lost", "new"):
         (tmp_path / name).mkdir()
         made.append(Service(tmp_path / name, environment))
-    yield made[0], made[1]
-    for service in made:
-        service.stop()
-        left = service.processes()
+    try:
+        made[0].start()
+        assert making.wait(120) == 0
+        yield made[0], made[1]
+    finally:
+        making.kill()
+        making.wait()
+        for service in made:
+            service.stop()
+        left = [pid for service in made for pid in service.processes()]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        assert not left, f"left running: {left}"
+    assert not left, f"left running: {left}"
 
 
-def spec(service: Service, models: Path, **more: Any) -> dict[str, Any]:
+def spec(service: Service, models: Path) -> dict[str, Any]:
     rows = service.folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(32)))
     return {
@@ -71,8 +72,7 @@ def spec(service: Service, models: Path, **more: Any) -> dict[str, Any]:
         "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
         "optimizer": {"learning_rate": 1e-2},
         "training": {"max_steps": STEPS, "per_device_train_batch_size": 2, "max_length": 64},
-        "checkpoint": {"type": "disk", "save_steps": 10, "keep_last": 2},
-        **more,
+        "checkpoint": {"type": "disk", "save_steps": 40, "keep_last": 2},
     }
 
 
@@ -91,20 +91,22 @@ def adapter(service: Service, job_id: str) -> bytes:
 
 
 def test_a_backup_while_jobs_run_and_a_restore_elsewhere(
-    services: tuple[Service, Service], models: Path, there: Target, tmp_path: Path
+    services: tuple[Service, Service], there: Target, tmp_path: Path
 ) -> None:
     service, restored = services
-    service.start()
+    for name in ("api", "worker"):
+        log = service.data / "logs" / f"{name}.log"
+        assert os.readlink(f"/proc/{service.pid(name)}/fd/2") == str(log), "it rotates that file itself"
+    assert "Ready to accept connections" in (service.data / "logs" / "broker.log").read_text()
     hooks = [
         service.client.post("/webhooks", json={"url": url, "events": ["job.started", "job.succeeded"]})
         for url in (there.url("/good"), "http://127.0.0.1:9/nobody")
     ]
     assert [hook.status_code for hook in hooks] == [201, 201], [hook.text for hook in hooks]
-    job = spec(service, models)
+    job = spec(service, tmp_path / "models")
     undisturbed, other = service.submit(job), service.submit(job)
-    service.wait_for_step(undisturbed, 1)
-    service.wait_for_step(other, 20)
-    wait_for(lambda: len(there.got) >= 2, 30, "both notices of the start")
+    wait_for(lambda: len(there.got) >= 2, 120, "both notices of the start", lambda: service.describe(other))
+    service.wait_for_step(other, 40)
 
     # While both run.
     store, database = Store(tmp_path / "backups"), Database(f"sqlite:///{service.data / 'eft.db'}")
@@ -117,9 +119,9 @@ def test_a_backup_while_jobs_run_and_a_restore_elsewhere(
     scripts = next_schema(tmp_path / "next")
     migrate.upgrade(database, scripts=scripts)
     assert migrate.current(database) == "next"
-    late = service.submit(job | {"training": {**job["training"], "max_steps": 2}})
+    late = service.submit(job)
     assert service.wait(undisturbed, "succeeded")["result"]["steps"] == STEPS
-    service.wait(late, "succeeded")
+    wait_for(lambda: "preparing" in service.statuses(late), 90, "its claim", lambda: service.describe(late))
     checks = service.client.get("/readyz").json()["checks"]
     assert checks["schema"] == {
         "ok": True,
@@ -142,7 +144,7 @@ def test_a_backup_while_jobs_run_and_a_restore_elsewhere(
         assert restored.wait(job_id, "succeeded")["result"]["steps"] == STEPS
         assert adapter(restored, job_id) == weights
         steps = {event["data"]["step"] for event in events(restored, job_id, "resumed")}
-        assert steps and min(steps) >= 10, "it went on from a checkpoint"
+        assert steps and min(steps) >= 40, "it went on from a checkpoint"
         assert restored.client.get(f"/jobs/{job_id}/metrics").json()["loss"][-1][0] == STEPS
     wait_for(lambda: sum(got.path == "/good" for got in there.got) >= len(before) + 4, 30, "its new notices")
     again = [got.headers["webhook-id"] for got in there.got if got.headers["webhook-id"] in before]
