@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
+from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import BUCKET_BYTES, buckets
 from core.train.recipe import run
-from tests.support.gang import CODES
+from tests.support.gang import CODES, AskedAt
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, pairs, weights, write_rows, write_run
 
 WEIGHTS, FIGURES = 2e-5, 2e-6
@@ -60,6 +61,8 @@ ASKED = ("1:2", "0:4", "1:5")
 class Ran:
     two: dict[str, Path]
     one: dict[str, Path]
+    gradients: tuple[Path, Path]
+    """Of two ranks and of one: left when the first window's gradients are there."""
     calm: Path
     attempts: list[Path]
     codes: list[list[int]]
@@ -89,12 +92,13 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for number in range(len(ASKED) + 1):
         attempts.append(order(f"attempt-{number}", 2, 3, resume_from=list(reversed(attempts)), **RESUMED))
     asked = [f"{folder}@{who}" for folder, who in zip(attempts, ASKED, strict=False)]
+    gradients = order("two-gradients", 2, 2, **CASES["full"]), order("one-gradients", 1, 4, **CASES["full"])
     first = next(iter(two.values()))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("--max-restarts", "0", "-m", "tests.support.gang"),
-            *(str(folder) for folder in [*two.values(), calm, *asked, attempts[-1]]),
+            *(str(folder) for folder in [*two.values(), f"{gradients[0]}@0:1", calm, *asked, attempts[-1]]),
         ],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
@@ -106,18 +110,31 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for folder in one.values():
         assert run(folder) == EXIT_OK, events(folder)[-1]
+    assert run(gradients[1], AskedAt(3, gradients[1])) == EXIT_CHECKPOINTED
     codes = [json.loads((first / name).read_text()) for name in (CODES, "codes-1.json")]
-    return Ran(two, one, calm, attempts, codes)
+    return Ran(two, one, gradients, calm, attempts, codes)
 
 
 def test_both_ranks_end_alike(ran: Ran) -> None:
-    expected = [EXIT_OK] * (len(CASES) + 1) + [EXIT_CHECKPOINTED] * len(ASKED) + [EXIT_OK]
+    expected = [EXIT_OK] * len(CASES) + [EXIT_CHECKPOINTED, EXIT_OK] + [EXIT_CHECKPOINTED] * len(ASKED) + [EXIT_OK]
     assert ran.codes == [expected, expected], events(ran.two["lora"])[-1]
+
+
+def test_gradients_of_the_ranks_sum_up_to_those_of_one(ran: Ran) -> None:
+    two, one = (folder / "checkpoints" / f"step-00000000-micro-{micro:04d}" for folder, micro in
+                zip(ran.gradients, (2, 4), strict=True))  # fmt: skip
+    parts = [load_file(two / name) for name in ("gradients.safetensors", "gradients-1.safetensors")]
+    whole = load_file(one / "gradients.safetensors")
+    assert len(whole) > 10 and parts[0].keys() == parts[1].keys() == whole.keys()
+    assert any(not torch.equal(parts[0][name], parts[1][name]) for name in whole), "each has rows of its own"
+    for name, gradient in whole.items():
+        off = (parts[0][name] + parts[1][name] - gradient).abs().max()
+        assert off <= FIGURES * gradient.abs().max(), (name, float(off))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_what_one_does(ran: Ran, case: str) -> None:
-    """Gradients, by their norm at each step, losses and the final weights; and no row more or less."""
+    """The gradient's norm and the loss of each step, the final weights; and no row more or less."""
     here, there = events(ran.two[case], "metrics"), events(ran.one[case], "metrics")
     assert len(here) == len(there) == 5
     for two, one in zip(here, there, strict=True):
@@ -189,6 +206,20 @@ def test_another_number_of_ranks_is_refused_in_words(ran: Ran, tiny_dir: Path, t
     error = events(alone)[-1]
     assert error["code"] == "checkpoint_mismatch" and error["failure"] == "user"
     assert "written by 2 ranks" in error["message"] and "resources.gpus: 2" in error["message"]
+
+
+def test_smaller_batches_after_a_window_was_begun_see_its_other_rows_on_all_ranks() -> None:
+    """Out of memory: which rank did a row makes no difference to the sum, so the halved batches are counted as one."""
+    sizes = {"batch_size": 4, "accumulation": 2, "seed": 3, "world": 2}
+    before = [BatchOrder(32, rank=rank, **sizes) for rank in (0, 1)]
+    done = {row for order in before for row in order.window(1)[0]}
+    halved = [BatchOrder(32, rank=rank, **sizes | {"batch_size": 2, "accumulation": 4}) for rank in (0, 1)]
+    for order in halved:
+        order.load_state_dict(before[0].state_dict())
+        assert order.translate(1, 1) == 2
+    assert {row for order in halved for rows in order.window(1)[:2] for row in rows} == done
+    rest = [row for order in halved for rows in order.window(1)[2:] for row in rows]
+    assert sorted([*done, *rest]) == sorted(before[0].rows_of(1))
 
 
 def test_buckets_are_bounded_and_of_one_kind() -> None:

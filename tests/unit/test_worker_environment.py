@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from core.hardware.discover import Gpu
+from core.hardware.selftest import DTYPES, Part, Verdict, shared
 from core.jobs.claims import Kind
 from worker.environment import child_environment
 
@@ -53,6 +55,33 @@ def test_it_keeps_what_the_driver_needs() -> None:
     environment = made("train")
     for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "HSA_OVERRIDE_GFX_VERSION", "MIOPEN_FIND_MODE"):
         assert environment[name] == DIRTY[name]
+
+
+def test_a_job_of_several_gpus_sees_all_of_them_in_their_order_by_one_variable() -> None:
+    first = replace(GPU, index=3, uuid="GPU-3")
+    several = child_environment("train", gpu=first, beside=[GPU], threads=3, root=ROOT, inherited=DIRTY)
+    assert {name: several[name] for name in MASKS & set(several)} == {"HIP_VISIBLE_DEVICES": "3,2"}
+    one, other = (replace(GPU, vendor="nvidia", arch="sm_90", uuid=uuid) for uuid in ("GPU-a", "GPU-b"))
+    several = child_environment("train", gpu=one, beside=[other], threads=3, root=ROOT, inherited=DIRTY)
+    assert {name: several[name] for name in MASKS & set(several)} == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+
+
+def test_several_devices_are_as_good_as_the_worst_of_them() -> None:
+    good, bad = Part(status="passed"), Part(status="failed", error="wrong")
+    about = {"key": "k", "node": "n", "device_name": "d", "arch": "gfx942", "torch": "2", "runtime": "rocm"}
+    parts = {f"matmul.{dtype}": good for dtype in DTYPES}
+    first, second = (
+        Verdict(**about, slot=slot, checked_at="now", seconds=1.0, parts=parts | found, environment=environment)
+        for slot, found, environment in (
+            ("a", {"matmul.bf16": bad}, {"A": "1"}),
+            ("b", {"matmul.fp16": Part(status="hung")}, {}),
+        )
+    )
+    both = shared([first, second])
+    assert both is not None and both.environment == {"A": "1"}
+    statuses = {name: part.status for name, part in both.parts.items()}
+    assert statuses == {"matmul.bf16": "failed", "matmul.fp16": "hung", "matmul.fp32": "passed"}
+    assert shared([first]) == first and shared([]) is None
 
 
 @pytest.mark.parametrize("kind", ["train", "prepare"])
