@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from core import HOME
+from core import HOME, error_codes
 from core.hardware import docs as hardware_docs
 from core.hardware import install_docs
 from core.plan import docs as plan_docs
@@ -193,6 +193,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "install-cuda.md": install_docs.cuda,
     "kernel-table.md": kernel_table.render,
     "cli.md": cli_page,
+    "troubleshooting.md": error_codes.page,
 }
 
 
