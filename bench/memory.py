@@ -193,20 +193,19 @@ def main() -> None:
     parser.add_argument("--quantization", default="nf4", choices=["none", "nf4", "int8"])
     parser.add_argument("--stream", default="host", choices=["host", "disk"])
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(n) for n in text.split(",")], help="tokens a batch: 1024,4096"
-    )
+    parser.add_argument("--tokens", help="a batch, e.g. 1024,4096; default: 1024, on a GPU 1024,4096,16384")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--streamed-only", action="store_true", help="for shapes that no card holds")
     args = parser.parse_args()
-    args.tokens = args.tokens or ([1024, 4096, 16384] if args.device == "cuda" else [1024])
+    tokens = args.tokens or ("1024,4096,16384" if args.device == "cuda" else "1024")
+    args.tokens = [int(number) for number in tokens.split(",")]
     quiet()
     folder = folder_of(args.model, args.layers)
     with tempfile.TemporaryDirectory() as cache:
         results = measure(args, folder, Path(cache))
-    share = results["resident_block_share"]
     print(
-        f"{results['slots']} of {results['blocks']} blocks on the device: {share:.1%} of their bytes ({SHARE:.0%} asked)"
+        f"{results['slots']} of {results['blocks']} blocks on the device: {results['resident_block_share']:.1%} of "
+        f"their bytes ({SHARE:.0%} at most is asked for)"
     )
     finish({"memory": results})
 
