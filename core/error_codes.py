@@ -294,8 +294,8 @@ def page() -> str:
         "",
         "Generated from `core/error_codes.py` by `make docs`. An error of the API is",
         '`{"error": {"code", "message", "field", "faults", "request_id"}}`; a failed job has',
-        "`failure: {class, code, message, field}`; `eft` prints the same words. The message is made for the case at hand",
-        "and says more than this page.",
+        "`failure: {class, code, message, field}`; `eft` prints the same words. The message is made for the case",
+        "at hand and says more than this page.",
         "",
         "First of all: `eft show JOB` (why it waits, why it failed), `eft logs JOB`, and on the box `eft doctor`.",
     ]
