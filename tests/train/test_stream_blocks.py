@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core.errors import ModelError, NoSpace, SpecError
 from core.train.memory.blocks import find_blocks, lay_out
 from core.train.memory.image import check_room, load_from_disk
+from core.train.memory.pin import refused
 from core.train.memory.slots import CopyThread, Ring, Slot
 from core.train.memory.source import BlocksLost, FileBlocks
 from core.train.memory.stream import Streamed, at_hand, stream_from_host
@@ -288,6 +289,13 @@ def test_slots_that_do_not_fit_are_refused(folder: Path) -> None:
     with pytest.raises(SpecError, match="`slots: 6` for a model of 5 blocks") as refused:
         from_host(folder, NF4, slots=6)
     assert refused.value.field == "memory.stream.slots"
+
+
+def test_what_the_system_refuses_is_told_with_the_way_out() -> None:
+    """No GPU here whose driver could refuse, so the words alone."""
+    error = refused(350 << 20, "error 2 of cudaHostRegister")
+    assert (error.code, error.field) == ("pinned_memory_refused", "memory.stream.pinned")
+    assert "lock 351 MiB" in error.message and "LimitMEMLOCK=" in error.message
 
 
 def test_an_image_is_whole_or_not_there(folder: Path, tmp_path: Path) -> None:
