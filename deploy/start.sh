@@ -23,6 +23,10 @@ if [[ $profile == rocm && ! -e /dev/kfd ]]; then
   echo "there is no /dev/kfd on this box: is the amdgpu driver loaded? (docs/install-rocm.md)" >&2
   exit 1
 fi
+if ! docker compose version > /dev/null; then
+  echo "Docker Engine with compose 2.24 or newer is needed; nothing was made (docs/containers.md)" >&2
+  exit 1
+fi
 
 # The folder is this user's alone, the files in it are everybody's: compose mounts each file by itself into a container
 # whose user is nobody here, with the mode it has here.

@@ -177,12 +177,19 @@ def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o644}, "the container's user reads them"
     assert "COMPOSE_PROFILES=cpu" in (deployed / ".env").read_text()
     asked = (deployed.parent / "asked").read_text().splitlines()
-    assert asked[0] == "compose --file compose.yaml --profile cpu up --detach --build"
-    assert "api.auth.keys create" in asked[1]
+    assert asked[:2] == ["compose version", "compose --file compose.yaml --profile cpu up --detach --build"]
+    assert "api.auth.keys create" in asked[2]
 
     (deployed / ".env").write_text("EFT_NODE=mine\n")
     assert start(deployed, "cpu").returncode == 0
     assert [path.read_text() for path in secrets] == texts and (deployed / ".env").read_text() == "EFT_NODE=mine\n"
+
+
+def test_without_an_engine_nothing_is_made(deployed: Path) -> None:
+    (deployed.parent / "bin/docker").write_text("#!/bin/sh\nexit 1\n")
+    done = start(deployed, "cpu")
+    assert done.returncode == 1 and "Docker Engine with compose" in done.stderr
+    assert not (deployed / "secrets").exists()
 
 
 def test_a_wrong_profile_starts_nothing(deployed: Path) -> None:
