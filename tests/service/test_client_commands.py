@@ -37,7 +37,7 @@ EXAMPLE_JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 @pytest.fixture
 def eft(sqlite_api: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command in this process, which takes milliseconds; its environment as `tests.support.client` has it."""
-    for name in [name for name in os.environ if name.startswith("EFT_")]:
+    for name in [name for name in os.environ if name.startswith("EFT_") or name == "COLUMNS"]:
         monkeypatch.delenv(name)
     told = environment(sqlite_api)
     for name in ("EFT_URL", "EFT_API_KEY", "XDG_CONFIG_HOME"):

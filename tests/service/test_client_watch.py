@@ -70,7 +70,7 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         api.tell(token, *steps(33))
         write_log(api, job_id, token.attempt, "first line\nhalf of ü: ".encode() + "ü".encode()[:1])
 
-        screen = Terminal([EFT, "watch"], environment(api))
+        screen = Terminal([EFT, "watch"], environment(api, COLUMNS="200", LINES="90"))  # stale: it asks the terminal
         terminals.append(screen)
         followed, notes = tmp_path / "followed", tmp_path / "notes"
         with followed.open("wb") as out, notes.open("wb") as err:
@@ -93,7 +93,7 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         screen.resize(50, 12)
         narrow = wait_for(
             lambda: [f for f in screen.frames(mark) if len(f) == 12 and all(len(line) <= 50 for line in f)],
-            60, "frames of the new size", lambda: screen.text[-2000:],
+            120, "frames of the new size", lambda: screen.text[-2000:],
         )[-1]  # fmt: skip
         assert "voice intents" in "\n".join(narrow)
 
@@ -103,7 +103,7 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         write_log(api, job_id, second.attempt, b"the second attempt\nno line end")
         screen.see("running: runs on box", since=mark)
         api.end(second, Succeeded({"steps": 66}))
-        assert follower.wait(60) == 0, notes.read_text()
+        assert follower.wait(120) == 0, notes.read_text()
         first = "first line\nhalf of ü: ü and its end\nwritten meanwhile\nlast words of the first\n"
         assert followed.read_text() == f"{first}the second attempt\nno line end"
         assert notes.read_text().count("trying again") == 1 and f"--- attempt {second.attempt}" in notes.read_text()

@@ -65,7 +65,7 @@ class Terminal:
         parts = self.raw[since:].split(HOME)
         return [_CONTROL.sub("", part).replace("\r", "").split("\n") for part in parts[1:-1]]
 
-    def see(self, words: str, since: int = 0, timeout: float = 60) -> list[str]:
+    def see(self, words: str, since: int = 0, timeout: float = 120) -> list[str]:
         """The first frame after byte `since` with these words in it."""
 
         def look() -> list[str] | None:
@@ -81,7 +81,7 @@ class Terminal:
         if tell:
             self.process.send_signal(signal.SIGWINCH)
 
-    def end(self, timeout: float = 60) -> int:
+    def end(self, timeout: float = 120) -> int:
         """Its exit status, when it has ended by itself; asserts that the terminal is as it was before."""
         code = self.process.wait(timeout)
         wait_for(lambda: "\x1b[?1049l" in self.raw, timeout, "the program to leave the other page", lambda: self.text)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 
 LEAVING = (signal.SIGTERM, signal.SIGHUP)
@@ -97,6 +97,8 @@ class Screen:
 
     def draw(self, frame: RenderableType) -> None:
         assert self._live is not None
+        # Always the terminal's own size: a COLUMNS that a shell has exported was right when it did.
+        self._console.size = ConsoleDimensions(*os.get_terminal_size(sys.stdout.fileno()))
         self._live.update(frame, refresh=True)
 
     def wait(self, seconds: float) -> str:
