@@ -300,7 +300,6 @@ def test_a_shell_completes(
     variables = environment(sqlite_api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}", HOME=str(tmp_path))
     for words, current, wanted in (
         ("eft show", jobs[0][:-2], jobs[0]),
-        ("eft", "subm", "submit"),
         ("eft submit", "my", "my job.yaml"),
     ):
         line = script.format(words=words, current=current)
