@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import psycopg
 from psycopg import sql
-from sqlalchemy import insert, inspect, select
+from sqlalchemy import delete, insert, inspect, select
 from sqlalchemy.orm import Session
 
 from box.backup.store import BLOCK, BackupError
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Base
+from core.db.tables import Base, Installation
 
 SQLITE = "eft.db"
 COLUMNS = "columns.json"
@@ -130,7 +130,7 @@ def require_empty(database: Database) -> None:
         taken = [
             table.name
             for table in Base.metadata.sorted_tables
-            if table.name in there and table.name not in _OURS and session.execute(select(table).limit(1)).first()
+            if table.name in there and table.name not in (*_OURS, INSTALLATION) and session.execute(select(table).limit(1)).first()
         ]
     if taken:
         raise BackupError(
@@ -140,12 +140,15 @@ def require_empty(database: Database) -> None:
 
 
 _OURS = ("schema_floor",)
-"""What migrations themselves write."""
+"""What migrations themselves write, and what stays as they write it."""
+INSTALLATION = Installation.__tablename__
+"""Of which a migration makes the one row, too; but a restored installation is the one that it was."""
 
 
 def load_sqlite(path: Path, target: Database, session: Session) -> int:
     """Rows of a copy of SQLite's, at this version's schema, into PostgreSQL, at the same. Returns how many."""
     source, count = Database(f"sqlite:///{path}"), 0
+    session.execute(delete(Installation))
     try:
         with source.read() as reading:
             for table in Base.metadata.sorted_tables:
@@ -174,6 +177,8 @@ def load_postgresql(folder: Path, session: Session) -> int:
     for table in order:
         if table in _OURS:
             continue
+        if table == INSTALLATION:
+            session.execute(delete(Installation))
         query = sql.SQL("COPY {} ({}) FROM STDIN").format(sql.Identifier(table), _list(columns[table]))
         with gzip.open(folder / f"{table}.copy.gz", "rb") as rows, connection.cursor() as cursor:
             with cursor.copy(query) as copy:

@@ -18,12 +18,12 @@ from sqlalchemy import select
 
 from box.backup import database as databases
 from box.backup.database import SQLITE
-from box.backup.settle import Notices, Settled, settle
+from box.backup.settle import RESTORED, Notices, Settled, settle
 from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store, sha256_of
 from box.instance import AlreadyRunning, Instance
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Job
+from core.db.tables import Audit, Job
 from core.settings import Settings
 from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
 from core.storage.store import open_store
@@ -76,7 +76,7 @@ def restore(
             return Restored(snapshot, _beside_bucket(settings, store, snapshot, notices), [])
         _begin(settings.root, snapshot)
         left_out = _files(layout, store, snapshot, damaged, tell)
-        settled = _database(settings, store, snapshot, notices)
+        settled = _restored(settings, snapshot) or _database(settings, store, snapshot, notices)
         (settings.root / RESTORING).unlink()
         fsync_folder(settings.root)
     finally:
@@ -188,6 +188,23 @@ def _folder(folder: Path) -> None:
 
 
 # -- the database
+
+
+def _restored(settings: Settings, snapshot: Snapshot) -> Settled | None:
+    """What an earlier try has done, which ended between its last step and the removal of the mark. It is in the audit
+    of the same transaction; nothing has used the database since, because the mark was there."""
+    database = Database(settings.sqlalchemy_url)
+    try:
+        if database.is_sqlite and not Path(str(database.url.database)).exists():
+            return None
+        if migrate.current(database) != migrate.head():
+            return None
+        with database.read() as session:
+            told = select(Audit.data).where(Audit.action == RESTORED, Audit.target == snapshot.name)
+            done = session.execute(told.order_by(Audit.id.desc()).limit(1)).scalar_one_or_none()
+    finally:
+        database.dispose()
+    return None if done is None else Settled(list(done["handed_back"]), int(done["notices_held"]))
 
 
 def _database(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:

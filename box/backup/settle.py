@@ -18,6 +18,8 @@ from core.jobs.claims import hand_back
 from core.jobs.states import LEASED
 
 Notices = Literal["hold", "send"]
+RESTORED = "backup.restore"
+"""In the audit, with the snapshot's name."""
 HELD = "held by a restore: it may have been sent before; resend it if it was not"
 
 
@@ -58,5 +60,6 @@ def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *
                 .execution_options(synchronize_session=False)
             ).all()
         )
-    audit.record(session, None, "backup.restore", snapshot, {"handed_back": ids, "notices_held": held}, project_id=None)
+    told = {"handed_back": ids, "notices_held": held}
+    audit.record(session, None, RESTORED, snapshot, told, project_id=None)
     return Settled(ids, held)

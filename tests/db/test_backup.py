@@ -18,9 +18,9 @@ from box.backup.settle import HELD, settle
 from box.backup.store import BackupError, Snapshot, Store
 from core.db import migrate
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Attempt, Base, Delivery, File, Job, Leader, Webhook
+from core.db.tables import Allocation, Attempt, Base, Delivery, File, Installation, Job, Leader, Webhook
 from core.ids import new_id
-from core.jobs import claims, leader
+from core.jobs import claims, installation, leader
 from core.jobs.slots import Slot
 from core.settings import Settings
 from core.storage.layout import RESTORING, HalfRestored, Layout
@@ -105,6 +105,8 @@ def test_all_of_it_comes_back(
 ) -> None:
     upload(lab, layout, b"one")
     lab.job("waits", prepared=False)
+    with lab.database.write() as session:
+        session.execute(insert(Installation).values(id="inst-lab", mark="of the root that was"))
     model = layout.models / "hub" / "a--b" / "c" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
@@ -120,6 +122,9 @@ def test_all_of_it_comes_back(
         restore(settings, store)
         new = opened(settings)
         assert rows(new) == rows(lab.database)
+        with new.read() as session:  # the one that it was, and no second one made by the migrations
+            row = installation.find(session)
+            assert (row.id, row.mark) == ("inst-lab", None)
         assert migrate.standing(new).fit
         new.dispose()
         expected = {name: data for name, data in content(layout.root).items() if "half" not in name}
@@ -287,6 +292,25 @@ def test_only_into_what_is_empty_and_one_at_a_time(
     (tmp_path / "else" / "file").write_text("")
     with pytest.raises(BackupError, match="not empty and no folder of backups"):
         create(lab.database, layout, Store(tmp_path / "else"), Options())
+
+
+def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
+    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+) -> None:
+    claim = run(lab, layout, "runs")
+    made = create(lab.database, layout, store, Options())
+    settings = another()
+    migrated = opened(settings) if not lab.database.is_sqlite else None
+    if migrated is not None:
+        migrate.upgrade(migrated)  # an empty database that was migrated already is empty
+        migrated.dispose()
+    first = restore(settings, store).settled
+    assert first.handed_back == [claim.token.job_id]
+    (settings.root / RESTORING).write_text(json.dumps({"snapshot": made.name}))  # killed before it went
+    assert restore(settings, store).settled == first
+    assert not (settings.root / RESTORING).exists()
+    with pytest.raises(BackupError, match="is not empty"):
+        restore(settings, store)
 
 
 def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store: Store) -> None:
