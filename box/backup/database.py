@@ -130,7 +130,9 @@ def require_empty(database: Database) -> None:
         taken = [
             table.name
             for table in Base.metadata.sorted_tables
-            if table.name in there and table.name not in (*_OURS, INSTALLATION) and session.execute(select(table).limit(1)).first()
+            if table.name in there
+            and table.name not in (*_OURS, INSTALLATION)
+            and session.execute(select(table).limit(1)).first()
         ]
     if taken:
         raise BackupError(
