@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.blocks import lay_out
+from core.train.memory.blocks import Block, lay_out
+from core.train.quant.linear import QuantLinear
 from core.train.quant.model import QuantOptions
 from tests.support import tiny_model
 from tests.support.blocks import IDS, from_disk, resident
@@ -93,7 +94,14 @@ def test_every_byte_is_within_embeddings_head_slots_and_activations(tmp_path: Pa
         assert peak < 0.75 * (stays + all_blocks + made), "a bound that the resident run would keep proves nothing"
         peaks.append(peak)
         stream.close()
-    assert [b - a for a, b in pairwise(peaks)] == [largest, largest]
+    # One block more, and what the scratch keeps dequantised of what was in that slot.
+    dense = 0 if options is None else sum(_dense_bytes(block) for block in blocks) // len(blocks)
+    assert all(largest <= more - less <= largest + dense for less, more in pairwise(peaks))
+
+
+def _dense_bytes(block: Block) -> int:
+    """Of its packed weights, in bfloat16."""
+    return sum(m.in_features * m.out_features * 2 for m in block.module.modules() if isinstance(m, QuantLinear))
 
 
 def _step(model: Any, slots: list[torch.Tensor], but: list[torch.Tensor] | None = None) -> tuple[int, int]:
