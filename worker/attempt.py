@@ -156,7 +156,14 @@ class Attempt:
             result = self._over()
         if self.claim.kind == "prepare" and isinstance(result, Succeeded):
             result = replace(result, result=orders.portable(result.result, self.site.layout))
-        if self._publish(result):
+        try:
+            published = self._publish(result)
+        except Exception as error:
+            log.exception("what attempt %d of %s has made", self.token.attempt, self.token.job_id)
+            words = f"what it has made cannot be brought to the data root: {type(error).__name__}: {error}"
+            self._finish(Failed("machine", "worker_error", words), code)
+            return
+        if published:
             self._finish(result, code)
         else:
             log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)

@@ -7,6 +7,7 @@ linked aside when it is told, so that the trainer may remove its own meanwhile.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -24,6 +25,8 @@ log = logging.getLogger("eft.worker")
 
 OUTGOING = "outgoing"
 """Below the run folder: links to the files of a checkpoint on its way."""
+PART = "part-"
+"""Before the name of one whose links are being made."""
 LOG_SECONDS = 5.0
 RETRY_SECONDS = 5.0
 
@@ -36,6 +39,7 @@ class Publisher:
         self._lost = lost
         self._condition = threading.Condition()
         self._waiting: str | None = None
+        self._sending: str | None = None
         self._published: list[str] = []
         self._best: set[str] = set()
         self._logged = 0
@@ -47,23 +51,40 @@ class Publisher:
 
     def checkpoint(self, path: str) -> None:
         """`checkpoints/step-…` of this attempt is complete, and the database has its event. One that waits still is not
-        sent any more: this one is further."""
+        sent any more: this one is further. One that is under way is: else none would ever arrive where they come faster
+        than the network takes them."""
         name = Path(path).name
-        source, aside = self._folder / CHECKPOINTS, self._folder / OUTGOING / name
-        try:
-            for folder in [source / name, *source.glob("best-*")]:
-                target = aside if folder.name == name else self._folder / OUTGOING / folder.name
-                target.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for file in folder.iterdir():
-                    if not (target / file.name).exists():
-                        os.link(file, target / file.name)
-        except FileNotFoundError:
+        source = self._folder / CHECKPOINTS
+        if not self._lay_aside(source / name):
             return  # removed already: one that is further has been told, or will be
+        for best in source.glob("best-*"):
+            self._lay_aside(best)
         with self._condition:
             passed, self._waiting = self._waiting, name
+            under_way = self._sending
             self._condition.notify_all()
-        if passed is not None and passed != name:
+        if passed not in (None, name, under_way):
             shutil.rmtree(self._folder / OUTGOING / passed, ignore_errors=True)
+
+    def _lay_aside(self, folder: Path) -> bool:
+        """Links to all its files, or nothing where the trainer has removed it meanwhile."""
+        target = self._folder / OUTGOING / folder.name
+        if target.exists():
+            return True
+        part = target.with_name(f"{PART}{folder.name}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(mode=0o700, parents=True)
+        try:
+            for file in folder.iterdir():
+                os.link(file, part / file.name)
+            files = json.loads((part / MANIFEST).read_bytes())["files"]
+        except FileNotFoundError:
+            files = None
+        if files is None or any(not (part / name).exists() for name in files):
+            shutil.rmtree(part)
+            return False
+        part.rename(target)
+        return True
 
     def finish(
         self, artifacts: Iterable[Mapping[str, Any]], checkpoints: bool, gives_up: Callable[[float], bool]
@@ -77,12 +98,14 @@ class Publisher:
         if not checkpoints:
             self._waiting = None
 
+        left = [f"{ARTIFACTS}/{artifact['path']}" for artifact in artifacts]
+
         def send() -> None:
             self._send_checkpoint()
             self._send_log()
-            for artifact in artifacts:
-                path = f"{ARTIFACTS}/{artifact['path']}"
-                self._bucket.put_file(f"{self._key}/{path}", self._folder / path)
+            while left:
+                self._bucket.put_file(f"{self._key}/{left[0]}", self._folder / left[0])
+                del left[0]  # what has arrived is not sent again
 
         done = persist(send, gives_up)
         shutil.rmtree(self._folder / OUTGOING, ignore_errors=True)
@@ -120,9 +143,19 @@ class Publisher:
 
     def _send_checkpoint(self) -> None:
         with self._condition:
-            name = self._waiting
+            name = self._sending = self._waiting
         if name is None or self._lost.is_set():
             return
+        try:
+            self._send_one(name)
+        finally:
+            with self._condition:
+                self._sending, overtaken = None, self._waiting not in (None, name)
+            if overtaken and name not in self._published:
+                self._published.insert(0, name)  # what of it has arrived goes first
+                shutil.rmtree(self._folder / OUTGOING / name, ignore_errors=True)
+
+    def _send_one(self, name: str) -> None:
         outgoing = self._folder / OUTGOING
         best = {path.name for path in outgoing.glob("best-*")}
         for one in sorted(best - self._best):
@@ -137,7 +170,8 @@ class Publisher:
         if self._lost.is_set():
             return  # somebody may be fetching the one before
         while len(self._published) > self._keep:
-            self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{self._published.pop(0)}")
+            self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{self._published[0]}")
+            del self._published[0]
         there = {path.name for path in (self._folder / CHECKPOINTS).glob("best-*")}
         for gone in sorted(self._best - there):
             self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{gone}")

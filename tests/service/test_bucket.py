@@ -274,6 +274,38 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     assert list((third.root / "fetching").iterdir()) == []
 
 
+class Slow(Bucket):
+    """A network that takes checkpoints more slowly than they come: it stops at the first one's weights."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.under_way, self.go_on = threading.Event(), threading.Event()
+
+    def put_file(self, key: str, path: Path) -> None:
+        if key.endswith("state.json"):
+            self.under_way.set()
+            assert self.go_on.wait(60)
+        super().put_file(key, path)
+
+
+def test_checkpoints_that_come_faster_than_the_network_takes_them_arrive(settings: Settings, layout: Layout) -> None:
+    slow, run = Slow(settings), layout.attempt(JOB, 1)
+    key = f"runs/{JOB}/attempt-1"
+    sender = Publisher(slow, run, key, keep_last=2, lost=threading.Event())
+    for step in (10, 20, 30):
+        write_checkpoint(run, f"step-{step:08d}", b"weights of %d" % step)
+        if step == 30:  # the trainer was removing this one when its files were looked at
+            (run / "checkpoints" / "best-00000030").mkdir()
+            (run / "checkpoints" / "best-00000030" / "weights").write_bytes(b"half")
+        sender.checkpoint(f"checkpoints/step-{step:08d}")
+        checkpoints.prune(run / "checkpoints", 1)
+        assert slow.under_way.wait(60)
+    slow.go_on.set()
+    assert sender.finish((), True, lambda _: True)
+    manifests = [name for name in keys(slow, key) if name.endswith("manifest.json")]
+    assert manifests == [f"{key}/checkpoints/step-{step:08d}/manifest.json" for step in (10, 30)]
+
+
 def test_a_worker_that_has_lost_the_job_publishes_nothing_more(bucket: Bucket, layout: Layout) -> None:
     run, lost = layout.attempt(JOB, 1), threading.Event()
     write_checkpoint(run, "step-00000010", b"x")
