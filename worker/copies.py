@@ -96,12 +96,9 @@ class Copies:
                     path = aside / name
                     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     try:
-                        found = self.bucket.get_file(f"{key}/{name}", path, size)
+                        self._fetch(f"{key}/{name}", path, size, sha256)
                     except (FileNotFoundError, Changed) as error:
                         self._damaged(key, str(error))
-                        return False
-                    if found != sha256:
-                        self._damaged(key, f"{name} has another SHA-256")
                         return False
                 write_private(aside / MANIFEST, manifest)
                 self._appear(aside, key)
@@ -117,13 +114,11 @@ class Copies:
             self.make_room(size)
             with self._aside() as aside:
                 try:
-                    found = self.bucket.get_file(key, aside / "file", size)
-                except (FileNotFoundError, Changed):
+                    self._fetch(key, aside / "file", size, sha256)
+                except FileNotFoundError:
                     return False
-                if found != sha256:
-                    log.error(
-                        "%s in %s is damaged: it has another SHA-256 than what was uploaded", key, self.bucket.where
-                    )
+                except Changed as error:
+                    log.error("%s in %s is damaged: it is not what was uploaded (%s)", key, self.bucket.where, error)
                     return False
                 self._appear(aside / "file", key)
             return True
@@ -147,6 +142,20 @@ class Copies:
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return True
+
+    def _fetch(self, key: str, path: Path, size: int, sha256: str) -> None:
+        """Once more where it is not what was stored: it may have been damaged on its way here, and what is damaged in
+        the store is lost to every box. Raises FileNotFoundError, Changed, StoreAway."""
+        for again in (True, False):
+            try:
+                if self.bucket.get_file(key, path, size) == sha256:
+                    return
+                raise Changed(f"{key} has another SHA-256")
+            except Changed as error:
+                path.unlink(missing_ok=True)
+                if not again:
+                    raise
+                log.warning("%s: %s; fetched once more", self.bucket.where, error)
 
     def _damaged(self, key: str, why: str) -> None:
         log.error("%s in %s is damaged and is not used: %s", key, self.bucket.where, why)

@@ -5,6 +5,7 @@ Each part is as of the moment when it is read: of a job that runs meanwhile, its
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from api.notices.addresses import parse
 from core import __version__
 from core.db.engine import Database, db_now
 from core.db.tables import Base, Job, Project, User
-from core.spec.run import CHECKPOINTS, UNFINISHED
+from core.logfile import first_byte
+from core.spec.run import CHECKPOINTS, LOG_FILE, UNFINISHED
 from core.storage.layout import Layout
-from core.storage.store import Changed, Store
+from core.storage.store import Changed, Folder, Store
 
 PAGE = 200
 """Jobs looked at in one transaction."""
@@ -105,12 +107,30 @@ class Exporter:
                 yield from self._object(archive, f"jobs/{job_id}/{inside}", entry.key, entry.bytes, grows=True)
 
     def _object(self, archive: Archive, name: str, key: str, size: int, *, grows: bool = False) -> Iterator[bytes]:
+        """Whatever it is that cannot be opened, all the rest can be exported: a job may leave links and pipes."""
         try:
-            source = self.store.open(key, size=None if grows else size, start=0, length=size)
-        except (FileNotFoundError, Changed) as error:
-            archive.missing(name, "gone" if isinstance(error, FileNotFoundError) else "not what was stored")
-            return
-        yield from archive.object(name, source, size)
+            start = self._first(key) if grows else 0
+            source = self.store.open(key, size=None if grows else size, start=start, length=size - start)
+        except FileNotFoundError:
+            archive.missing(name, "gone")
+        except Changed:
+            archive.missing(name, "not what was stored")
+        except OSError as error:
+            archive.missing(name, f"cannot be read: {error.strerror}")
+        else:
+            yield from archive.object(name, source, size - start)
+
+    def _first(self, key: str) -> int:
+        """Of a long log the oldest part is no longer kept (core/logfile.py): where the rest begins."""
+        match self.store:
+            case Folder() if key.endswith(f"/{LOG_FILE}"):
+                descriptor = os.open(self.store.root / key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    return first_byte(descriptor, os.fstat(descriptor).st_size)
+                finally:
+                    os.close(descriptor)
+            case _:
+                return 0
 
     # -- rows
 

@@ -111,8 +111,11 @@ class Bucket(Store):
             raise Changed(f"{key} is not what was stored: its size has changed")
         if length <= 0:
             return _Nothing()
-        with self._words(key):
-            body = self._ask("get_object", key, Range=f"bytes={start}-{start + length - 1}")["Body"]
+        try:
+            with self._words(key, passing=("InvalidRange", "416")):
+                body = self._ask("get_object", key, Range=f"bytes={start}-{start + length - 1}")["Body"]
+        except _Passed as error:
+            raise Changed(f"{key} is not what was stored: it is shorter") from error
         return _Body(self, key, body)
 
     def incoming(self, key: str, part: Path) -> Incoming:

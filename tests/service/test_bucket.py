@@ -273,6 +273,13 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     assert bucket.size(f"{key}/checkpoints/step-00000030/manifest.json") is None
     assert list((third.root / "fetching").iterdir()) == []
 
+    # One that is shorter than it was is damaged, too: nobody waits for the store because of it.
+    bucket.write(f"{key}/checkpoints/step-00000020/weights", b"")
+    fourth = Layout(tmp_path / "fourth")
+    fourth.create()
+    Stage(Copies(bucket, fourth, 0, 0), claim(2))._checkpoints(lambda: None)
+    assert checkpoints.newest_first([fourth.attempt(JOB, 1) / "checkpoints"]) == []
+
 
 class Slow(Bucket):
     """A network that takes checkpoints more slowly than they come: it stops at the first one's weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 import tracemalloc
 from collections.abc import Iterator
@@ -130,6 +131,17 @@ def test_memory_stays_small_and_what_is_gone_is_told(here: World) -> None:
         file.truncate(64 << 20)
     log = here.layout.attempt(here.rivals.job, 2) / "log.txt"
     log.write_bytes(b"first\n")
+    older = log.parent.with_name("attempt-1") / "log.txt"
+    older.parent.mkdir(exist_ok=True)
+    with older.open("wb") as file:
+        file.truncate(64 << 20)  # of a log beyond its bound the oldest part is a hole
+        file.seek(64 << 20)
+        file.write(b"the newest part\n" * 1000)
+    outside = here.layout.root.parent / "outside"
+    outside.write_text("somebody else's")
+    (log.parent / "artifacts").mkdir(exist_ok=True)
+    (log.parent / "artifacts" / "link").symlink_to(outside)
+    os.mkfifo(log.parent / "artifacts" / "pipe")
     digest, size, manifest = hashlib.sha256(), 0, b""
     tracemalloc.start()
     for block in exporter(here, here.rivals).stream():
@@ -140,8 +152,11 @@ def test_memory_stays_small_and_what_is_gone_is_told(here: World) -> None:
             file.write(b"more\n" if file.tell() < 1000 else b"")  # its job goes on
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert size > 64 << 20 and size % 512 == 0
+    assert 64 << 20 < size < 66 << 20 and size % 512 == 0
     assert peak < 8 << 20, f"{peak >> 20} MiB"
     assert f'{{"path": "files/{gone}", "missing": "gone"}}'.encode() in manifest
+    for name in ("link", "pipe"):
+        path = f"jobs/{here.rivals.job}/attempt-2/artifacts/{name}"
+        assert f'{{"path": "{path}", "missing": "not what was stored"}}'.encode() in manifest
     assert b'"complete": true' in manifest
     assert not list(here.layout.uploads.iterdir()), "nothing is left lying about"
