@@ -215,31 +215,39 @@ def _resume(
     run_dir: Path,
     events: EventWriter,
 ) -> None:
-    """Go on from the furthest checkpoint that is whole, of this attempt or of those before."""
-    for found in store.newest_first(_checkpoint_folders(order, run_dir)):
-        if wrong := store.fault(found.path):
-            kept = store.quarantine(found.path)
-            events.write(
-                "notice",
-                code="bad_checkpoint",
-                message=f"{found.path.name} is damaged ({wrong}); kept as {kept.name}, the one before it is tried",
-            )
-            continue
-        try:
-            engine.load(found.path)
-        except ValueError as error:
-            raise SpecError(f"{found.path.name} belongs to another run: {error}", code="checkpoint_mismatch") from error
-        micro = feed.translate(engine.steps, engine.micro_steps)
-        if micro is None:  # it lies between two batches of ours: the step begins anew, with all of its rows
-            engine.zero_grad()
-            ledger.drop_window()
-        else:
-            engine.micro_steps = micro
-        events.write("resumed", step=found.step, micro_step=found.micro, path=str(found.path))
-        if drift := environment.drift():
-            message = f"not where it was before ({'; '.join(drift)}): the rest may differ in the last bits"
-            events.write("notice", code="drift", message=message)
+    """Go on from the furthest checkpoint that is whole, of this attempt or of those before. Rank 0 looks for all."""
+    ranks = engine.ranks
+    found = _furthest(_checkpoint_folders(order, run_dir), events) if ranks.first else None
+    path = ranks.share("" if found is None else str(found))
+    if not path:
         return
+    try:
+        engine.load(Path(path))
+    except ValueError as error:
+        raise SpecError(f"{Path(path).name} belongs to another run: {error}", code="checkpoint_mismatch") from error
+    step, before = engine.steps, engine.micro_steps
+    micro = feed.translate(step, before)
+    if micro is None:  # it lies between two batches of ours: the step begins anew, with all of its rows
+        engine.zero_grad()
+        ledger.drop_window()
+    else:
+        engine.micro_steps = micro
+    events.write("resumed", step=step, micro_step=before, path=path)
+    if drift := environment.drift():
+        message = f"not where it was before ({'; '.join(drift)}): the rest may differ in the last bits"
+        events.write("notice", code="drift", message=message)
+
+
+def _furthest(folders: list[Path], events: EventWriter) -> Path | None:
+    """The furthest checkpoint that is whole; those before it that are not are put aside."""
+    for found in store.newest_first(folders):
+        wrong = store.fault(found.path)
+        if wrong is None:
+            return found.path
+        kept = store.quarantine(found.path)
+        message = f"{found.path.name} is damaged ({wrong}); kept as {kept.name}, the one before it is tried"
+        events.write("notice", code="bad_checkpoint", message=message)
+    return None
 
 
 def _checkpoint_folders(order: RunOrder, run_dir: Path) -> list[Path]:

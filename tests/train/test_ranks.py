@@ -91,6 +91,8 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     attempts: list[Path] = []
     for number in range(len(ASKED) + 1):
         attempts.append(order(f"attempt-{number}", 2, 3, resume_from=list(reversed(attempts)), **RESUMED))
+    for name in ("step-00000088", "step-00000099"):  # both ranks would find them, and one puts them aside
+        (attempts[1] / "checkpoints" / name).mkdir(parents=True)
     asked = [f"{folder}@{who}" for folder, who in zip(attempts, ASKED, strict=False)]
     gradients = order("two-gradients", 2, 2, **CASES["full"]), order("one-gradients", 1, 4, **CASES["full"])
     first = next(iter(two.values()))
@@ -183,6 +185,8 @@ def test_a_wish_that_reached_one_rank_stops_both_at_one_place_and_the_rest_is_th
     for attempt, event in zip(ran.attempts[:-1], left, strict=True):
         names = {path.name for path in (attempt / event["path"]).iterdir()}
         assert {"rng.safetensors", "rng-1.safetensors", "gradients.safetensors", "gradients-1.safetensors"} <= names
+    damaged = [event for event in events(ran.attempts[1], "notice") if event["code"] == "bad_checkpoint"]
+    assert len(damaged) == 2 and len(list(ran.attempts[1].glob("checkpoints/bad-*"))) == 2
     resumed = [events(attempt, "resumed")[0] for attempt in ran.attempts[1:]]
     assert [(one["step"], one["micro_step"]) for one in resumed] == [(one["step"], one["micro_step"]) for one in left]
     steps = {event["step"]: event["values"] for attempt in ran.attempts for event in events(attempt, "metrics")}
