@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eft.errors import ApiError, EftClientError
+from eft.harmless import HarmlessConsole, document, lines
 from eft.types import File, Job
 
 STATUS_STYLE = {
@@ -33,7 +34,7 @@ STATUS_STYLE = {
 def stdout_console() -> Console:
     """A pipe has no width: a table that is cut to 80 columns would lose what grep looks for. COLUMNS gives it one."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 10_000
-    return Console(highlight=False, width=width)
+    return HarmlessConsole(highlight=False, width=width)
 
 
 @dataclass
@@ -46,7 +47,10 @@ class Output:
 
     @classmethod
     def make(cls, as_json: bool) -> Output:
-        return cls(as_json, stdout_console(), Console(stderr=True, highlight=False))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A log in every script of the world, on a terminal of one: characters it lacks are spelled, as on stderr.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        return cls(as_json, stdout_console(), HarmlessConsole(stderr=True, highlight=False))
 
     @property
     def live(self) -> bool:
@@ -57,9 +61,9 @@ class Output:
     def live_stdout(self) -> bool:
         return sys.stdout.isatty() and not self.data.is_dumb_terminal
 
-    def json(self, document: Any) -> None:
+    def json(self, told: Any) -> None:
         """One document (or one line of JSON lines) on stdout, past any wrapping."""
-        sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+        sys.stdout.write(document(told, ascii_only=_narrow(sys.stdout)) + "\n")
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
@@ -67,15 +71,20 @@ class Output:
         self.notes.print(text, markup=False, soft_wrap=True)
 
     def text(self, text: str) -> None:
-        """Raw text on stdout."""
-        sys.stdout.write(text)
+        """Text on stdout: as it is in a pipe or a file, without what a terminal would obey on one."""
+        sys.stdout.write(lines(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+def _narrow(stream: Any) -> bool:
+    """Whether its encoding has not every character."""
+    return not (stream.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def print_error(error: EftClientError, output: Output) -> None:
     """Code, message, field, every fault, request id; one JSON document with --json. All on stderr."""
     if output.as_json:
-        sys.stderr.write(json.dumps({"error": error.as_dict()}, ensure_ascii=False) + "\n")
+        sys.stderr.write(document({"error": error.as_dict()}, ascii_only=_narrow(sys.stderr)) + "\n")
         return
     console = output.notes
     console.print(f"[bold red]error[/] [red]{escape(error.code)}[/]: {escape(error.message)}", soft_wrap=True)
@@ -136,7 +145,6 @@ def job_lines(job: Job) -> list[str]:
         ("starts about", place.get("estimated_start")),
         ("attempt", str(job.attempt)),
         ("node", job.node and escape(job.node)),
-        ("slots", escape(", ".join(job.raw.get("slots") or ()))),
         ("slots", escape(", ".join(job.slots)) or None),
         ("created", job.created_at),
         ("started", job.started_at),

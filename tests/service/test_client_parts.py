@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -13,9 +14,18 @@ import pytest
 from eft.commands_box import application_home, command
 from eft.config import load_config, write_config
 from eft.download import local_path
-from eft.errors import EXIT_MEANINGS, ApiError, ConfigError, DownloadError, ExitCode, LocalError, UsageFault
+from eft.errors import (
+    EXIT_MEANINGS,
+    ApiError,
+    ConfigError,
+    DownloadError,
+    EftClientError,
+    ExitCode,
+    LocalError,
+    UsageFault,
+)
 from eft.jobfile import apply_settings, read_job, upload_data
-from eft.output import age, duration, size
+from eft.output import Output, age, duration, jobs_table, print_error, size
 from eft.sse import Message, messages
 from eft.types import File, Job
 from hypothesis import given
@@ -282,3 +292,44 @@ def test_a_folder_called_core_beside_the_user_does_not_stand_in_for_ours(tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert "--key-file" in done.stdout
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_strangers_text_commands_no_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x9b1m \u202egnp.exe \U0001f469\u200d\U0001f4bb\ttab"
+    stream = (Terminal if terminal else io.TextIOWrapper)(io.BytesIO(), encoding="utf-8")
+    notes = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", notes)
+    output = Output.make(as_json=False)
+    output.text(f"{evil}\r50%\r100%\r\n")
+    output.note(evil)
+    print_error(EftClientError(evil), output)
+    output.data.print(jobs_table([Job.parse({"id": "job-1", "status": "queued", "created_at": "", "name": evil})], 150))
+    told = stream.buffer.getvalue().decode() + notes.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    if not terminal:  # a log in a file is the log
+        assert told.startswith(f"{evil}\r50%\r100%\r\n")
+        told = told.removeprefix(f"{evil}\r50%\r100%\r\n")
+    else:
+        assert "\n50%\n100%\n" in told
+    told = re.sub(r"\x1b\[[0-9;]*m", "", told)  # the table's own
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", told), repr(told)
+    assert told.count("\U0001f469\u200d\U0001f4bb") >= 3
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_json_of_strangers_text_is_json_and_harmless(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "\x9b2J \u202e \x7f é 日本 \U0001f469\u200d\U0001f4bb \U000e0041 half: \ud800"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    output = Output.make(as_json=True)
+    output.json({"name": evil})
+    line = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert json.loads(line) == {"name": evil}
+    assert line.removesuffix("\n").isprintable()
+    output.text("é 日本 \ud800\n")  # no UnicodeEncodeError whatever the encoding

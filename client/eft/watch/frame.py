@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from eft.harmless import segment
 from eft.output import STATUS_STYLE, age, duration, number, size
 from eft.times import clock
 from eft.types import Job
@@ -44,7 +45,7 @@ class Frame:
         for number_, line in enumerate([*lines[: height - 1], *blank, *foot[:1]]):
             if number_:
                 yield Segment.line()
-            yield from map(_harmless, line)
+            yield from map(segment, line)
 
     def _parts(self, console: Console, width: int, height: int) -> list[Any]:
         world = self.world
@@ -87,15 +88,6 @@ class Frame:
 
     def _foot(self) -> Text:
         return Text(f"q quit  {self.address}", style="dim", no_wrap=True, overflow="ellipsis")
-
-
-def _harmless(segment: Segment) -> Segment:
-    """Names and messages are strangers' text: nothing in it may be obeyed by a terminal."""
-    if segment.control or segment.text.isprintable():
-        return segment
-    return Segment(
-        "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in segment.text), segment.style
-    )
 
 
 def _title(words: str) -> Text:

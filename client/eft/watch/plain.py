@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import datetime
 
+from eft.harmless import harmless
 from eft.live import PLAIN_SHARE
 from eft.output import Output, duration
 from eft.watch.look import Look
@@ -44,4 +45,4 @@ def _progress(world: World, shares: dict[str, float], output: Output) -> None:
 
 
 def _say(output: Output, at: datetime, job: str | None, words: str) -> None:
-    output.text(f"{at:%H:%M:%S} {f'{job} ' if job else ''}{' '.join(words.split())}\n")
+    output.text(f"{at:%H:%M:%S} {f'{job} ' if job else ''}{harmless(' '.join(words.split()))}\n")
