@@ -93,6 +93,8 @@ def _begin(root: Path, snapshot: Snapshot) -> None:
                 f"a restore of {begun} was begun in {root}: finish it (--snapshot {begun}), or empty the folder"
             )
         return
+    for left in root.glob(f".{RESTORING}.*"):  # killed while it made the mark
+        left.unlink()
     others = [path.name for path in root.iterdir() if path.name not in OURS]
     if others:
         raise BackupError(

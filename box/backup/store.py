@@ -113,11 +113,16 @@ class Store:
         if (self.root / MARK).exists():
             self.check()
             return
-        if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
+        if self.root.exists() and (not self.root.is_dir() or any(not self._begun(one) for one in self.root.iterdir())):
             raise BackupError(f"{self.root} is not empty and no folder of backups: name a new one")
         for folder in (self.root, self.objects, self.snapshots):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(self.root / MARK, json.dumps({"format": FORMAT}).encode())
+
+    def _begun(self, path: Path) -> bool:
+        """Of a first backup that was killed before the folder had its mark."""
+        empty = path in (self.objects, self.snapshots) and not any(path.iterdir())
+        return empty or path.name.startswith(f".{MARK}.")
 
     def check(self) -> None:
         try:

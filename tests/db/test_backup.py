@@ -300,6 +300,8 @@ def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
     claim = run(lab, layout, "runs")
     made = create(lab.database, layout, store, Options())
     settings = another()
+    settings.root.mkdir()
+    (settings.root / f".{RESTORING}.77").write_text("")  # or at its very beginning
     migrated = opened(settings) if not lab.database.is_sqlite else None
     if migrated is not None:
         migrate.upgrade(migrated)  # an empty database that was migrated already is empty
@@ -315,8 +317,12 @@ def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
 
 def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store: Store) -> None:
     upload(lab, layout, b"one")
+    # What a SIGKILL leaves of the very first one.
+    store.objects.mkdir(parents=True)
+    store.snapshots.mkdir()
+    (store.root / ".eft-backup.json.77").write_text("")
     create(lab.database, layout, store, Options())
-    # What a SIGKILL leaves at any point before the last rename.
+    # And at any point before the last rename.
     (store.snapshots / ".tmp-2026-11-21T190211.042Z" / "database").mkdir(parents=True)
     (store.objects / ".tmp-77").write_bytes(b"half")
     assert len(store.names()) == 1
