@@ -16,7 +16,7 @@ from core.jobs.claims import Kind, release
 from core.jobs.states import Status
 from core.jobs.transitions import Token, move
 from core.spec.job import JobSpec
-from core.spec.run import FailureClass
+from core.spec.run import EXIT_CHECKPOINTED, FailureClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def finish(
         token.attempt,
         f"{outcome.kind}: {reason}",
         exit_code,
-        paced=isinstance(outcome, HandedBack),
+        paced=exit_code == EXIT_CHECKPOINTED,
     )
     return after
 

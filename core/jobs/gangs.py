@@ -133,7 +133,7 @@ def gather(
         times = [at for number in chosen if (at := free_at[number]) is not None]
         unknown, known = len(chosen) - len(times), max(times, default=0.0)
         closes = seats[chosen[0]].ends_before
-        if takes is not None and closes is not None and known + takes > closes:
+        if closes is not None and known + (takes or 0.0) > closes:
             continue
         rank = (unknown, known + (0.0 if node == stay else WORTH_MOVING), node, family)
         if best is None or rank < best[0]:

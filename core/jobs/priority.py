@@ -32,6 +32,7 @@ def change(session: Session, actor: Actor, job_id: str, priority: int) -> Job:
     told = {"from": before, "to": priority}
     data = {**told, "actor": actor.user_id, "request_id": actor.request_id}
     values = {"priority": priority, "queue_key": str(Key(key.needs, key.project_id, key.owner_id, priority))}
+    values |= {"reserved_at": None, "reserved_node": None}  # it had come to its turn among others
     now = float(session.execute(select(db_now())).scalar_one())
     append_events(session, job, [], [("priority", now, data)], values)
     audit.record(session, actor, "job.priority", job_id, told)

@@ -184,7 +184,8 @@ def _ask(
     session: Session, actor: Actor, verb: str, job: Job, after: Status, reason: str, *, stop: str | None = None
 ) -> None:
     data = {"actor": actor.user_id, "request_id": actor.request_id}
-    values = {} if stop is None else {"stop_requested": stop}
+    # Who leaves the queue gives up the slots that are kept for it, and comes back without them.
+    values = {"reserved_at": None, "reserved_node": None} if stop is None else {"stop_requested": stop}
     told = {"from": job.status, "to": after.value}
     if move(session, job, after, reason=reason, data=data, values=values):
         audit.record(session, actor, f"job.{verb}", job.id, told)

@@ -15,7 +15,7 @@ from core import HOME
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
-from core.jobs import holds, lost, usage
+from core.jobs import holds, lost, priority, submit, usage
 from core.jobs.claims import Claim
 from core.jobs.finish import HandedBack, RetryPolicy, finish
 from core.jobs.lost import LossPolicy
@@ -279,6 +279,47 @@ def test_a_bound_is_its_limit_less_what_it_used_or_its_own_pace(lab: Lab) -> Non
             row = session.get_one(Job, lab.ids[name])
             assert row.bound_seconds == pytest.approx(bound, abs=5)
             row.status = "paused"  # out of the way
+    lab.job("killed")
+    claim = won(lab.turn("box-1"))
+    lab.tell("killed", 400.0)
+    with lab.database.write() as session:
+        finish(session, claim.token, "train", HandedBack("drained"), -9, RetryPolicy())
+        assert session.get_one(Job, lab.ids["killed"]).bound_seconds is None, "its checkpoint may be an old one"
+
+
+def test_who_is_paused_or_gets_another_priority_comes_back_without_the_slots_that_were_kept(lab: Lab) -> None:
+    lab.box("box-1", [gpu(0), gpu(1)])
+    lab.job("runs", "cyd", age=99.0)
+    won(lab.turn("box-1"))
+    lab.tell("runs", 3000.0)
+    lab.used("ada", 1000.0)
+    ada = lab.actor("ada")
+    for name in ("paused", "lowered"):
+        lab.job(name, gpus=2, priority=int(name == "lowered"), age=90.0)
+        assert lab.turn("box-1") is None
+        with lab.database.write() as session:
+            assert session.get_one(Job, lab.ids[name]).reserved_at is not None
+            if name == "paused":
+                submit.pause(session, ada, lab.ids[name])
+                submit.resume(session, ada, lab.ids[name])
+            else:
+                priority.change(session, ada, lab.ids[name], 0)
+            assert session.get_one(Job, lab.ids[name]).reserved_at is None
+    lab.job("fresh", "bob", gpus=2, limit=100)
+    assert lab.order_by_explanation()[0] == "fresh", "whoever has used less goes first again"
+
+
+def test_nothing_is_kept_that_comes_together_in_a_maintenance(lab: Lab) -> None:
+    lab.box("box-1", [gpu(0), gpu(1)])
+    lab.job("runs", age=99.0)
+    won(lab.turn("box-1"))
+    lab.tell("runs", 3000.0)
+    lab.job("wide", gpus=2, age=90.0)
+    ada, now = lab.actor("ada"), lab.database.now()
+    with lab.database.write() as session:
+        holds.plan(session, ada, "box-1", now + 1000, now + 9000, "fans")
+    lab.job("open", "bob")
+    assert names(lab) == ["open"], "a slot that nobody could use before then"
 
 
 def test_keys_and_words_of_several() -> None:
