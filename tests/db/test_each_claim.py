@@ -146,7 +146,9 @@ def run(database: Database, skew: float, node: str, *does: str) -> list[str]:
     """What a process answers whose clock is wrong by `skew` seconds."""
     url = database.url.render_as_string(hide_password=False)
     command = [sys.executable, "-m", "tests.support.skewed", str(skew), url, node, *does]
-    return subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    return subprocess.run(
+        command, cwd=HOME, capture_output=True, text=True, check=True, timeout=200
+    ).stdout.splitlines()
 
 
 def test_wrong_clocks_of_nodes_move_no_lease(database: Database, make_job: Make, row: Row) -> None:

@@ -56,7 +56,7 @@ def test_several_processes_may_migrate_at_once(empty_url: str, tmp_path: Path) -
     command = [sys.executable, "-m", "core.db.migrate"]
     migrations = [subprocess.Popen(command, cwd=HOME, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
     for migration in migrations:
-        migration.communicate(timeout=60)
+        migration.communicate(timeout=200)
     assert [migration.returncode for migration in migrations] == [0] * 3
     database = Database(empty_url)
     assert migrate.current(database) == migrate.head()

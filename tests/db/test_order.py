@@ -283,7 +283,7 @@ def test_contenders_in_processes_keep_a_quota(lab: Lab) -> None:
     workers = [
         subprocess.Popen([*command, f"node-{n}", "1"], cwd=HOME, stdout=subprocess.PIPE, text=True) for n in range(3)
     ]
-    won = [line for worker in workers for line in worker.communicate(timeout=60)[0].splitlines()]
+    won = [line for worker in workers for line in worker.communicate(timeout=200)[0].splitlines()]
     assert [worker.returncode for worker in workers] == [0] * 3
     assert len(won) == 2, "each takes one and keeps it"
     assert lab.why("a5").reason == "project lab: quota of 2 running jobs is used"

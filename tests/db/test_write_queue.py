@@ -54,7 +54,7 @@ def test_a_turn_that_does_not_come_is_told_as_sqlite_tells_it(tmp_path: Path, mo
                     other.execute(text("insert into t values (1)"))
 
             with pytest.raises(OperationalError, match="database is locked"):
-                pool.submit(write).result(10)
+                pool.submit(write).result(90)
     with database.write() as session:
         session.execute(text("insert into t values (2)"))
     with database.read() as session:

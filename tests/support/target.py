@@ -44,7 +44,7 @@ class Target:
                 what = plan.popleft() if plan else 200
                 target.got.append(Got(self.path, {name.lower(): value for name, value in self.headers.items()}, body))
                 if what == "hang":
-                    target.over.wait(20)
+                    target.over.wait(280)
                     return
                 if what == "drip":
                     for byte in b"HTTP/1.1 200 OK\r\nx-long: " + 1000 * b"a":
@@ -107,7 +107,7 @@ def verifies(got: Got, secret: str, tolerance: float = 300.0) -> bool:
     return any(version == "v1" and hmac.compare_digest(signature, wanted) for version, signature in versions)
 
 
-def until(holds: Callable[[], object], seconds: float = 15.0, step: Callable[[], object] = lambda: None) -> None:
+def until(holds: Callable[[], object], seconds: float = 90.0, step: Callable[[], object] = lambda: None) -> None:
     """Do `step` again and again until it holds."""
     deadline = time.monotonic() + seconds
     while not holds():
