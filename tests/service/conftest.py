@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from core.jobs.relay import Batch, relay
 from core.jobs.submit import Actor, cancel
 from core.jobs.transitions import Token
 from core.storage.layout import Layout
+from tests.support.ports import held_port
 
 NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0}
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -132,7 +132,7 @@ class Api:
         """Seconds from the signal to the end."""
         began = time.monotonic()
         self.process.send_signal(sig)
-        self.process.wait(30)
+        self.process.wait(120)
         return time.monotonic() - began
 
 
@@ -147,9 +147,8 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
     database = Database(database_url)
     if migrate:
         upgrade(database)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    holding = contextlib.ExitStack()
+    port = holding.enter_context(held_port())
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment |= {"EFT_DATA": str(root), "EFT_DATABASE_URL": database_url, "EFT_PORT": str(port)}
     environment |= {f"EFT_{name.upper()}": str(value) for name, value in {**NO_LIMITS, **settings}.items()}
@@ -173,11 +172,12 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
             except subprocess.TimeoutExpired:
                 api.process.kill()
                 api.process.wait()
+        holding.close()
         database.dispose()
 
 
 def _wait(api: Api) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while True:
         try:
             if httpx.get(f"{api.url}/healthz").status_code == 200:
