@@ -26,4 +26,5 @@ def desk(here: Installation) -> Desk:
         silent_after=settings.lease_seconds,
         over=room.over,
         budget=limits,
+        leave_seconds=settings.stop_grace_seconds + settings.gpu_clear_seconds,
     )
