@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from eft.errors import ApiError, DownloadError, EftClientError, Unreachable
+from eft.errors import ApiError, DownloadError, EftClientError, NotEft, Unreachable
 from eft.types import Artifact, Event, File, Job, LogChunk, Node, Snapshot
 from eft.version import VERSION
 
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "LogChunk",
     "Node",
+    "NotEft",
     "Snapshot",
     "Unreachable",
 ]

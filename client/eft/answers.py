@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 
-from eft.errors import ApiError, EftClientError, Fault, Unreachable
+from eft.errors import ApiError, EftClientError, Fault, NotEft, Unreachable
 
 Param = str | int | float | bool | Sequence[str] | None
 Params = Mapping[str, Param]
@@ -24,7 +25,7 @@ def backoff(error: EftClientError, delay: float) -> float | None:
         if error.status not in BUSY:
             return None
         if error.retry_after is not None:
-            return error.retry_after
+            return max(error.retry_after, FIRST_DELAY)
     elif not isinstance(error, Unreachable):
         return None
     return delay * random.uniform(0.75, 1.25)  # noqa: S311 -- no secret hangs on it
@@ -34,7 +35,7 @@ def api_error(response: httpx.Response) -> ApiError:
     """The one error shape; words of our own when something that is not eft answered. The body has been read."""
     request_id = response.headers.get("x-request-id")
     after = response.headers.get("retry-after", "")
-    retry_after = min(float(after), 60.0) if after.isdigit() else None
+    retry_after = min(float(after), 60.0) if after.isdecimal() else None
     try:
         body = response.json()["error"]
         return ApiError(
@@ -56,3 +57,24 @@ def api_error(response: httpx.Response) -> ApiError:
             request_id=request_id,
             retry_after=retry_after,
         )
+
+
+def document_of(response: httpx.Response) -> dict[str, Any]:
+    """The body of an answer that is not an error. Raises NotEft."""
+    try:
+        document = response.json()
+    except ValueError as error:  # also of bytes that are no text
+        raise not_eft(response) from error
+    if not isinstance(document, dict):
+        raise not_eft(response)
+    return document
+
+
+def not_eft(response: httpx.Response) -> NotEft:
+    """For an answer that says that all is well and is not of this API. Its text is not told: it may be a login page."""
+    address = f"{response.request.url.scheme}://{response.request.url.netloc.decode()}"
+    kind = response.headers.get("content-type", "") or "no content type"
+    return NotEft(
+        f"{address} answered {response.status_code}, but not as eft does ({kind}): another service, or a proxy that "
+        "wants a login? Is EFT_URL right?"
+    )

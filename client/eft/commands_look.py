@@ -302,11 +302,17 @@ def _specs(client: Client, names: list[str], output: Output) -> list[dict[str, A
             found.append(jobs[name])
         else:
             (beside,) = jobs.values()
-            data = beside["data"]
-            held_out = {"eval": data["eval"]} if data.get("eval") else {"split": {"type": "hash", "eval_fraction": 0.5}}
-            stands_for = {"train": data["train"], **held_out}
-            found.append(client.resolve(read_job(name)[0] | {"data": stands_for}))
+            wanted = read_job(name)[0]
+            found.append(client.resolve(wanted | {"data": _stand_in(wanted.get("data"), beside["data"])}))
     if files:
         output.note("data is left out: a job file's own is not on the server")
         found = [{name: value for name, value in spec.items() if name != "data"} for spec in found]
     return found
+
+
+def _stand_in(own: Any, beside: dict[str, Any]) -> dict[str, Any]:
+    """For a job file's data, which is not on the server: with held-out rows if it has some, since defaults of other
+    fields hang on that."""
+    if isinstance(own, dict) and (own.get("eval") or own.get("split")):
+        return {"train": beside["train"], "split": {"type": "hash", "eval_fraction": 0.5}}
+    return {"train": beside["train"]}

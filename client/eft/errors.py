@@ -82,6 +82,13 @@ class Unreachable(EftClientError):
     code = "unreachable"
 
 
+class NotEft(EftClientError):
+    """Something answered, and it is not an eft server."""
+
+    exit_code = ExitCode.UNAVAILABLE
+    code = "not_eft"
+
+
 class DownloadError(EftClientError):
     """A download is damaged, or its path is not one that may be written."""
 

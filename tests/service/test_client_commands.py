@@ -85,6 +85,11 @@ def test_compare(eft: Any, jobs: tuple[str, str, str]) -> None:
     assert eft("compare", first).exit_code == 2 and eft("compare", first, second, "--csv", "--json").exit_code == 2
 
 
+def told_spec(eft: Any, job_id: str) -> dict[str, Any]:
+    spec: dict[str, Any] = json.loads(eft("show", job_id, "--json").stdout)["spec"]
+    return spec
+
+
 def test_diff(eft: Any, jobs: tuple[str, str, str], tmp_path: Path) -> None:
     first, second, _ = jobs
     lines = eft("diff", first, second).stdout.splitlines()
@@ -95,6 +100,9 @@ def test_diff(eft: Any, jobs: tuple[str, str, str], tmp_path: Path) -> None:
     )
     told = json.loads(eft("diff", first, tmp_path / "job.yaml", "--json").stdout)
     assert told["method.r"] == [8, 4] and not any(name.startswith("data") for name in told)
+    plain = {"model": told_spec(eft, first)["model"], "data": "here.jsonl", "method": {"type": "lora", "r": 8}}
+    (tmp_path / "same.yaml").write_text(json.dumps(plain))  # YAML has JSON in it
+    assert json.loads(eft("diff", first, tmp_path / "same.yaml", "--json").stdout) == {"name": ["run 0", None]}
     (tmp_path / "other.yaml").write_text((tmp_path / "job.yaml").read_text().replace("{type: lora, r: 4}", "full"))
     told = json.loads(eft("diff", tmp_path / "job.yaml", tmp_path / "other.yaml", "--json").stdout)
     assert told == {"method.type": ["lora", "full"], "method.r": [4, None]}

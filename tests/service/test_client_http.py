@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eft import ApiError, Client, Unreachable
+from eft import ApiError, Client, NotEft, Unreachable
 
 from core.jobs.finish import Failed, HandedBack, Succeeded
 from tests.support.client import EFT, Cutter, client, eft, environment
@@ -71,7 +71,7 @@ def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, wo
         assert eft(sqlite_api, "cancel", job_id).returncode == 0
         outcome = HandedBack("cancelled by its owner")
     sqlite_api.end(token, outcome)
-    stdout, rest = watcher.communicate(timeout=30)
+    stdout, rest = watcher.communicate(timeout=120)
     stderr = told + rest
     assert watcher.returncode == code, stderr
     assert words in stdout and "Traceback" not in stderr
@@ -132,7 +132,7 @@ def test_errors_name_what_to_do(sqlite_api: Any, job_file: Path) -> None:
     full = subprocess.run(f"{EFT} ls --json > /dev/full", shell=True, env=environment(sqlite_api), check=False)
     assert full.returncode == 7
     gone = subprocess.run(
-        f"{EFT} watch {sqlite_api.submit()['id']} --json | true", shell=True, env=environment(sqlite_api), timeout=20,
+        f"{EFT} watch {sqlite_api.submit()['id']} --json | true", shell=True, env=environment(sqlite_api), timeout=120,
         capture_output=True, check=False,
     )  # fmt: skip
     assert gone.stderr == b""
@@ -149,20 +149,46 @@ def test_nobody_there() -> None:
         nobody.jobs()
 
 
-def test_something_else_on_that_port() -> None:
+@pytest.mark.parametrize(
+    ("answer", "call"),
+    [
+        (b"text/html\r\nContent-Length: 5\r\n\r\n<p>hi", lambda client: client.logs("job-1")),
+        (b"application/json\r\nContent-Length: 4\r\n\r\nnull", lambda client: client.jobs()),
+        (b"application/json\r\nContent-Length: 3\r\n\r\n{\xff}", lambda client: client.version()),
+    ],
+)
+def test_a_page_that_is_no_answer_of_ours(answer: bytes, call: Any) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: "
+    with one_answer(head + answer) as url, Client(url, "eft_x") as lost:
+        with pytest.raises(NotEft, match="Is EFT_URL right") as told:
+            call(lost)
+    assert told.value.exit_code == 4 and url in str(told.value)
+
+
+@contextlib.contextmanager
+def one_answer(text: bytes) -> Iterator[str]:
+    """A server of another kind, for one request."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
             connection, _ = server.accept()
             connection.recv(10_000)
-            connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\nContent-Length: 2\r\n\r\nno")
+            connection.sendall(text)
             connection.close()
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with Client(f"http://127.0.0.1:{server.getsockname()[1]}", "eft_x") as lost, pytest.raises(ApiError) as refused:
-            lost.jobs()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
         thread.join()
+
+
+def test_something_else_on_that_port() -> None:
+    with (
+        one_answer(b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\nContent-Length: 2\r\n\r\nno") as url,
+        Client(url, "eft_x") as lost,
+    ):
+        with pytest.raises(ApiError) as refused:
+            lost.jobs()
     assert refused.value.code == "http_302"  # and the key did not follow
 
 
@@ -195,7 +221,7 @@ def test_a_narrow_terminal(sqlite_api: Any, no_color: bool) -> None:
         while chunk := os.read(master, 10_000):
             seen += chunk
     os.close(master)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     text = seen.decode()
     assert ("\x1b[36m" in text) is not no_color
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
@@ -236,10 +262,10 @@ def test_watching_survives_a_kill_of_the_server(start_api: Any) -> None:
         api.end(token, Succeeded({"steps": 1}))
 
         rest = [json.loads(line) for line in watcher.stdout.read().splitlines()]
-        assert watcher.wait(30) == 0
+        assert watcher.wait(120) == 0
         seqs = [first["seq"], *(event["seq"] for event in rest)]
         assert seqs == list(range(1, len(seqs) + 1))  # every event, once, in order
-        stdout, stderr = looker.communicate(timeout=30)
+        stdout, stderr = looker.communicate(timeout=120)
         assert looker.returncode == 0 and "succeeded" in stdout
         assert "trying again" in stderr and [stderr.count(f"meanwhile {n}") for n in range(3)] == [1, 1, 1]
 
@@ -271,7 +297,7 @@ def test_interrupted_watching_leaves_the_job_alone(sqlite_api: Any) -> None:
     assert watcher.stderr is not None
     watcher.stderr.readline()
     watcher.send_signal(signal.SIGINT)
-    _, stderr = watcher.communicate(timeout=10)
+    _, stderr = watcher.communicate(timeout=120)
     assert watcher.returncode == 130 and f"eft watch {job_id}" in stderr
     with client(sqlite_api) as here:
         assert here.get(job_id).status == "queued"

@@ -16,7 +16,7 @@ from eft import paths
 from eft.aio import download as downloads
 from eft.aio import io
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
+from eft.answers import Param, document_of
 from eft.errors import LocalError, Unreachable
 from eft.types import FINAL, Artifact, File
 from eft.upload import Counted
@@ -73,7 +73,7 @@ class AsyncFiles:
                         idempotent=False,  # again below, once it is known whether it has arrived
                         timeout=600.0,  # the server answers when all lines are checked
                     )
-                    return File.parse(answer.json())
+                    return File.parse(document_of(answer))
                 except Unreachable:
                     if left == 0 or patience <= 0:
                         raise

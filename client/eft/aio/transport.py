@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from eft.aio import io
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff
+from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff, document_of, not_eft
 from eft.config import Config
 from eft.errors import EftClientError, Unreachable
 
@@ -56,7 +56,7 @@ class AsyncTransport:
     ) -> httpx.Response:
         """Send and read all of the answer. Idempotent requests are sent again while the server is away.
 
-        Raises ApiError for an error answer, Unreachable when none came within `patience` seconds.
+        Raises ApiError for an error answer, Unreachable when none came within `patience` seconds, NotEft.
         """
 
         async def once() -> httpx.Response:
@@ -64,6 +64,8 @@ class AsyncTransport:
                 method, path, params=params, content=content, files=files, headers=headers, timeout=timeout
             ) as response:
                 await response.aread()
+                if response.headers.get("content-type", "").startswith("text/html"):
+                    raise not_eft(response)
                 return response
 
         return await self.persist(once) if idempotent and not _persisting.get() else await once()
@@ -86,7 +88,7 @@ class AsyncTransport:
         answer = await self.request(
             method, path, params=params, content=content, headers={**typed, **(headers or {})}, idempotent=again
         )
-        return answer.json()
+        return document_of(answer)
 
     @asynccontextmanager
     async def stream(

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from eft import download as parts
 from eft import paths
-from eft.answers import Param
+from eft.answers import Param, document_of
 from eft.errors import LocalError, Unreachable
 from eft.sync import download as downloads
 from eft.sync import io
@@ -74,7 +74,7 @@ class Files:
                         idempotent=False,  # again below, once it is known whether it has arrived
                         timeout=600.0,  # the server answers when all lines are checked
                     )
-                    return File.parse(answer.json())
+                    return File.parse(document_of(answer))
                 except Unreachable:
                     if left == 0 or patience <= 0:
                         raise

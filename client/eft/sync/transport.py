@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff
+from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff, document_of, not_eft
 from eft.config import Config
 from eft.errors import EftClientError, Unreachable
 from eft.sync import io
@@ -57,7 +57,7 @@ class Transport:
     ) -> httpx.Response:
         """Send and read all of the answer. Idempotent requests are sent again while the server is away.
 
-        Raises ApiError for an error answer, Unreachable when none came within `patience` seconds.
+        Raises ApiError for an error answer, Unreachable when none came within `patience` seconds, NotEft.
         """
 
         def once() -> httpx.Response:
@@ -65,6 +65,8 @@ class Transport:
                 method, path, params=params, content=content, files=files, headers=headers, timeout=timeout
             ) as response:
                 response.read()
+                if response.headers.get("content-type", "").startswith("text/html"):
+                    raise not_eft(response)
                 return response
 
         return self.persist(once) if idempotent and not _persisting.get() else once()
@@ -87,7 +89,7 @@ class Transport:
         answer = self.request(
             method, path, params=params, content=content, headers={**typed, **(headers or {})}, idempotent=again
         )
-        return answer.json()
+        return document_of(answer)
 
     @contextmanager
     def stream(
