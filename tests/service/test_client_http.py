@@ -159,10 +159,10 @@ def test_nobody_there() -> None:
 )
 def test_a_page_that_is_no_answer_of_ours(answer: bytes, call: Any) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: "
-    with one_answer(head + answer) as url, Client(url, "eft_x") as lost:
-        with pytest.raises(NotEft, match="Is EFT_URL right") as told:
-            call(lost)
-    assert told.value.exit_code == 4 and url in str(told.value)
+    told = pytest.raises(NotEft, match="Is EFT_URL right")
+    with one_answer(head + answer) as url, Client(url, "eft_x") as lost, told as refused:
+        call(lost)
+    assert refused.value.exit_code == 4 and url in str(refused.value)
 
 
 @contextlib.contextmanager
@@ -183,12 +183,9 @@ def one_answer(text: bytes) -> Iterator[str]:
 
 
 def test_something_else_on_that_port() -> None:
-    with (
-        one_answer(b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\nContent-Length: 2\r\n\r\nno") as url,
-        Client(url, "eft_x") as lost,
-    ):
-        with pytest.raises(ApiError) as refused:
-            lost.jobs()
+    moved = b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\nContent-Length: 2\r\n\r\nno"
+    with one_answer(moved) as url, Client(url, "eft_x") as lost, pytest.raises(ApiError) as refused:
+        lost.jobs()
     assert refused.value.code == "http_302"  # and the key did not follow
 
 
