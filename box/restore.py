@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sqlite3
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psycopg
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -65,7 +67,7 @@ def main() -> int:
     except BackupError as error:
         print(f"eft restore: {error.message}", file=sys.stderr)
         return 1
-    except (OSError, SQLAlchemyError) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft restore: {error}", file=sys.stderr)
         return 1
     except ValidationError as error:

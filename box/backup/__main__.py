@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sqlite3
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psycopg
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -61,7 +63,7 @@ def main() -> int:
         return _run(given)
     except BackupError as error:
         print(f"eft backup: {error.message}", file=sys.stderr)
-    except (OSError, SQLAlchemyError) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft backup: {error}", file=sys.stderr)
     except ValidationError as error:
         print(f"eft backup: settings: {error}", file=sys.stderr)
@@ -96,7 +98,7 @@ def _run(given: argparse.Namespace) -> int:
 def _create(store: Store, given: argparse.Namespace) -> int:
     settings = Settings()
     root, bucket = settings.root, settings.data if settings.is_remote else None
-    if store.root == root or store.root.is_relative_to(root):
+    if store.root.resolve().is_relative_to(root.resolve()):
         raise BackupError(f"{store.root} is inside the data root {root}: it would be lost with it, and keep itself")
     if not root.is_dir():
         raise BackupError(f"there is no data root {root} (EFT_DATA)")

@@ -13,6 +13,7 @@ What is newer than the database (an attempt begun since, a file uploaded since) 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ from core.db import migrate
 from core.db.engine import Database
 from core.spec.run import ARTIFACTS, CHECKPOINTS, UNFINISHED
 from core.storage.layout import Layout
+
+log = logging.getLogger("eft.backup")
 
 TRIES = 3
 """Of a whole backup whose files were deleted meanwhile."""
@@ -45,7 +48,7 @@ class Options:
     link: bool = False
     """Hard links where data root and backups are on one file system: takes no room, and no help when that disk dies."""
     checksum: bool = False
-    """Read every file again, also those whose size, time and inode are what they were."""
+    """Read every file again, also those whose size, time and inode are what they were, and what is kept of them."""
 
 
 def create(database: Database, layout: Layout, store: Store, options: Options) -> Snapshot:
@@ -63,9 +66,17 @@ def create(database: Database, layout: Layout, store: Store, options: Options) -
 class _Work:
     def __init__(self, database: Database, layout: Layout, store: Store, options: Options) -> None:
         self.database, self.layout, self.store, self.options = database, layout, store, options
-        names = store.names()
-        self._before = {} if not names else {kept.path: kept for kept in store.kept(store.read(names[-1]))}
+        self._before = self._newest()
         self._brought = self._bytes = self._files = 0
+
+    def _newest(self) -> dict[str, Kept]:
+        """What the last one kept. Where that is damaged, every file is read again."""
+        names = self.store.names()
+        try:
+            return {} if not names else {kept.path: kept for kept in self.store.kept(self.store.read(names[-1]))}
+        except BackupError as error:
+            log.warning("%s; all files are read again", error.message)
+            return {}
 
     def run(self) -> Snapshot:
         for again in reversed(range(TRIES)):
@@ -191,7 +202,9 @@ class _Work:
             same = (seen.st_size, seen.st_mtime_ns, seen.st_ino) == before.mark
             if same and self.store.has(before.sha256, before.bytes):
                 return before
-        kept, took = self.store.bring(file, path, name, grows=grows, link=self.options.link)
+        kept, took = self.store.bring(
+            file, path, name, grows=grows, link=self.options.link, doubt=self.options.checksum
+        )
         self._brought += took
         return kept
 

@@ -24,11 +24,15 @@ from box.instance import AlreadyRunning, Instance
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Audit, Job
+from core.jobs import installation
 from core.settings import Settings
 from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
+from core.storage.store import Store as Bytes
 from core.storage.store import open_store
 
 ASIDE = ".restoring-"
+PROBE = "restoring"
+"""In a bucket, for a moment: what time it is there."""
 OURS = ("up.lock", RESTORING)
 
 
@@ -107,9 +111,13 @@ def _begin(root: Path, snapshot: Snapshot) -> None:
 def _beside_bucket(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
     """The database alone; of the bucket goes what attempts have left there that the database has never heard of, whose
     numbers will be used again."""
+    bucket = open_store(settings)
+    _require_quiet(bucket, settings)
     settled = _database(settings, store, snapshot, notices)
-    bucket, database = open_store(settings), Database(settings.sqlalchemy_url)
+    database = Database(settings.sqlalchemy_url)
     try:
+        # Whatever of the old installation is started again is refused by the mark, and does no harm.
+        installation.adopt(database, bucket, f"a restore of {snapshot.name} on {settings.node}")
         with database.read() as session:
             rows = session.execute(select(Job.id, Job.attempt)).all()
             newest: dict[str, int] = {row.id: row.attempt for row in rows}
@@ -124,6 +132,21 @@ def _beside_bucket(settings: Settings, store: Store, snapshot: Snapshot, notices
     for key in sorted(newer):
         bucket.discard(key)
     return settled
+
+
+def _require_quiet(bucket: Bytes, settings: Settings) -> None:
+    """Raises BackupError while jobs of the installation that is to be replaced still write there: a restore that is
+    only tried would take its attempts away. Times are the store's own."""
+    bucket.write(f"{PROBE}/now", b"")
+    now = max(entry.modified for entry in bucket.tree(PROBE))
+    bucket.discard(PROBE)
+    for entry in bucket.tree("runs"):
+        if (age := now - entry.modified) < settings.lease_seconds:
+            raise BackupError(
+                f"jobs are at work in {bucket.where}: {entry.key} was written {age:.0f} s ago. Stop that installation "
+                f"for good and wait {settings.lease_seconds:.0f} s (EFT_LEASE_SECONDS); to try a restore beside it, "
+                "restore into a copy of the bucket"
+            )
 
 
 # -- files

@@ -160,21 +160,29 @@ class Store:
         except FileNotFoundError:
             return False
 
-    def bring(self, file: IO[bytes], source: Path, name: str, *, grows: bool, link: bool) -> tuple[Kept, int]:
+    def _sound(self, sha256: str, size: int, doubt: bool) -> bool:
+        return self.has(sha256, size) and not (doubt and sha256_of(self.object(sha256)) != sha256)
+
+    def bring(
+        self, file: IO[bytes], source: Path, name: str, *, grows: bool, link: bool, doubt: bool = False
+    ) -> tuple[Kept, int]:
         """Keep the content of an open file, that of `source`, under `name`; with how many bytes that took. `grows`: a
-        log, of which what is there now is kept. Raises Changed for any other file that changed while it was read."""
+        log, of which what is there now is kept. `doubt`: what is here already is read, too, and replaced where it is
+        damaged. Raises Changed for any other file that changed while it was read."""
         before = os.fstat(file.fileno())
         start = first_byte(file.fileno(), before.st_size) if grows else 0
         size = before.st_size - start
         # A link would go on changing with a file that grows.
-        sha256, took = self._linked(file, source, size) if link and not grows else self._copied(file, start, size)
+        sha256, took = (
+            self._linked(file, source, size, doubt) if link and not grows else self._copied(file, start, size, doubt)
+        )
         after = os.fstat(file.fileno())
         if not grows and (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise Changed(f"{name}: changed while it was read")
         mode = stat.S_IMODE(before.st_mode)
         return Kept(name, size, sha256, mode, before.st_mtime_ns, before.st_ino), took
 
-    def _copied(self, file: IO[bytes], start: int, size: int) -> tuple[str, int]:
+    def _copied(self, file: IO[bytes], start: int, size: int, doubt: bool) -> tuple[str, int]:
         aside = self.objects / f"{ASIDE}{os.getpid()}"
         digest = hashlib.sha256()
         file.seek(start)
@@ -189,22 +197,22 @@ class Store:
                 copy.write(block)
                 left -= len(block)
             sha256 = digest.hexdigest()
-            if self.has(sha256, size):
+            if self._sound(sha256, size, doubt):
                 aside.unlink()
                 return sha256, 0
             copy.flush()
             os.fsync(copy.fileno())
         return sha256, self._place(aside, sha256, size)
 
-    def _linked(self, file: IO[bytes], source: Path, size: int) -> tuple[str, int]:
+    def _linked(self, file: IO[bytes], source: Path, size: int, doubt: bool) -> tuple[str, int]:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        if self.has(sha256, size):
+        if self._sound(sha256, size, doubt):
             return sha256, 0
         aside = self.objects / f"{ASIDE}{os.getpid()}"
         try:
             os.link(source, aside, follow_symlinks=False)
         except OSError:  # another file system, or one without links
-            return self._copied(file, 0, size)
+            return self._copied(file, 0, size, doubt)
         if aside.stat().st_ino != os.fstat(file.fileno()).st_ino:
             aside.unlink()
             raise Changed("another file took its name while it was read")
@@ -253,7 +261,11 @@ class Store:
         return self.snapshots / snapshot.name
 
     def kept(self, snapshot: Snapshot) -> Iterator[Kept]:
-        with (self.folder(snapshot) / FILES).open(encoding="utf-8") as lines:
+        """What it names. Raises BackupError where the list of it is not the one that was written."""
+        path = self.folder(snapshot) / FILES
+        if sha256_of(path) != snapshot.sums.get(FILES):
+            raise BackupError(f"the snapshot {snapshot.name} is damaged: its {FILES} is not the one that was written")
+        with path.open(encoding="utf-8") as lines:
             for line in lines:
                 yield Kept(**json.loads(line))
 
@@ -282,12 +294,13 @@ class Store:
 
     def prune(self, keep: int) -> tuple[list[str], int]:
         """Remove all but the newest `keep` snapshots, and the content that none of those names. Call while writing."""
-        gone = self.names()[:-keep]
+        gone, stay = self.names()[:-keep], self.names()[-keep:]
+        # First: what cannot be read any more does not say what it needs.
+        used = {kept.sha256 for name in stay for kept in self.kept(self.read(name))}
         for name in gone:
             aside = self.snapshots / f"{ASIDE}{name}"
             (self.snapshots / name).rename(aside)
             shutil.rmtree(aside)
-        used = {kept.sha256 for name in self.names() for kept in self.kept(self.read(name))}
         freed = 0
         for path in self.objects.glob("??/*"):
             if path.name not in used:

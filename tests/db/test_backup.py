@@ -257,11 +257,29 @@ def test_what_is_damaged_is_found_and_never_put_back(
     assert content(settings.root) == {f"files/{good}": b"good"}
     assert not (settings.root / RESTORING).exists()
     Layout(settings.root).create()
+    healed = create(lab.database, layout, store, Options(checksum=True))
+    assert list(store.damage(healed)) == [], "the data root has it still"
 
     sums = store.folder(made) / "files.jsonl"
     sums.write_bytes(sums.read_bytes() + b"\n")
     with pytest.raises(BackupError, match=r"damaged: files.jsonl: its SHA-256 is another"):
-        restore(another("third"), store, damaged=True)
+        restore(another("third"), store, made.name, damaged=True)
+
+
+def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content(
+    lab: Lab, layout: Layout, store: Store
+) -> None:
+    upload(lab, layout, b"one")
+    first, second = (create(lab.database, layout, store, Options()) for _ in range(2))
+    (store.folder(second) / "files.jsonl").write_text('{"path": "fil')
+    third = create(lab.database, layout, store, Options())
+    assert list(store.damage(third)) == [] and third.files == first.files
+    with store.writing(), pytest.raises(BackupError, match=f"{second.name} is damaged"):
+        store.prune(2)
+    assert len(store.names()) == 3, "nothing goes while it is not known what is needed"
+    with store.writing():
+        assert store.prune(1)[0] == [first.name, second.name]
+    assert list(store.damage(third)) == []
 
 
 def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layout: Layout, store: Store) -> None:

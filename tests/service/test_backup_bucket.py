@@ -15,6 +15,7 @@ from box.backup.restore import restore
 from core.db.engine import Database
 from core.db.migrate import upgrade
 from core.db.tables import Job, Project, User
+from core.jobs import installation
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -40,6 +41,7 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
     bucket, database = open_store(settings), Database(settings.sqlalchemy_url)
     settings.root.mkdir(parents=True, exist_ok=True)
     upgrade(database)
+    installation.check_data_root(database, bucket, "the API")
     with database.write() as session:
         session.execute(insert(User).values(id=ADA.user_id, name="ada"))
         session.execute(insert(Project).values(id=ADA.project_id, name="lab"))
@@ -55,10 +57,19 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
     with pytest.raises(backups.BackupError, match="set EFT_DATA"):
         restore(Settings(data=str(tmp_path / "folder")), kept)
     new = settings.model_copy(update={"work": tmp_path / "new"})
+    with pytest.raises(backups.BackupError, match="jobs are at work in s3://lab/eft: runs/"):
+        restore(new, kept)
+    assert bucket.size(f"runs/{job_id}/attempt-3/log.txt") == 1, "a trial beside a live installation does no harm"
+    new = new.model_copy(update={"lease_seconds": 0.0})  # nobody has written for that long
     restore(new, kept)
+    database = Database(settings.sqlalchemy_url)
+    with pytest.raises(installation.OtherDataRoot):  # the old one, if it should come back
+        installation.check_data_root(database, bucket, "the API that was lost")
+    database.dispose()
     left = sorted(entry.key for entry in bucket.tree(f"runs/{job_id}"))
     assert left == [f"runs/{job_id}/attempt-{number}/log.txt" for number in (1, 2)]
     again = Database(new.sqlalchemy_url)
+    installation.check_data_root(again, bucket, "the API elsewhere")
     with again.read() as session:
         assert session.get_one(Job, job_id).attempt == 2
     again.dispose()
