@@ -55,9 +55,9 @@ class Box:
             node="box",
             model_roots=(models,),
             data_roots=(root / "rows",),
-            lease_seconds=6,
+            lease_seconds=60,  # no trainer is fenced because this machine was busy for a few seconds
             renew_seconds=0.5,
-            fence_seconds=4,
+            fence_seconds=40,
             relay_seconds=0.1,
             retry_backoff_seconds=5,
             max_machine_failures=1,
@@ -112,11 +112,13 @@ class Box:
             job = self.job(job_id)
             return job if job.status in wanted else None
 
-        return wait_for(look, 60, f"{job_id} {wanted}", lambda: f"{self.job(job_id).status}: {self.job(job_id).reason}")
+        return wait_for(
+            look, 200, f"{job_id} {wanted}", lambda: f"{self.job(job_id).status}: {self.job(job_id).reason}"
+        )
 
     def wait_for_steps(self, job_id: str) -> int:
         """The trainer's process, once it trains."""
-        wait_for(lambda: (self.job(job_id).progress or {}).get("step"), 60, "a step", lambda: self.job(job_id).reason)
+        wait_for(lambda: (self.job(job_id).progress or {}).get("step"), 200, "a step", lambda: self.job(job_id).reason)
         with self.database.read() as session:
             query = select(Attempt.pid).where(Attempt.job_id == job_id).order_by(Attempt.attempt.desc()).limit(1)
             pid = session.execute(query).scalar_one()
@@ -153,7 +155,7 @@ def serving(box: Box) -> Iterator[Callable[[Agent], threading.Thread]]:
     for agent in box.agents:
         agent.stop()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     box.agents.clear()
 
@@ -264,9 +266,8 @@ def test_a_lost_lease_ends_the_trainer_at_once(box: Box, serving: Callable[[Agen
     with box.database.write() as session:  # as another node's reaper and claim would
         session.execute(update(Job).values(lease_until=db_now() - 1))
         lost.reap(session, LossPolicy())
-    with box.database.write() as session:
-        assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 3, "the trainer's end")
+        assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 600) is not None
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30, "the trainer's end")  # its fence has ten seconds more
     time.sleep(0.3)
     job = box.job(job_id)
     assert (job.status, job.worker) == ("starting", "worker-else"), "the loser wrote nothing"
@@ -277,20 +278,24 @@ def test_a_worker_without_database_lets_its_children_end(
 ) -> None:
     """The database locked by somebody else for longer than the fence: no renewal, so no heartbeat, so no trainer."""
     box.migrate()
+    box.settings = box.settings.model_copy(update={"lease_seconds": 20, "fence_seconds": 5})
     job_id = box.long()
     serving(box.agent())
     pid = box.wait_for_steps(job_id)
     with box.database.write() as session:
         session.execute(update(Job).values(name="locked"))
         began = time.monotonic()
-        wait_for(lambda: not Path(f"/proc/{pid}").exists() or _zombie(pid), 10, "the trainer's end")
+        wait_for(lambda: not Path(f"/proc/{pid}").exists() or _zombie(pid), 60, "the trainer's end")
         assert time.monotonic() - began < box.settings.lease_seconds
     log = (box.layout.attempt(job_id, 2) / "log.txt").read_text()
     assert "fenced: no heartbeat" in log
 
 
 def _zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # reaped since it was looked for
+        return True
 
 
 def test_a_worker_that_slept_before_it_spawned_trains_nothing(box: Box) -> None:
@@ -365,7 +370,7 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
     with box.database.write() as session:
         holds.hold(session, ADA, ["box/cpu"], held_for="bob", why="notebook", now=True)
     assert box.wait(job_id, "queued").reason == "waits to go on: slot cpu of box is held"
-    working.join(20)
+    working.join(120)
     assert box.statuses(job_id)[-3:] == ["starting", "running", "queued"], "and it was not claimed again"
     with box.database.write() as session:
         holds.release(session, ADA, ["cpu"])
@@ -374,8 +379,8 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
     now = box.database.now()
     with box.database.write() as session:
         holds.plan(session, ADA, "box", now - 1, now + 3600, "new fans")
-    wait_for(lambda: box.job(job_id).reason == "waits to go on: the maintenance of box begins", 60, "the maintenance")
-    working.join(20)
+    wait_for(lambda: box.job(job_id).reason == "waits to go on: the maintenance of box begins", 200, "the maintenance")
+    working.join(120)
     job = box.job(job_id)
     assert (job.machine_failures, job.losses, job.stop_requested) == (0, 0, None)
     with box.database.write() as session:
@@ -385,7 +390,7 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
         with box.database.read() as session:
             return session.execute(select(func.sum(UsageDay.cpu_seconds))).scalar_one() or 0.0
 
-    assert wait_for(charged, 20, "the books") > 1.0
+    assert wait_for(charged, 90, "the books") > 1.0
 
 
 def test_half_a_checkpoint_goes_with_its_trainer(box: Box, serving: Callable[[Agent], threading.Thread]) -> None:
@@ -408,7 +413,7 @@ def test_half_a_checkpoint_goes_with_its_lease(box: Box) -> None:
     unfinished = half_a_checkpoint(box.layout.attempt(job_id, 1))
     box.agent()
     box.wait(job_id, "queued")
-    wait_for(lambda: not unfinished.exists(), 5, "the housekeeper to clear it away")
+    wait_for(lambda: not unfinished.exists(), 60, "the housekeeper to clear it away")
 
 
 def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> None:
@@ -423,9 +428,9 @@ def test_the_next_worker_of_the_node_ends_what_the_last_one_left(box: Box) -> No
     unfinished = half_a_checkpoint(folder)
     command = [sys.executable, "-m", "tests.support.stubborn", str(folder)]
     with subprocess.Popen(command, cwd=HOME, start_new_session=True, stdout=subprocess.DEVNULL) as left:
-        wait_for((folder / "ready").exists, 20, "the helper")
+        wait_for((folder / "ready").exists, 90, "the helper")
         box.agent()
-        assert left.wait(5) == -signal.SIGKILL
+        assert left.wait(60) == -signal.SIGKILL
     assert not unfinished.exists()
     assert box.statuses(job_id) == ["queued", "starting", "queued"]
     with box.database.read() as session:
@@ -467,11 +472,12 @@ def test_cpu_slots_share_the_cores_evenly(
 def test_a_claim_that_it_did_not_hear_of_is_handed_back(box: Box) -> None:
     """As when the database is killed between the commit of a claim and its answer."""
     box.migrate()
-    job_id, after = box.submit(), box.submit()
+    job_id = box.submit()
     agent = box.agent()
     with box.database.write() as session:
         session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
         assert claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), 600) is not None
+    after = box.submit()
     agent._unheard = True
     agent.serve()
     assert [box.job(name).status for name in (job_id, after)] == ["succeeded", "succeeded"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +129,15 @@ def test_the_allocators_words_are_out_of_memory(tiny_dir: Path, tmp_path: Path) 
     run_dir = write_run(tmp_path / "run", tiny_dir, train, training=sizes)
     process = start(run_dir)
     wait_until(lambda: "training" in [event["phase"] for event in events(run_dir, "phase")], process)
-    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (16 << 20)
-    resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
-    assert process.wait(60) == EXIT_FAILED, log(run_dir)[-2000:]
+    lowest = 1 << 62
+    while process.poll() is None:  # it may map no more than the least that it is seen with, and a little
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, IndexError):
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+            if 0 < pages * resource.getpagesize() + (16 << 20) < lowest:
+                lowest = pages * resource.getpagesize() + (16 << 20)
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (lowest, lowest))
+        time.sleep(0.002)
+    assert process.wait() == EXIT_FAILED, log(run_dir)[-2000:]
     error = events(run_dir)[-1]
     assert (error["failure"], error["code"], error["field"]) == (
         "memory",
@@ -161,7 +168,7 @@ def test_what_would_free_memory_depends_on_the_phase(phase: str, field: str) -> 
 def test_a_full_disk_leaves_the_checkpoint_before(tiny_dir: Path, rows: Path, tmp_path: Path, full: str) -> None:
     """Files that may not grow (RLIMIT_FSIZE), and a real full file system where this user may mount one."""
     if full == "disk" and os.geteuid() != 0:
-        return
+        pytest.skip("NOT TESTED: a full file system needs a mount, and so root")
     place = tmp_path / "disk"
     place.mkdir()
     if full == "disk":
@@ -187,13 +194,15 @@ def _fill(run_dir: Path, full: str) -> None:
     if full == "limit":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
     else:
+        # Also of what an older checkpoint gives back, which might be room for the next.
         with (run_dir.parent / "ballast").open("wb", buffering=0) as ballast:
-            try:
-                while ballast.write(b"\0" * 65536):
-                    pass
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-    assert process.wait(60) == EXIT_NO_SPACE, log(run_dir)[-2000:]
+            while process.poll() is None:
+                try:
+                    ballast.write(b"\0" * 65536)
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    time.sleep(0.001)
+    assert process.wait(200) == EXIT_NO_SPACE, log(run_dir)[-2000:]
     told = events(run_dir, "error")
     if full == "limit":
         assert (told[0]["failure"], told[0]["code"]) == ("machine", "no_space")
@@ -210,11 +219,11 @@ def test_sigusr1_writes_the_stacks_and_changes_nothing(tiny_dir: Path, rows: Pat
     process = start(run_dir)
     wait_until(lambda: bool(events(run_dir, "metrics")), process)
     process.send_signal(signal.SIGUSR1)
-    wait_until(lambda: "in main" in log(run_dir), process, 10)
+    wait_until(lambda: "in main" in log(run_dir), process, 90)
     text = log(run_dir)
     assert "most recent call first" in text and "core/train/loop.py" in text
     process.terminate()
-    assert process.wait(60) == EXIT_CHECKPOINTED
+    assert process.wait(150) == EXIT_CHECKPOINTED
 
 
 def test_a_crash_in_native_code_leaves_its_stacks() -> None:
