@@ -148,7 +148,7 @@ def test_real_processes_killed_and_stopped(
     process = start(second)
     wait_until(lambda: len(events(second, "metrics")) >= 10, process)
     process.terminate()
-    assert process.wait(60) == EXIT_CHECKPOINTED, log(second)
+    assert process.wait(150) == EXIT_CHECKPOINTED, log(second)
     (left,) = events(second, "checkpoint")[-1:]
     assert events(second)[-1] == left, "the checkpoint is the last word"
 
@@ -285,5 +285,5 @@ def test_silence_ends_it_at_once(tiny_dir: Path, rows: tuple[Path, Path], tmp_pa
     wait_until(lambda: len(events(run_dir, "metrics")) >= 3, process)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(10) == 76
+    assert process.wait(45) == 76
     assert events(run_dir)[-1]["type"] not in ("result", "error")

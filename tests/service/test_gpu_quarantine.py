@@ -108,7 +108,7 @@ def test_used_memory_is_read_of_the_right_card(settings: Settings, used: Path) -
     used.write_text(str(3 * GIB))
     assert gpu_memory.cleared(gpu, settings.sysfs, GIB, 0) == 3 * GIB
     threading.Timer(0.3, used.write_text, [str(GIB + (1 << 20))]).start()
-    assert gpu_memory.cleared(gpu, settings.sysfs, GIB, 10) is None, "a driver may take its time"
+    assert gpu_memory.cleared(gpu, settings.sysfs, GIB, 60) is None, "a driver may take its time"
     used.unlink()
     assert gpu_memory.used(gpu, settings.sysfs) is None
 
@@ -121,12 +121,12 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         agent.start(lambda _: None, lambda: 0)
         serving = threading.Thread(target=agent.serve)
         serving.start()
-        wait_for((Layout(settings.root).attempt(first, 1) / "run.json").exists, 20, "its start")
+        wait_for((Layout(settings.root).attempt(first, 1) / "run.json").exists, 90, "its start")
         used.write_text(str(5 * GIB))
-        serving.join(60)
+        serving.join(200)
         assert ended(database, first)
         slot = agent.slots[0].id
-        wait_for(lambda: node(database).slots[0].get("quarantined"), 5, "the node's row")
+        wait_for(lambda: node(database).slots[0].get("quarantined"), 60, "the node's row")
         assert "4096 MiB" not in node(database).notes[-1] and "5120 MiB of its memory" in node(database).notes[-1]
         second = add_job(database, settings.root)
         agent.serve()
@@ -141,7 +141,7 @@ def test_quarantine_until_the_memory_is_back(settings: Settings, used: Path, dat
         agent.serve()
         assert status(database, second) == "queued"
         used.write_text(str(GIB))
-        wait_for(lambda: "quarantined" not in node(database).slots[0], 5, "the end of the quarantine")
+        wait_for(lambda: "quarantined" not in node(database).slots[0], 60, "the end of the quarantine")
         assert node(database).slots[0]["id"] == slot and not [n for n in node(database).notes if "quarantine" in n]
         time.sleep(0.1)
         agent.serve()
@@ -172,11 +172,11 @@ def test_nothing_is_claimed_on_a_gpu_that_somebody_uses(settings: Settings, used
         assert node(database).slots[0]["gpu"]["live"] == {"busy_percent": 97, "used_bytes": GIB}
         used.write_text(str(2 * GIB))
         told = {"busy_percent": 97, "used_bytes": 2 * GIB}
-        wait_for(lambda: node(database).slots[0]["gpu"]["live"] == told, 20, "the node's row to follow the card")
+        wait_for(lambda: node(database).slots[0]["gpu"]["live"] == told, 60, "the node's row to follow the card")
         agent.serve()
         assert status(database, job_id) == "queued"
         (settings.sysfs / "class/kfd/kfd/proc/1" / f"vram_{gpu.kfd_id}").unlink()
-        wait_for(lambda: "processes" not in node(database).slots[0], 5, "the end of the other's work")
+        wait_for(lambda: "processes" not in node(database).slots[0], 60, "the end of the other's work")
         assert agent.slots[0].id not in agent._others, "it is offered again"
     finally:
         agent.stop()

@@ -83,7 +83,7 @@ def test_a_card_that_torch_does_not_see_is_not_offered(settings: Settings, datab
         assert slot["kind"] == "gpu" and "self-test" in slot["quarantined"], "not before it is known"
         agent.serve()
         assert claimed(database) == 0
-        wait_for(lambda: node(database).slots[0].get("selftest") == "refused", 60, "the verdict")
+        wait_for(lambda: node(database).slots[0].get("selftest") == "refused", 200, "the verdict")
         said = node(database)
         assert "sees no GPU here" in said.slots[0]["quarantined"]
         assert any("sees no GPU here" in note for note in said.notes)

@@ -32,7 +32,7 @@ def ends(watching: Supervisor, member: Member, times: int) -> None:
         member.next_start = 0.0
         watching._look()
         assert member.process is not None
-        member.process.wait(30)
+        member.process.wait(120)
         watching._look()
 
 

@@ -39,7 +39,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         server = subprocess.Popen(
             broker.command(settings.root / "broker", settings.broker_socket), stdout=log, stderr=log
         )
-    wait_for(lambda: broker.answers(settings.broker_socket), 10, "the broker")
+    wait_for(lambda: broker.answers(settings.broker_socket), 60, "the broker")
     yield {
         **{name: value for name, value in os.environ.items() if not name.startswith("EFT_")},
         "EFT_DATA": str(settings.root),
@@ -48,7 +48,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "EFT_SELFTEST_SECONDS": "0",  # there are no such cards
     }
     server.terminate()
-    server.wait(10)
+    server.wait(60)
 
 
 def start(environment: dict[str, str], *command: str) -> subprocess.Popen[str]:
@@ -70,14 +70,14 @@ def slots(environment: dict[str, str]) -> list[dict[str, Any]]:
             return session.execute(select(Node.slots).where(Node.name == "made-up")).scalar_one_or_none()
 
     try:
-        return wait_for(look, 40, "the node's row")
+        return wait_for(look, 150, "the node's row")
     finally:
         database.dispose()
 
 
 def leave(worker: subprocess.Popen[str]) -> str:
     worker.send_signal(signal.SIGTERM)
-    output, _ = worker.communicate(timeout=20)
+    output, _ = worker.communicate(timeout=120)
     assert worker.returncode == 0, output
     return output
 
@@ -91,7 +91,7 @@ def test_a_bare_celery_worker_under_an_inherited_mask_serves_that_gpu_alone(envi
         assert (preview["kind"], preview["id"]) == ("preview", "preview-0")
         ping = [sys.executable, "-m", "celery", "-A", "worker.app", "inspect", "stats", "--json", "-t", "5"]
         stats = wait_for(
-            lambda: subprocess.run(ping, cwd=HOME, env=environment, capture_output=True, text=True).stdout, 30, "stats"
+            lambda: subprocess.run(ping, cwd=HOME, env=environment, capture_output=True, text=True).stdout, 150, "stats"
         )
         assert '"max-concurrency": 3' in stats, "a thread a slot"
         assert "thread:TaskPool" in stats
@@ -110,7 +110,7 @@ def test_chosen_gpus_and_a_second_worker(environment: dict[str, str]) -> None:
     try:
         assert [slot["gpu"]["index"] for slot in slots(environment) if slot["kind"] == "gpu"] == [5, 1]
         second = start(environment, "worker")
-        output, _ = second.communicate(timeout=30)
+        output, _ = second.communicate(timeout=120)
         assert second.returncode == 78
         assert f"another worker (process {first.pid}) serves node `made-up` already" in output
         assert "Traceback" not in output
@@ -120,7 +120,7 @@ def test_chosen_gpus_and_a_second_worker(environment: dict[str, str]) -> None:
 
 def test_a_gpu_that_is_not_there(environment: dict[str, str]) -> None:
     worker = start(environment, "worker", "--gpus", "8")
-    output, _ = worker.communicate(timeout=30)
+    output, _ = worker.communicate(timeout=120)
     assert worker.returncode == 78
     assert "--gpus names GPU 8, which is not there" in output
     assert "Traceback" not in output

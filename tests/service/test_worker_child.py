@@ -36,8 +36,8 @@ def child(folder: Path) -> Iterator[Child]:
 
 
 def helper(folder: Path) -> int:
-    wait_for((folder / "ready").exists, 20, "the helper")
-    return int(wait_for((folder / "ready").read_text, 5, "its number"))
+    wait_for((folder / "ready").exists, 90, "the helper")
+    return int(wait_for((folder / "ready").read_text, 60, "its number"))
 
 
 def test_the_run_folder_is_this_users_alone(folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_asking_goes_to_the_child_and_killing_to_all_it_started(folder: Path, ch
 def test_a_helper_does_not_outlive_the_child(folder: Path, child: Child) -> None:
     helper_pid = helper(folder)
     os.kill(child.pid, signal.SIGKILL)
-    assert child.exited(5)
+    assert child.exited(60)
     assert processes.look(helper_pid) is not None
     child.reap()
     seen = processes.look(helper_pid)
@@ -92,5 +92,5 @@ def test_an_orphan_is_found_by_its_run_folder_and_ended_with_its_session(folder:
         # The leader is gone and reaped; its number still leads to the helper, and to nobody else.
         assert processes.look(orphan.pid) is None
         assert [process.pid for process in processes.members(orphan.pid)] == [helper_pid]
-        assert processes.end_session(orphan.pid, 5)
+        assert processes.end_session(orphan.pid, 60)
         assert processes.members(orphan.pid) == []

@@ -93,7 +93,7 @@ def events(run_dir: Path, type: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if type is None or event["type"] == type]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the trainer ended before"

@@ -42,7 +42,7 @@ def test_asking_a_program(tmp_path: Path, script: str, status: int | None, words
     seconds = 0.4 if "sleep" in script else 20.0
     answer = tools.ask(program(tmp_path, "smi", script), ["-x"], {"PATH": os.defpath}, seconds)
     assert (answer.failed, answer.status) == (words, status)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 19
 
 
 def test_what_a_hanging_program_started_goes_with_it(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_tool_that_hangs_is_a_notice_and_is_asked_once(tmp_path: Path) -> None
     for name in ("amd-smi", "nvidia-smi"):
         program(root / "bin", name, f'echo "{name} $*" >> {asked}; exec sleep 60')
     path = f"{root / 'bin'}:{os.defpath}"
-    box = discover(root / "sys", {"PATH": path}, seconds=0.3)
+    box = discover(root / "sys", {"PATH": path}, seconds=1.0)  # each has to come as far as its first line
     assert [gpu.arch for gpu in box.gpus] == ["gfx942"]
-    assert len(box.notes) == 2 and all("did not answer within 0 s and was killed" in note for note in box.notes)
+    assert len(box.notes) == 2 and all("did not answer within 1 s and was killed" in note for note in box.notes)
     assert [line.split()[0] for line in asked.read_text().splitlines()] == ["amd-smi", "nvidia-smi"]
 
 
