@@ -80,6 +80,7 @@ check: $(VENV)/.test ## lint, types, import rules, stale docs
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m core.docs --check
 	@$(BIN)/python -m api.auth.table --check
+	@$(BIN)/python -m api.routes_page --check
 	@$(BIN)/python client/unasync.py --check
 
 fmt: $(VENV)/.test ## format and fix
@@ -89,6 +90,7 @@ fmt: $(VENV)/.test ## format and fix
 docs: $(VENV)/.app ## write the generated pages again
 	@$(BIN)/python -m core.docs
 	@$(BIN)/python -m api.auth.table
+	@$(BIN)/python -m api.routes_page
 	@$(BIN)/python client/unasync.py
 
 lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)

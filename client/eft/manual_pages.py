@@ -107,7 +107,7 @@ def _section(page: Page, told: Sequence[Section]) -> list[str]:
     if page.commands:
         lines += ["", *(f"- `{page.name} {name}`: {words}" for _, name, words in page.commands)]
         return lines
-    lines += ["", "```", page.usage, "```"]
+    lines += ["", "```text", page.usage, "```"]
     rows = [(one.shown, one.help) for one in (*page.arguments, *page.options) if one.name != "help"]
     examples = [(line, purpose) for line, purpose in page.examples]
     for heading, more in told:
@@ -118,7 +118,7 @@ def _section(page: Page, told: Sequence[Section]) -> list[str]:
     if rows:
         lines += ["", "| | |", "|---|---|", *(f"| `{_cell(label)}` | {_cell(words)} |" for label, words in rows)]
     if examples:
-        lines += ["", "```sh"]
+        lines += ["", "<!-- shown: examples -->", "```bash"]
         for line, purpose in examples:
             lines += [*([f"# {purpose}"] if purpose else []), line]
         lines += ["```"]

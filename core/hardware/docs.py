@@ -121,7 +121,9 @@ def _recording() -> list[str]:
     return [
         "## Send in your machine",
         "",
-        "    eft doctor --record machine.txt",
+        "```bash",
+        "eft doctor --record machine.txt",
+        "```",
         "",
         "writes what is found of a machine: the kernel's list of GPUs, the mode and group of device files, what the",
         "drivers' programs answered, and variables about GPUs. Serial numbers and UUIDs are replaced by hashes with a",

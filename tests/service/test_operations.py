@@ -1,4 +1,4 @@
-"""The commands of an operator as they are typed, and what a full budget says everywhere."""
+"""The commands of an operator (docs/operations.md) as they are typed, and what a full budget says everywhere."""
 
 from __future__ import annotations
 

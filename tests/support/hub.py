@@ -109,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse(404, "RevisionNotFound")
             return self.send(json.dumps(self.describe()).encode(), {"Content-Type": "application/json"}, body=body)
         below = "" if hub.kind == "model" else f"{hub.kind}s/"
-        if file := re.fullmatch(rf"/{below}{re.escape(hub.repo)}/resolve/{hub.commit}/(.+)", path):
+        if file := re.fullmatch(rf"/{below}{re.escape(hub.repo)}/resolve/(?:main|{hub.commit})/(.+)", path):
             if hub.gated:
                 return self.refuse(403, "GatedRepo")
             if file[1] not in hub.files:

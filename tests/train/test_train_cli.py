@@ -1,4 +1,7 @@
-"""`eft train` without a server: the same order, the same child, a folder that goes on where it was stopped."""
+"""`eft train` without a server: the same order, the same child, a folder that goes on where it was stopped.
+
+docs/qlora.md shows it.
+"""
 
 from __future__ import annotations
 
