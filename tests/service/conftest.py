@@ -96,16 +96,20 @@ class Api:
 
     def start_job(self, **spec: Any) -> tuple[str, Token]:
         """A job that has been prepared and runs as its attempt 2. Jobs that other tests left waiting are cancelled."""
-        with self.database.write() as session:
-            waiting = session.execute(select(Job).where(Job.status == "queued", Job.kind == "train")).scalars().all()
-            for job in waiting:
-                cancel(session, Actor(job.owner_id, job.project_id), job.id)
+        self.clear_line()
         job_id = self.submit(**spec)["id"]
         with self.database.write() as session:
             first = claim(session, "wrk-test", "box", Slot(f"prepare-{job_id}", "prepare"), 600)
             assert first is not None and first.token.job_id == job_id
             finish(session, first.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
         return job_id, self.go_on(job_id)
+
+    def clear_line(self) -> None:
+        """Whatever other tests have left waiting."""
+        with self.database.write() as session:
+            waiting = session.execute(select(Job).where(Job.status == "queued", Job.kind == "train")).scalars().all()
+            for job in waiting:
+                cancel(session, Actor(job.owner_id, job.project_id), job.id)
 
     def go_on(self, job_id: str) -> Token:
         """Claim the waiting job for training."""

@@ -47,7 +47,7 @@ class Stream:
             for event in parse(reply.iter_lines()):
                 self.events.append(event)
 
-    def wait(self, count: int, seconds: float = 20) -> None:
+    def wait(self, count: int, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while len(self.events) < count:
             assert time.monotonic() < deadline, self.events
@@ -93,17 +93,17 @@ def test_replay_follow_and_end(api: Any) -> None:
     again.wait(1)
     done(api, token)
     for stream in (early, late, again):
-        stream.thread.join(20)
+        stream.thread.join(90)
         assert not stream.thread.is_alive()
         assert stream.events[-1] == {"event": "end", "data": {"status": "succeeded"}}
     assert early.ids() == ["1", "2", "3", "4", "5", "6", "7", "8", None]
     assert late.ids() == ["6", "7", "8", None]
     assert again.ids() == ["7", "8", None]
     finished = Stream(api, job_id)  # all of it, and the end, without waiting
-    finished.thread.join(20)
+    finished.thread.join(90)
     assert finished.events == early.events
     beyond = Stream(api, job_id, after=8)
-    beyond.thread.join(20)
+    beyond.thread.join(90)
     assert [event["event"] for event in beyond.events] == ["end"]
 
 
@@ -154,14 +154,14 @@ def test_nothing_is_left_of_those_who_leave(api: Any, count: int) -> None:
     for reply, client in zip(replies, clients, strict=True):
         reply.close()
         client.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while followers(api):
         assert time.monotonic() < deadline, followers(api)
         time.sleep(0.05)
     after = Stream(api, job_id)  # the hub begins anew
     after.wait(5)
     done(api, token)
-    after.thread.join(20)
+    after.thread.join(90)
     assert after.events[-1]["event"] == "end"
 
 
@@ -171,9 +171,10 @@ def test_a_server_that_stops_ends_its_streams(start_api: Any) -> None:
         streams = [Stream(api, job_id) for _ in range(5)]
         for stream in streams:
             stream.wait(5)
-        assert api.stop() < 8  # uvicorn would give open replies 10
+        api.stop()
         for stream in streams:
-            stream.thread.join(20)
+            stream.thread.join(90)
             assert not stream.thread.is_alive()
             assert stream.events[-1]["event"] == "status"  # no `end`: the job goes on
         assert "Traceback" not in api.log()
+        assert "shutdown exceeded" not in api.log(), "nobody had to be cut off after uvicorn's ten seconds"

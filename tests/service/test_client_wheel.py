@@ -79,7 +79,7 @@ def play_worker(api: Any, result: dict[str, Any], stop: threading.Event) -> None
         for job_id in waiting:
             with api.database.write() as session:
                 first = claim(session, "wrk-test", "box", Slot(f"prepare-{job_id}", "prepare"), 600)
-                assert first is not None
+                assert first is not None and first.token.job_id == job_id
                 finish(session, first.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
             token = api.go_on(first.token.job_id)
             path = api.layout.artifacts(token.job_id, token.attempt) / "adapter" / "adapter_model.safetensors"
@@ -109,6 +109,7 @@ def test_the_examples_for_ci(
         GITHUB_STEP_SUMMARY=str(after), GITHUB_REPOSITORY="lab/voice", GITHUB_RUN_ID=run, GITHUB_RUN_ATTEMPT="1",
         CI_PROJECT_PATH="lab/voice", CI_PIPELINE_ID=run, CI_JOB_ID="1",
     )  # fmt: skip
+    sqlite_api.clear_line()
     stop = threading.Event()
     result = {"eval_after": {"eval_loss": loss, "eval_exact_match": 0.9}}
     worker = threading.Thread(target=play_worker, args=(sqlite_api, result, stop))
