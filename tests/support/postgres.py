@@ -75,7 +75,7 @@ def _own_server(folder: Path, options: tuple[str, ...], port: int | None = None)
     finally:
         server.send_signal(signal.SIGINT)  # fast shutdown
         try:
-            server.wait(10)
+            server.wait(60)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
@@ -104,7 +104,7 @@ def _die_with_parent() -> None:
 
 
 def _wait(url: URL, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while True:
         try:
             _connect(url).close()

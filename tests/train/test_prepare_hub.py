@@ -57,7 +57,7 @@ class Child:
             "attempt": 1,
             "model": MODEL,
             "models_dir": str(models),
-            "fence_seconds": 60.0,
+            "fence_seconds": 600.0,
         }
         (folder / "run.json").write_text(PrepareOrder(**(values | order)).model_dump_json())
         environment = {"PATH": os.environ["PATH"], "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HOME": str(folder)}
@@ -72,7 +72,7 @@ class Child:
 
     def ends(self) -> int:
         try:
-            return self.process.wait(60)
+            return self.process.wait(200)
         finally:
             if self.process.stdin is not None:
                 self.process.stdin.close()
@@ -171,7 +171,7 @@ def test_a_download_that_is_ended_half_way(tmp_path: Path, server: Hub, how: str
     models = tmp_path / "models"
     server.trickle = SECOND
     child = Child(tmp_path / "1", models, server)
-    assert server.flowing.wait(30)
+    assert server.flowing.wait(150)
     match how:
         case "kill":
             child.process.kill()
@@ -217,8 +217,8 @@ def test_children_at_once_download_once(tmp_path: Path, server: Hub) -> None:
     models = tmp_path / "models"
     server.trickle = SECOND
     children = [Child(tmp_path / str(number), models, server) for number in range(2)]
-    assert server.flowing.wait(30)
-    waiting = time.monotonic() + 30
+    assert server.flowing.wait(150)
+    waiting = time.monotonic() + 150
     while not any(
         "waiting" in json.dumps(child.events) for child in children if (child.folder / "events.jsonl").exists()
     ):
@@ -391,7 +391,7 @@ def test_old_work_in_progress_is_thrown_away(tmp_path: Path, server: Hub) -> Non
     for work in (old, held):
         for path in (work / "half", work):
             os.utime(path, (0, 0))
-    holder = subprocess.Popen(["flock", str(tmp_path / ".locks/held.lock"), "sleep", "60"])
+    holder = subprocess.Popen(["flock", str(tmp_path / ".locks/held.lock"), "sleep", "600"])
     try:
         while subprocess.run(["flock", "-n", str(tmp_path / ".locks/held.lock"), "true"]).returncode == 0:
             time.sleep(0.02)
