@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -87,7 +88,7 @@ def test_a_second_one_on_the_same_data_root_is_refused(service: Service) -> None
         env=service.environment,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert second.returncode == 1
     assert f"already up on the data root {service.data} (process {service.pid('up')})" in second.stderr
@@ -124,7 +125,7 @@ def test_a_killed_broker_comes_back_and_no_job_waits_for_ever(service: Service, 
     os.kill(old, signal.SIGKILL)
     (models / "empty").mkdir()
     job_id = service.submit({"model": str(models / "empty"), "data": service.upload(rows_of(service))})
-    failed = service.wait(job_id, "failed", timeout=30)
+    failed = service.wait(job_id, "failed")
     assert failed["failure"]["class"] == "user"
     assert service.pid("broker") != old
     assert "the broker ended (exit status -9)" in service.log()
@@ -135,7 +136,7 @@ def test_doubled_late_lost_and_stuck_messages_change_nothing(service: Service, m
     (models / "nothing").mkdir()
     nothing = {"model": str(models / "nothing"), "data": service.upload(rows_of(service))}
     ended = service.submit(nothing)
-    service.wait(ended, "failed", timeout=60)
+    service.wait(ended, "failed")
     before = service.statuses(ended)
     job_id = long_job(service, models)
     service.wait_for_step(job_id, 2)
@@ -160,20 +161,20 @@ def test_doubled_late_lost_and_stuck_messages_change_nothing(service: Service, m
         for _ in range(20):
             server.flushall()
             time.sleep(0.05)
-    service.wait(lost, "failed", timeout=60)
+    service.wait(lost, "failed")
 
     os.kill(service.pid("broker"), signal.SIGSTOP)
     try:
         began = time.monotonic()
         stuck = service.submit(nothing)
-        assert time.monotonic() - began < 5, "the API does not ask the broker"
+        assert time.monotonic() - began < 9, "the API does not ask the broker"
         time.sleep(BROKER_AWAY)
     finally:
         os.kill(service.pid("broker"), signal.SIGCONT)
-    service.wait(stuck, "failed", timeout=60)
+    service.wait(stuck, "failed")
     assert service.statuses(job_id) == path and len(service.trainers(job_id)) == 1
     service.client.post(f"/jobs/{job_id}/cancel")
-    service.wait(job_id, "cancelled", timeout=60)
+    service.wait(job_id, "cancelled")
 
 
 def rows_of(service: Service) -> Path:
@@ -202,7 +203,7 @@ def test_sigterm_hands_back_and_leaves_nothing(own: Service, models: Path) -> No
         events = own.client.get(f"/jobs/{job_id}/events", params={"format": "json"}).json()["data"]
         return [event for event in events if event["type"] == "resumed"]
 
-    assert len(wait_for(resumed, 90, "the job to go on", lambda: own.describe(job_id))) == 1
+    assert len(wait_for(resumed, 200, "the job to go on", lambda: own.describe(job_id))) == 1
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing(own: Service, models: Path) -> None:
@@ -212,15 +213,16 @@ def test_kill_9_of_the_supervisor_leaves_nothing(own: Service, models: Path) -> 
     assert len(own.processes()) >= 5, own.processes()
     own.process.kill()
     own.process.wait()
-    wait_for(lambda: not own.processes(), 40, "everything to end", lambda: str(own.processes()))
+    wait_for(lambda: not own.processes(), 120, "everything to end", lambda: str(own.processes()))
 
 
 def test_kill_9_of_everything_but_the_trainer_leaves_nothing(own: Service, models: Path) -> None:
     job_id = long_job(own, models)
     own.wait_for_step(job_id, 1)
     for pid in own.note()["pids"].values():
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not own.processes(), 10, "the trainer to end itself", lambda: str(own.processes()))
+        with contextlib.suppress(ProcessLookupError):  # it has gone with the supervisor
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not own.processes(), 60, "the trainer to end itself", lambda: str(own.processes()))
     assert own.process is not None
     own.process.wait()
 
@@ -230,7 +232,7 @@ def test_a_member_that_cannot_start_ends_it_with_words(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         environment = os.environ | {"EFT_DATA": str(tmp_path / "data"), "EFT_NODE": "box"}
         command = [sys.executable, "-m", "box.up", "--port", str(port), "--key-file", str(tmp_path / "key")]
-        ended = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=90)
+        ended = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 1
     assert "the api ended 5 times in a row, each soon after its start" in ended.stderr
     assert "address already in use" in ended.stderr.lower()
@@ -268,7 +270,7 @@ def test_the_broker_runs_on_such_a_socket_and_keeps_what_it_was_told(tmp_path: P
     for expected in (b"$-1", b"$4\r\nkept"):
         broker.prepare(data, path)
         server = subprocess.Popen(broker.command(data, path), stdout=subprocess.DEVNULL)
-        wait_for(lambda: broker.answers(path), 10, "the broker")
+        wait_for(lambda: broker.answers(path), 60, "the broker")
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
@@ -276,6 +278,6 @@ def test_the_broker_runs_on_such_a_socket_and_keeps_what_it_was_told(tmp_path: P
             assert connection.recv(100).startswith(expected)
             connection.sendall(b"SET word kept\r\n")
             assert connection.recv(100) == b"+OK\r\n"
-            wait_for(lambda: b"kept" in b"".join(f.read_bytes() for f in data.glob("**/*.aof")), 5, "the log file")
+            wait_for(lambda: b"kept" in b"".join(f.read_bytes() for f in data.glob("**/*.aof")), 60, "the log file")
         server.kill()
         server.wait()
