@@ -12,6 +12,10 @@ import pytest
 
 from tests.support import postgres
 
+# pytest's first process imports readline, which tells all its children of a terminal of 80 columns that is not there.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(scope="session")
 def postgres_databases() -> Iterator[Callable[[], str]]:
