@@ -12,6 +12,8 @@ from core.db.engine import db_now
 from core.db.tables import Attempt, Job
 from core.jobs.states import FINAL, Status
 
+OVERDUE_SECONDS = 150.0
+"""After which nobody counts any more on a job that should have been over."""
 PACE_SHARE, PACE_SECONDS = 1.25, 300.0
 """A run that goes on from its checkpoint takes what its trainer said was left, and at the most this much more: it loads
 its model again, and a step may take longer than before."""
@@ -27,6 +29,8 @@ class Left:
     """Its time limit; None: it has none."""
     may_stop_early: bool
     """Its evaluations may end it before its last step."""
+    overdue: float = 0.0
+    """Since it should have been over by its pace: it writes what it hands back, or hangs."""
 
     @property
     def expected(self) -> float | None:
@@ -36,7 +40,8 @@ class Left:
     @property
     def surely(self) -> float | None:
         """It does not leave by itself before that; None: it may at any moment, as far as anybody knows."""
-        return None if self.by_pace is None or self.may_stop_early else self.expected
+        unsure = self.by_pace is None or self.may_stop_early or self.overdue > OVERDUE_SECONDS
+        return None if unsure else self.expected
 
 
 def left(running: Job, began: float | None, spent: float, now: float) -> Left:
@@ -44,14 +49,15 @@ def left(running: Job, began: float | None, spent: float, now: float) -> Left:
     progress = running.progress or {}
     told_at = max(at for at in (running.progress_at, began, 0.0) if at is not None) or now
     step, total = progress.get("step"), progress.get("total_steps")
-    by_pace = None
+    by_pace, overdue = None, 0.0
     if progress.get("seconds_left") is not None:
-        by_pace = max(0.0, float(progress["seconds_left"]) - max(0.0, now - told_at))
+        rest = float(progress["seconds_left"]) - max(0.0, now - told_at)
+        by_pace, overdue = max(0.0, rest), max(0.0, -rest)
     elif step and total and began is not None:
         by_pace = (now - began) / step * (total - step)
     limit = running.spec["resources"].get("max_runtime_seconds")
     stopping = ((running.spec.get("evaluation") or {}).get("early_stopping") or {}).get("type", "none")
-    return Left(by_pace, None if limit is None else max(0.0, limit - spent), stopping != "none")
+    return Left(by_pace, None if limit is None else max(0.0, limit - spent), stopping != "none", overdue)
 
 
 def bound(limit: float | None, spent: float, seconds_left: float | None) -> float | None:

@@ -168,6 +168,18 @@ def test_lower_priorities_before_higher_ones_and_free_slots_first(lab: Lab) -> N
     assert ask(lab) == [("more", ["p1", "p2"])]
 
 
+def test_who_should_have_been_over_long_ago_is_not_waited_for(lab: Lab) -> None:
+    """Its slot is as good as free for a while; then it writes large files, or hangs, and somebody else makes room."""
+    allow(lab)
+    for n in range(4):
+        runs(lab, f"low{n}")
+    lab.tell("low3", 0.0, trained=1000.0)
+    lab.job("urgent", "bob", priority=5)
+    assert ask(lab) == []
+    lab.wait(400)
+    assert ask(lab) == [("urgent", ["low2"])]
+
+
 def test_another_project_is_not_named(lab: Lab) -> None:
     allow(lab)
     for n in range(4):
