@@ -373,11 +373,13 @@ class Attempt:
     def _free_gpus(self, memory_before: dict[str, int | None]) -> None:
         """The slots are given back by `_finish`; one whose memory is still taken goes into quarantine first."""
         quarantine, settings = self.site.quarantine, self.site.settings
+        deadline = time.monotonic() + settings.gpu_clear_seconds  # of all together: the next job was told of no more
         for gpu in self._gpus:
             before = memory_before[gpu.uuid]
             if before is None or quarantine is None:
                 continue
-            taken = gpu_memory.cleared(gpu, settings.sysfs, before, settings.gpu_clear_seconds)
+            left = max(0.0, deadline - time.monotonic())
+            taken = gpu_memory.cleared(gpu, settings.sysfs, before, left)
             if taken is not None:
                 log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
 
