@@ -37,7 +37,8 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@# Another torch: the one that is there goes first, since 2.13.0+cpu would do for torch==2.13.0, and stay.
 	@set -e; case "$(TORCH)" in \
 	  rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.pick $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
-	  *) set -- "$(TORCH)" "$(TORCH_INDEX)" ;; \
+	  torch|torch[=\<\>~!\[\ ]*|*.whl) set -- "$(TORCH)" "$(TORCH_INDEX)" ;; \
+	  *) echo "TORCH=$(TORCH): rocm, cuda, cpu, a requirement of torch (torch==2.13.0), or a wheel's path or URL" >&2; exit 2 ;; \
 	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) $(PIP) install $${2:+--index-url "$$2"} "$$1"
 	@$(PIP) install --no-deps --require-hashes -r locks/app.txt
 	@$(PIP) install --no-deps --no-build-isolation -e client

@@ -102,7 +102,8 @@ def install(target: Target, parts: Sequence[Part], user: str, data: Path, start:
         target.write(UNITS / units.name(part), units.render(part, plan), 0o644)
     target.run("systemctl", "daemon-reload")
     if start:
-        target.run("systemctl", "enable", "--now", *(units.name(part) for part in parts))
+        # Not `enable --now`: the restart, which an update needs, would end a first start amid its migration.
+        target.run("systemctl", "enable", *(units.name(part) for part in parts))
         target.run("systemctl", "restart", *(units.name(part) for part in parts))
     if target.here:
         _say_next(parts, data, start)

@@ -73,7 +73,7 @@ def _here(root: Any, here: Page, rest: list[str], current: str) -> tuple[bool, l
     if here.commands and not rest and not current.startswith("-"):
         return False, _commands(here)
     if here.module is not None:
-        return _of_module(here.module, current)
+        return _of_module(here.module, rest, current)
     option = _waiting_option(here, rest)
     if option is not None:
         return _values(option, here)
@@ -126,17 +126,22 @@ def _values(one: Parameter, here: Page) -> tuple[bool, list[Offer]]:
     return files, [] if asked is None else _ask(asked, here)
 
 
-def _of_module(module: str, current: str) -> tuple[bool, list[Offer]]:
+def _of_module(module: str, rest: list[str], current: str) -> tuple[bool, list[Offer]]:
     """A program of the application: what its --help lists."""
     from eft.delegated import sections
 
-    if not current.startswith("-"):
+    if rest and not current.startswith("-"):
         return True, []
     found = []
-    for _, rows in sections(module):
+    for heading, rows in sections(module):
+        if not current.startswith("-"):
+            # argparse tells of subcommands in a row `{install,run}`, and then one by one.
+            verbs = {verb for label, _ in rows for verb in label.strip("{}").split(",") if label.startswith("{")}
+            found += [(label, words) for label, words in rows if heading == "Arguments" and label in verbs]
+            continue
         for label, words in rows:
             found += [(part.split()[0], words) for part in label.split(", ") if part.startswith("--")]
-    return False, found
+    return not found and not current.startswith("-"), found
 
 
 # --- of the server

@@ -180,8 +180,8 @@ def _parameter(one: Any, hints: Mapping[str, Any]) -> Parameter:
     switch = bool(getattr(one, "is_flag", False))
     metavar = "" if switch else (one.metavar or _METAVARS.get(kind, "TEXT"))
     if is_argument:
-        metavar = (one.metavar or one.name.upper()).strip("[]")
-        metavar = metavar if one.required or metavar.startswith("[") else f"[{metavar}]"
+        metavar = re.sub(r"^\[(.*)\](\.\.\.)?$", r"\1\2", one.metavar or one.name.upper())  # as typer writes: [FILE]...
+        metavar = metavar if one.required else f"[{metavar}]"
     words = (one.help or "").strip()
     words += "" if not words or words.endswith((".", "!", "?", ")", "…")) else "."
     bounds = _bounds(one) if not switch else ""

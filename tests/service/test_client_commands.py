@@ -208,6 +208,7 @@ def test_every_example_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_is_the_manual(eft: Any) -> None:
+    assert "eft download JOB [ARTIFACT...] [OPTION]…" in eft("help", "download").stdout
     told = eft("help", "submit").stdout
     assert told == eft("submit", "--help").stdout.rstrip("\n") + "\n"
     assert "At least 0. Default: 300." in " ".join(told.split()) and "  8  the job has succeeded and" in told

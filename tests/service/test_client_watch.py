@@ -208,3 +208,9 @@ def test_sparklines() -> None:
     assert sparkline([1.0, float("inf"), 0.0], 8) == f"{BARS[-1]} {BARS[0]}"
     assert sparkline([float(n) for n in range(800)], 8) == BARS
     assert sparkline([0.0, 1.0], 8, utf8=False) == "_@"
+
+
+def test_more_than_was_asked_for_is_said() -> None:
+    console = Console(file=io.StringIO(), width=100, height=30, color_system=None)
+    console.print(Frame(world(30), "http://box"))
+    assert "eft watch 20+ at work, 30 waiting" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -105,6 +105,7 @@ def test_make_installs_what_was_asked_for_and_remembers_it(checkout: Path) -> No
     (checkout / "locks/app.txt").touch()
     assert make(checkout) == [cpu], "a later make keeps the choice"
     assert make(checkout, "TORCH=rocm", "ARCH=gfx900") == [], "what there is stays when there is none"
+    assert make(checkout, "TORCH=ROCM") == make(checkout, "TORCH=amd") == [], "a package of PyPI that has that name"
     assert make(checkout, "TORCH=torch==2.12.0", "TORCH_INDEX=https://example.org/whl") == [
         "uninstall -y torch",
         "install --index-url https://example.org/whl torch==2.12.0",

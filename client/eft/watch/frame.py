@@ -19,7 +19,7 @@ from eft.harmless import segment
 from eft.output import STATUS_STYLE, age, duration, number, size
 from eft.times import clock
 from eft.types import Job
-from eft.watch.world import Line, Watched, World
+from eft.watch.world import JOBS, QUEUE, Line, Watched, World
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 """A sparkline's heights; the second where the terminal's encoding has not the first."""
@@ -73,8 +73,7 @@ class Frame:
         words.append("eft watch ", style="bold")
         words.append(world.one or "", style="bold")
         if world.one is None and world.looked:
-            at_work = len(world.jobs)
-            words.append(f"{at_work} at work, {len(world.queue)} waiting")
+            words.append(f"{_count(world.jobs, JOBS)} at work, {_count(world.queue, QUEUE)} waiting")
             if world.ended:
                 last = world.ended[0]
                 words.append(f"; last: {last.name or last.id} ")
@@ -88,6 +87,11 @@ class Frame:
 
     def _foot(self) -> Text:
         return Text(f"q quit  {self.address}", style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _count(rows: Sequence[Any], asked: int) -> str:
+    """Behind as many as were asked for there may be more."""
+    return f"{asked}+" if len(rows) >= asked else str(len(rows))
 
 
 def _title(words: str) -> Text:
@@ -167,7 +171,7 @@ def _jobs(jobs: Sequence[Watched], width: int, utf8: bool, room: int) -> tuple[l
             (50, Text(_left(job))),
         ]  # each from its width of the terminal on
         table.add_row(*(cell for least, cell in cells if width >= least))
-    more = f" ({len(shown)} of {len(jobs)})" if len(shown) < len(jobs) else ""
+    more = f" ({len(shown)} of {_count(jobs, JOBS)})" if len(shown) < len(jobs) else ""
     return [Text(""), _title(f"At work{more}"), table], 2 + len(shown)
 
 
@@ -263,7 +267,7 @@ def _queue(rows: Sequence[dict[str, Any]], width: int, room: int) -> tuple[list[
             Text(start),
             Text(row["reason"]),
         )
-    more = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
+    more = f" ({len(shown)} of {_count(rows, QUEUE)})" if len(shown) < len(rows) else ""
     return [Text(""), _title(f"Waiting{more}"), table], 2 + len(shown)
 
 

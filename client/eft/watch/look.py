@@ -14,7 +14,7 @@ from eft.errors import ApiError, EftClientError
 from eft.live import event_words
 from eft.output import number
 from eft.types import Event, Job
-from eft.watch.world import Line, Watched, World
+from eft.watch.world import JOBS, QUEUE, Line, Watched, World
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -24,7 +24,7 @@ LONGEST_WAIT = 2.0
 """Seconds between two tries while the server is away: somebody sits in front of it."""
 POINTS = 120
 """Of a loss curve: more than a sparkline has places."""
-JOBS, ENDED, QUEUE, LINES = 20, 10, 100, 200
+ENDED, LINES = 10, 200
 """How many of each are kept."""
 
 

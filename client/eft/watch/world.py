@@ -8,6 +8,9 @@ from typing import Any
 
 from eft.types import Job
 
+JOBS, QUEUE = 20, 100
+"""How many of each are asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
