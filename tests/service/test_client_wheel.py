@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def clean(programs: Path, api: Any, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "TMPDIR")}
     path = f"{programs}:/usr/bin:/bin"
     return kept | {"PATH": path, "EFT_URL": api.url, "EFT_API_KEY": api.key, "XDG_CONFIG_HOME": "/nonexistent"} | more
+
+
+def test_what_is_in_the_wheel(built: Path) -> None:
+    with zipfile.ZipFile(built) as wheel_file:
+        names = wheel_file.namelist()
+        (licence,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+        assert wheel_file.read(licence) == (ROOT / "LICENSE").read_bytes(), "client/LICENSE is a copy"
+    assert "eft/py.typed" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"eft"}
 
 
 def test_the_wheels_own_tests(sqlite_api: Any, programs: Path, tmp_path: Path) -> None:
