@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eft import Client
+from eft.jobfile import read_job, upload_data, uploader
 
 from api import routes_page
 from core.spec.job import JobSpec
@@ -175,6 +177,7 @@ def environment(service: Service, sandbox: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(900)  # users.md alone starts forty processes; a busy machine takes minutes for them
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
 def test_the_pages_commands_run_as_they_stand(page: Path, service: Service, sandbox: Path) -> None:
     ran = subprocess.run(
@@ -185,6 +188,17 @@ def test_the_pages_commands_run_as_they_stand(page: Path, service: Service, sand
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=800,
     )
     assert ran.returncode == 0, f"{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}\n{service.log()[-2000:]}"
+
+
+def test_the_recipes_are_jobs_for_the_service(service: Service, sandbox: Path) -> None:
+    files = sorted((sandbox / "examples" / "recipes").glob("*.yaml"))
+    with Client(service.note()["url"], service.key) as client:
+        for file in files:
+            spec, folder = read_job(str(file))
+            resolved = client.resolve(upload_data(spec, folder, {}, uploader(client)))
+            assert resolved["name"] == file.stem
+    page = (ROOT / "examples" / "recipes" / "README.md").read_text()
+    assert len(files) >= 9 and [file.name for file in files if f"({file.name})" not in page] == []

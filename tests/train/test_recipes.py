@@ -1,0 +1,55 @@
+"""The recipes really train: each job file of examples/recipes, cut to two steps of a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.spec.load import load_yaml
+from core.spec.run import EXIT_OK
+from core.train.recipe import run
+from tests.support.trainer import ROOT, events, log, write_run
+
+RECIPES = ROOT / "examples" / "recipes"
+RANKS = {"two-gpus"}
+"""Several processes: tests/train/test_ranks.py."""
+
+
+def absolute(part: Any) -> Any:
+    """Sources beside the job file, as `eft submit` finds them."""
+    match part:
+        case str() if part.endswith(".jsonl"):
+            return str((RECIPES / part).resolve())
+        case dict():
+            return {key: absolute(value) for key, value in part.items()}
+        case list():
+            return [absolute(value) for value in part]
+        case _:
+            return part
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_trains(path: Path, tmp_path: Path, tiny_dir: Path) -> None:
+    job = load_yaml(path.read_bytes())
+    assert path.read_text().startswith("# ") and job["name"] == path.stem
+    if path.stem in RANKS:
+        assert job["resources"]["gpus"] > 1
+        return
+    training = job["training"] | {"max_steps": 2}
+    axes = {key: value for key, value in job.items() if key not in ("version", "name", "model", "data", "training")}
+    folder = write_run(
+        tmp_path / "run",
+        tiny_dir,
+        RECIPES / "text.jsonl",
+        data=absolute(job["data"]),
+        training=training,
+        cache_dir=tmp_path / "cache",
+        **axes,
+    )
+    assert run(folder) == EXIT_OK, f"{events(folder, 'error')}\n{log(folder)}"
+    (result,) = events(folder, "result")
+    assert result["result"]["steps"] == 2
+    names = {file.parent.name for file in (folder / "artifacts").glob("*/*model.safetensors")}
+    assert names == {"adapter", "merged"} if job.get("export") else names == {"adapter"}
