@@ -22,16 +22,21 @@ CODES = "codes.json"
 
 
 class AskedAt(Stop):
-    """Asked to leave at the n-th place after training began."""
+    """Asked to leave at the n-th place after training began.
 
-    def __init__(self, place: int, run_dir: Path) -> None:
+    Rank 0 has told of that before it looks, and others cannot know whether they read that a moment before or after:
+    they know it by who asks (`Loop._asked`, all ranks together), their runs having no evaluation before training."""
+
+    def __init__(self, place: int, run_dir: Path, rank: int = 0) -> None:
         self._left, self._run_dir, self._training = place, run_dir, False
+        self._rank = rank
 
     @property  # type: ignore[override]
     def requested(self) -> bool:
         if not self._training:
             path = self._run_dir / "events.jsonl"
-            self._training = path.exists() and b'"phase":"training"' in path.read_bytes()
+            told = path.exists() and b'"phase":"training"' in path.read_bytes()
+            self._training = told if self._rank == 0 else sys._getframe(1).f_code.co_name == "_asked"
             return False
         self._left -= 1
         return self._left < 0
@@ -50,7 +55,7 @@ def main() -> None:
         folder, _, asked = argument.partition("@")
         rank, _, place = asked.partition(":")
         run_dir = Path(folder)
-        stop = AskedAt(int(place), run_dir) if asked and int(rank) == seat.rank else Stop()
+        stop = AskedAt(int(place), run_dir, seat.rank) if asked and int(rank) == seat.rank else Stop()
         codes.append(run(run_dir, stop, replace(seat, folder=run_dir)))
         if dist.is_initialized():  # one that left early would have ended its process
             dist.destroy_process_group()
