@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from core.jobs.states import TRANSITIONS, Status
-from tests.support.service import ROOT, Service, running, wait_for
+from tests.support.service import ROOT, SHORT, Service, running, wait_for
 
 STEPS = 80
 
@@ -126,7 +126,7 @@ def trainer_of(service: Service, job_id: str) -> int:
 def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
-        service.wait_for_step(job_id, 25)
+        service.wait_for_step(job_id, 11)  # one checkpoint is there, and most is yet to come
         os.kill(trainer_of(service, job_id), signal.SIGKILL)
         job = service.wait(job_id, "succeeded", "failed")
     again = ["starting", "running"]
@@ -140,11 +140,11 @@ def test_kill_9_of_the_trainer(service: Service, spec: dict[str, Any], undisturb
 def test_kill_9_of_the_worker(service: Service, spec: dict[str, Any], undisturbed: bytes) -> None:
     job_id = service.submit(spec)
     with Watch(service, job_id) as watch:
-        service.wait_for_step(job_id, 25)
+        service.wait_for_step(job_id, 11)  # one checkpoint is there, and most is yet to come
         trainer = trainer_of(service, job_id)
         worker = service.pid("worker")
         os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: trainer not in service.trainers(job_id), 5, "the trainer to end after its worker")
+        wait_for(lambda: trainer not in service.trainers(job_id), 60, "the trainer to end after its worker")
         service.wait(job_id, "succeeded", "failed")
     again = ["starting", "running"]
     watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
@@ -159,8 +159,8 @@ def test_kill_9_of_the_api(service: Service, spec: dict[str, Any], undisturbed: 
     service.wait_for_step(job_id, 15)
     api, trainer = service.pid("api"), trainer_of(service, job_id)
     os.kill(api, signal.SIGKILL)
-    wait_for(lambda: service.pid("api") != api, 20, "another API")
-    wait_for(lambda: answers(service), 20, "the API to answer")
+    wait_for(lambda: service.pid("api") != api, 90, "another API")
+    wait_for(lambda: answers(service), 90, "the API to answer")
     assert service.trainers(job_id) in ([trainer], []), "the job was disturbed"
     service.wait(job_id, "succeeded", "failed")
     assert service.statuses(job_id) == ["queued", "preparing", "queued", "starting", "running", "succeeded"]
@@ -181,8 +181,8 @@ def test_sigterm_to_the_worker_hands_back(service: Service, spec: dict[str, Any]
         worker = service.pid("worker")
         began = time.monotonic()
         os.kill(worker, signal.SIGTERM)
-        wait_for(lambda: not Path(f"/proc/{worker}").exists(), 30, "the worker to leave")
-        assert time.monotonic() - began < 15
+        wait_for(lambda: not Path(f"/proc/{worker}").exists(), 90, "the worker to leave")
+        assert time.monotonic() - began < float(SHORT["EFT_STOP_GRACE_SECONDS"]), "nobody had to be killed"
         service.wait(job_id, "succeeded", "failed")
     again = ["starting", "running"]
     watch.check(["queued", "preparing", "queued", *again, "queued", *again, "succeeded"])
@@ -215,13 +215,13 @@ def test_a_drained_node_hands_back_and_loses_at_most_the_running_micro_step(
     service.wait_for_step(job_id, 4)
     node = service.client.get("/nodes").json()["data"][0]["name"]
     assert service.client.post(f"/nodes/{node}/drain", params={"reason": "a test"}).json()["state"] == "draining"
-    wait_for(lambda: service.client.get(f"/nodes/{node}").json()["state"] == "drained", 30, "drained")
+    wait_for(lambda: service.client.get(f"/nodes/{node}").json()["state"] == "drained", 120, "drained")
     assert service.trainers(job_id) == []
     (back,) = [e["data"] for e in events(service, job_id) if e["type"] == "status" and "drained" in e["data"]]
     assert back["drained"] == {"node": node, "reason": "a test"} and back["actor"].startswith("user-")
     worker = service.pid("worker")
     os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: service.pid("worker") != worker, 20, "another worker")
+    wait_for(lambda: service.pid("worker") != worker, 90, "another worker")
     time.sleep(3)  # sweeps ring once a second
     assert service.job(job_id)["status"] == "queued", "the next worker of the node claims nothing either"
     assert service.client.post(f"/nodes/{node}/undrain").json()["state"] in ("serving", "silent")
@@ -241,7 +241,7 @@ def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: b
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 13)
         assert service.client.post(f"/jobs/{job_id}/pause").status_code == 200
-        service.wait(job_id, "paused", timeout=20)
+        service.wait(job_id, "paused")
         assert service.trainers(job_id) == []
         assert service.client.post(f"/jobs/{job_id}/resume").status_code == 200
         service.wait(job_id, "succeeded", "failed")
@@ -251,14 +251,14 @@ def test_pause_and_resume(service: Service, spec: dict[str, Any], undisturbed: b
 
 
 def test_cancel_of_a_running_job(service: Service, spec: dict[str, Any]) -> None:
-    job_id = service.submit({**spec, "training": {**spec["training"], "max_steps": 5000}})
-    waiting = service.submit(spec)  # for the one slot
+    job_id = service.submit({**spec, "training": {**spec["training"], "max_steps": 100_000}})
+    waiting = service.submit({**spec, "training": {**spec["training"], "max_steps": 100_000}})  # for the one slot
     with Watch(service, job_id) as watch:
         service.wait_for_step(job_id, 2)
         assert service.client.post(f"/jobs/{job_id}/cancel").status_code == 200
-        service.wait(job_id, "cancelled", timeout=20)
+        service.wait(job_id, "cancelled")
         assert service.trainers(job_id) == []
     watch.check(["queued", "preparing", "queued", "starting", "running", "stopping", "cancelled"])
-    service.wait(waiting, "starting", "running", timeout=20)
+    service.wait(waiting, "starting", "running")
     assert service.client.post(f"/jobs/{waiting}/cancel").status_code == 200
-    service.wait(waiting, "cancelled", timeout=40)
+    service.wait(waiting, "cancelled")

@@ -79,22 +79,30 @@ def steps(service: Service, job_id: str) -> list[int]:
 
 
 def test_time_is_up(service: Service, models: Path, file: str) -> None:
-    job_id = job(service, models, file, resources={"type": "single", "max_runtime_seconds": 12})
+    seconds = 12
     while True:
+        job_id = job(service, models, file, resources={"type": "single", "max_runtime_seconds": seconds})
         failure = service.wait(job_id, "failed", "succeeded")["failure"]
         assert (failure["class"], failure["code"]) == ("user", "max_runtime")
         assert failure["field"] == "resources.max_runtime_seconds" and "`retry`" in failure["message"]
         if steps(service, job_id):
             break
-        job_id = retry(service, job_id)  # all of it went into loading: this machine is busy
+        seconds *= 2  # all of it went into loading: this machine is busy, or slow
     done = steps(service, job_id)
     newest = max(path.name for path in (service.data / "runs" / job_id).glob("attempt-*/checkpoints/*"))
     assert newest.startswith(f"step-{done[-1]:08d}"), "the checkpoint is of the last moment"
-    again = retry(service, job_id)
-    service.wait_for_step(again, done[-1] + 1)
+    again = job_id
+    while not steps(service, again := retry(service, again)):
+        wait_for(lambda job_id=again: steps(service, job_id) or ended(service, job_id), 200, "a step or the end")
+        if steps(service, again):
+            break  # or all of it went into loading once more
     service.client.post(f"/jobs/{again}/cancel")
-    service.wait(again, "cancelled")
+    wait_for(lambda: ended(service, again), 200, "its end")
     assert steps(service, again)[0] == done[-1] + 1, "it went on where the other had to stop"
+
+
+def ended(service: Service, job_id: str) -> bool:
+    return service.job(job_id)["status"] in ("succeeded", "failed", "cancelled")
 
 
 def test_a_frozen_trainer_is_killed_and_tried_again(service: Service, models: Path, file: str) -> None:
@@ -102,7 +110,7 @@ def test_a_frozen_trainer_is_killed_and_tried_again(service: Service, models: Pa
     service.wait_for_step(job_id, 6)
     (pid,) = service.trainers(job_id)
     os.kill(pid, signal.SIGSTOP)
-    told = wait_for(lambda: events(service, job_id, "hung"), 30, "the hang", lambda: service.describe(job_id))
+    told = wait_for(lambda: events(service, job_id, "hung"), 120, "the hang", lambda: service.describe(job_id))
     assert "no sign of life" in told[0]["failure"]["message"] and told[0]["failure"]["class"] == "machine"
     assert not Path(f"/proc/{pid}").exists()
     service.wait_for_step(job_id, 7)  # by another one
@@ -125,9 +133,10 @@ def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Pat
     job_id = job(service, models, long_file, training=sizes, checkpoint={"type": "disk", "save_steps": 1})
     service.wait_for_step(job_id, 1)
     (pid,) = service.trainers(job_id)
-    # It may map less than a step needs; malloc returns tensors above 32 MiB to the kernel, and asks again.
-    most, end = 0, time.monotonic() + 3.0
-    while time.monotonic() < end:
+    # It may map less than a step needs; malloc returns tensors above 32 MiB to the kernel, and asks again. Looked at for
+    # one whole step, however long one takes here.
+    most, seen = 0, service.job(job_id)["progress"]["step"]
+    while service.job(job_id)["progress"]["step"] < seen + 2:
         most = max(most, int(Path(f"/proc/{pid}/statm").read_text().split()[0]))
     limit = most * resource.getpagesize() - (32 << 20)
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
@@ -143,9 +152,11 @@ def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Pat
 
 def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str) -> None:
     if os.geteuid() != 0:
-        return  # no file system of our own to fill; tests/train/test_failures.py has the trainer's part
+        pytest.skip("NOT TESTED: a file system of our own to fill needs root; the trainer's part is in tests/train")
     # Full fine-tuning: its checkpoints are of megabytes, and do not fit beside the ballast.
-    job_id = job(service, models, file, steps=200, method="full", checkpoint={"type": "disk", "save_steps": 20})
+    job_id = job(
+        service, models, file, steps=200, method="full", checkpoint={"type": "disk", "save_steps": 20, "keep_last": 10}
+    )
     service.wait_for_step(job_id, 25)
     ballast = service.data / "ballast"
     with ballast.open("wb", buffering=0) as stream:
@@ -157,7 +168,7 @@ def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str
         stream.truncate(max(0, stream.tell() - (256 << 10)))  # room for events, not for a checkpoint
     waiting = wait_for(
         lambda: (now := service.job(job_id))["status"] == "queued" and now,
-        30,
+        120,
         "queued",
         lambda: service.describe(job_id),
     )
@@ -166,13 +177,13 @@ def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str
     (told,) = events(service, job_id, "no_space")
     assert told["needs_bytes"] > 1 << 20 and "its checkpoint of" in told["reason"]
     figures = r"waits for room on the data root: 0 MiB free, needs (\d+) \((\d+) for itself, 8 stay in reserve\)"
-    said = wait_for(lambda: re.fullmatch(figures, service.job(job_id)["reason"]), 10, "both figures")
+    said = wait_for(lambda: re.fullmatch(figures, service.job(job_id)["reason"]), 60, "both figures")
     assert int(said[2]) == -(-told["needs_bytes"] >> 20) and int(said[1]) <= int(said[2]) + 8
     time.sleep(3)  # sweeps look once a second
     assert service.job(job_id)["attempt"] == waiting["attempt"], "nothing is tried while there is no room"
     left = [path.name for path in (service.data / "runs" / job_id / "attempt-2" / "checkpoints").iterdir()]
     assert "step-00000020" in left and not [name for name in left if name.startswith("tmp-")]
     ballast.unlink()
-    ended = service.wait(job_id, "succeeded", "failed", timeout=120)
+    ended = service.wait(job_id, "succeeded", "failed")
     assert ended["status"] == "succeeded", service.describe(job_id)
     assert steps(service, job_id) == list(range(1, 201))

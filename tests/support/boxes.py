@@ -215,6 +215,8 @@ class Lab:
             url = URL.create(url.drivername, username=url.username, host=address, port=self.port, database=url.database)
         found = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")} | SHORT
         found |= {
+            "EFT_LEASE_SECONDS": "6",  # of a box without power, which the tests wait for
+            "EFT_FENCE_SECONDS": "4",
             "EFT_DATABASE_URL": url.render_as_string(hide_password=False),
             "EFT_BROKER_URL": f"redis://:{PASSWORD}@{address}:{self.broker_port}/0",
             "EFT_RATE_STRANGERS_PER_MINUTE": "0",
