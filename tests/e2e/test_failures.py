@@ -133,8 +133,8 @@ def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Pat
     job_id = job(service, models, long_file, training=sizes, checkpoint={"type": "disk", "save_steps": 1})
     service.wait_for_step(job_id, 1)
     (pid,) = service.trainers(job_id)
-    # It may map less than a step needs; malloc returns tensors above 32 MiB to the kernel, and asks again. Looked at for
-    # one whole step, however long one takes here.
+    # It may map less than a step needs; malloc returns tensors above 32 MiB to the kernel, and asks again. Looked at
+    # for one whole step, however long one takes here.
     most, seen = 0, service.job(job_id)["progress"]["step"]
     while service.job(job_id)["progress"]["step"] < seen + 2:
         most = max(most, int(Path(f"/proc/{pid}/statm").read_text().split()[0]))
