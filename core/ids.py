@@ -12,8 +12,8 @@ _last = 0
 
 
 def new_id(prefix: str) -> str:
-    """48 bits of milliseconds, 80 of chance, in Crockford's base 32 (https://github.com/ulid/spec). Those that a process
-    makes in one millisecond sort as they were made, too: each is a little more than the last."""
+    """48 bits of milliseconds, 80 of chance, in Crockford's base 32 (https://github.com/ulid/spec). Those that a
+    process makes in one millisecond sort as they were made, too: each is a little more than the last."""
     global _last
     with _lock:
         value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(79)
