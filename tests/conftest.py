@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import postgres
+
+# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that: `eft` would not hear of one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest's first process imports readline, which tells all its children of a terminal of 80 columns that is not there.
 for name in ("COLUMNS", "LINES"):

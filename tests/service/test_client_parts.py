@@ -236,8 +236,8 @@ def test_config_that_cannot_be_used(own_config: Path, monkeypatch: pytest.Monkey
 
 def test_exit_codes_are_told_alike_everywhere() -> None:
     assert set(EXIT_MEANINGS) == set(ExitCode)
-    readme = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", readme, re.MULTILINE))
+    page = (ROOT / "docs" / "cli.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE))
     assert rows == {str(int(code)): meaning for code, meaning in EXIT_MEANINGS.items()}
     shown = subprocess.run(
         [sys.executable, "-m", "eft.cli", "--help"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
