@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import postgres
 
-# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that: `eft` would not hear of one.
+# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that: `eft` would not hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest's first process imports readline, which tells all its children of a terminal of 80 columns that is not there.
