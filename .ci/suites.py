@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+"""A core a process: where each of two wants both cores, they mostly wait for one another."""
 LONGEST_FIRST = ["--dist", "loadfile", "--no-loadscope-reorder"]
 """A file goes to one process. The files that take longest are named first: begun last, one would keep all waiting."""
 
@@ -62,7 +64,9 @@ def main() -> int:
             continue
         print(f"\n=== {name}: {len(present)} files", flush=True)
         began = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", "pytest", *options, *present], cwd=ROOT, check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *present], cwd=ROOT, env=ENVIRONMENT, check=False
+        ).returncode
         took = (time.monotonic() - began) / 60
         verdict = "failed" if code else "over its row" if took > minutes else "passed"
         failed |= verdict == "failed" or (verdict == "over its row" and os.environ.get("CI") == "true")
