@@ -159,7 +159,7 @@ class _Clerk:
         kinds: dict[tuple[object, ...], tuple[Callable[[Key], bool], float, float | None]] = {}
         here = [seat for seat in self._seats if seat.slot.phase == phase]
         # A box that has gone promises nothing, unless there are no others.
-        for seat in [seat for seat in here if seat.state != "silent"] or here:
+        for seat in [seat for seat in here if not seat.gone] or here:
             slot, peers = seat.slot, self._peers(seat.node)
             beside = tuple(sorted((one.family, one.memory_bytes) for one in peers))
             mark = (slot.family, slot.memory_bytes, slot.labels, beside, seat.ends_before)

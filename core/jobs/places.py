@@ -40,6 +40,8 @@ class Seat:
     """What is started must be over by then, as far as its time limit says."""
     opens_at: float | None
     """When what closes it is over; None: nobody knows."""
+    gone: bool = False
+    """Nothing was heard of its worker for long, whatever else `state` says of it."""
 
     @property
     def free(self) -> bool:
@@ -100,7 +102,9 @@ def _seat(
     elif processes:
         closed, state = f"used by {_people(processes)}", "outside"
     ends_before = opening.ends_before
-    return Seat(node.name, slot, label, gpu, None, None, closed, state, processes, live, hold, ends_before, opens_at)
+    return Seat(
+        node.name, slot, label, gpu, None, None, closed, state, processes, live, hold, ends_before, opens_at, silent
+    )
 
 
 def _people(processes: Sequence[Mapping[str, Any]]) -> str:

@@ -226,9 +226,11 @@ def test_gpus_and_holds(api: Any, box: str) -> None:
 
 
 def test_maintenance(api: Any, box: str) -> None:
-    with api.database.write() as session:  # one that has gone: it holds out no hope
-        nodes.register(session, "gone", "worker-of-gone", "0.1.0", [gpu(0)], [], [])
-        session.execute(update(Node).where(Node.name == "gone").values(heartbeat_at=db_now() - 3600))
+    with api.database.write() as session:  # two that have gone: they hold out no hope
+        for name, drained_at in (("gone", None), ("drained", db_now())):
+            nodes.register(session, name, f"worker-of-{name}", "0.1.0", [gpu(0)], [], [])
+            aged = {"heartbeat_at": db_now() - 3600, "drained_at": drained_at}
+            session.execute(update(Node).where(Node.name == name).values(aged))
     job_id = ready(api, resources={"max_runtime_seconds": 36_000})
     done = eft(api, "maintenance", "plan", "--from", "3h", "--until", "5h", "--why", "new fans", "qbox")
     assert done.returncode == 0 and "qbox" in done.stdout and "new fans" in done.stdout, done.stderr

@@ -166,7 +166,8 @@ def test_open_brings_the_file(eft: Any, sqlite_api: Any, tmp_path: Path, monkeyp
     target = Path(eft("open", job_id).stdout.strip())
     assert target.read_bytes() == b"png" and target.parent.parent.stat().st_mode & 0o777 == 0o700
     assert eft("open", job_id, "adapter").exit_code == 2
-    assert json.loads(eft("nodes", "--json").stdout) == {"data": []}
+    shown, there = json.loads(eft("nodes", "--json").stdout), sqlite_api.http.get("/nodes").json()
+    assert [node["name"] for node in shown["data"]] == [node["name"] for node in there["data"]]
 
 
 # --- the manual --------------------------------------------------------------------------------------
