@@ -14,6 +14,8 @@ from core.db.tables import Base, Job, Project, User
 from core.jobs.submit import Actor, submit
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from core.storage.layout import Layout
+from tests.support.lab import Lab
 
 ADA = Actor("user-ada", "proj-lab")
 
@@ -81,3 +83,15 @@ def row(database: Database) -> Callable[[str], Job]:
             return session.execute(select(Job).where(Job.id == job_id)).scalar_one()
 
     return read
+
+
+@pytest.fixture
+def lab(database: Database) -> Lab:
+    return Lab(database)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    found = Layout(tmp_path / "data")
+    found.create()
+    return found

@@ -31,18 +31,6 @@ NOT_COMPARED = {"leaders", "audit", "installation", "outbox", "schema_floor"}
 
 
 @pytest.fixture
-def lab(database: Database) -> Lab:
-    return Lab(database)
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    found = Layout(tmp_path / "data")
-    found.create()
-    return found
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "backups")
 

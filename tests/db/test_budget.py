@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from sqlalchemy import insert, select, update
 
-from core.db.engine import Database, db_now
+from core.db.engine import db_now
 from core.db.tables import Event, File, Job, Metric
 from core.jobs import budget, claims, explain, retention
 from core.jobs.budget import Budget, Over
@@ -22,18 +19,6 @@ from worker.room import Room, room_on
 
 MB = 1_000_000
 CPU = Slot("cpu", "cpu")
-
-
-@pytest.fixture
-def lab(database: Database) -> Lab:
-    return Lab(database)
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    found = Layout(tmp_path / "data")
-    found.create()
-    return found
 
 
 def settings(layout: Layout, **more: object) -> Settings:

@@ -26,11 +26,6 @@ from tests.support.lab import GPU, Lab, gpu
 HOUR = 3600
 
 
-@pytest.fixture
-def lab(database: Database) -> Lab:
-    return Lab(database)
-
-
 def four(lab: Lab, name: str = "box-1", **facts: Any) -> None:
     lab.box(name, [gpu(n, uuid=f"{name}-{n}", **facts) for n in range(4)])
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from sqlalchemy import func, insert, select, update
 
-from core.db.engine import Database, db_now
+from core.db.engine import db_now
 from core.db.tables import Artifact, Audit, Event, File, Job
 from core.jobs import retention
 from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
@@ -19,18 +16,6 @@ from core.storage.layout import Layout
 from tests.support.lab import Lab
 
 RULES = Rules(checkpoints_days=30, previews_days=30, unused_files_days=90)
-
-
-@pytest.fixture
-def lab(database: Database) -> Lab:
-    return Lab(database)
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    found = Layout(tmp_path / "data")
-    found.create()
-    return found
 
 
 def run(lab: Lab, layout: Layout, name: str, *outcomes: Outcome, days_ago: float, job_id: str | None = None) -> str:
