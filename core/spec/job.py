@@ -51,7 +51,8 @@ class JobSpec(SpecModel):
     method: Method = LoRA()
     """Which parameters are trained, and how."""
     quantization: Quantization | None = Field(default=None)
-    """How the frozen weights are held. Default: `nf4` with `method: qlora`, else `none`."""
+    """How the frozen weights are held. Default: `nf4` with `method: qlora`, else `none`; `method: auto` chooses among
+    what is compatible with what is written here."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates."""
     schedule: Schedule = Linear()

@@ -7,25 +7,27 @@ from typing import Any, assert_never
 from core.spec.data import format_of
 from core.spec.job import JobSpec
 from core.spec.runtime import HeldOut, NoEvaluation
-from core.spec.training import NF4, Full, LoRA, NoQuantization, QLoRA
+from core.spec.training import NF4, Auto, Full, LoRA, NoQuantization, QLoRA
 
 LEARNING_RATE_ADAPTER = 2e-4
 LEARNING_RATE_FULL = 2e-5
 
 
 def resolve(spec: JobSpec) -> JobSpec:
-    """The same job with every dependent default written out; resolving twice changes nothing."""
+    """The same job with every dependent default written out; resolving twice changes nothing. What depends on a method
+    that is still to be settled (`auto`) is left open until then."""
     updates: dict[str, Any] = {}
+    learning_rate: float | None
     match spec.method:
-        case LoRA() | QLoRA():
-            learning_rate = LEARNING_RATE_ADAPTER
+        case LoRA() | QLoRA() | Auto():
+            learning_rate = None if isinstance(spec.method, Auto) else LEARNING_RATE_ADAPTER
             alpha = spec.method.lora_alpha if spec.method.lora_alpha is not None else 2.0 * spec.method.r
             updates["method"] = spec.method.model_copy(update={"lora_alpha": alpha})
         case Full():
             learning_rate = LEARNING_RATE_FULL
         case _ as never:
             assert_never(never)
-    if spec.quantization is None:
+    if spec.quantization is None and not isinstance(spec.method, Auto):
         updates["quantization"] = NF4() if isinstance(spec.method, QLoRA) else NoQuantization()
     if spec.optimizer.learning_rate is None:
         updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})

@@ -68,7 +68,18 @@ class QLoRA(LowRank):
     type: Literal["qlora"] = "qlora"
 
 
-Method = Annotated[Full | LoRA | QLoRA, Field(discriminator="type"), short_form(by_type)]
+class Auto(LowRank):
+    """The first of these that fits the slot on which the job starts: `full`, `lora`, `lora` over int8, `qlora`, and
+    `qlora` with streamed blocks. Settled once, at the job's first start, by the plan of its memory (docs/memory.md); it
+    stays so whatever happens to the job afterwards, and the job says why each one before it was not taken. `full` has
+    no use for the fields below."""
+
+    type: Literal["auto"] = "auto"
+
+
+Method = Annotated[Full | LoRA | QLoRA | Auto, Field(discriminator="type"), short_form(by_type)]
+SettledMethod = Full | LoRA | QLoRA
+"""What a run has."""
 
 # --- quantisation ----------------------------------------------------------------------------------
 
@@ -115,7 +126,8 @@ class AdamW(SpecModel):
 
     type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Peak learning rate. Default: 2e-4 with adapters, 2e-5 for full fine-tuning."""
+    """Peak learning rate. Default: 2e-4 with adapters, 2e-5 for full fine-tuning (with `method: auto`, of what that
+    comes to)."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay; biases and norms are exempt."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)  # a list, as JSON has no tuples

@@ -14,6 +14,7 @@ from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.job import JobSpec
 from core.spec.runtime import NoStream
+from core.spec.settled import method_of
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
 from core.train.events import EventWriter
@@ -244,11 +245,12 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) ->
 
 
 def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
-    match spec.method:
+    method = method_of(spec)
+    match method:
         case LoRA() | QLoRA():
             from core.train.methods.lora import adapt_lora
 
-            adapted = adapt_lora(model, spec.method, autocast=placement.autocast is not None)
+            adapted = adapt_lora(model, method, autocast=placement.autocast is not None)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
             return adapted

@@ -14,7 +14,7 @@ from core.hardware.faults import Limits
 from core.hardware.precision import TF32, against_fp8, choose_precision
 from core.hardware.selftest import Choice, Dtype
 from core.spec.runtime import Resources
-from core.spec.training import Full, LoRA, Method, QLoRA, Training
+from core.spec.training import Full, LoRA, QLoRA, SettledMethod, Training
 from core.train.attention.backends import Attention, choose_attention
 from core.train.quant import fp8
 
@@ -70,7 +70,7 @@ class Placement:
 
 
 def place(
-    resources: Resources, training: Training, method: Method, choice: Choice = UNTRIED, *, local_rank: int = 0
+    resources: Resources, training: Training, method: SettledMethod, choice: Choice = UNTRIED, *, local_rank: int = 0
 ) -> Placement:
     """Choose for the visible device with this number, and set threads, attention kernels, TF32 and deterministic
     kernels for this process. `choice` is what the device's self-test leaves. SpecError when that rules out what was

@@ -19,6 +19,7 @@ from core.spec.run import (
     RunOrder,
 )
 from core.spec.runtime import HeldOut, NoEvaluation, NoStream
+from core.spec.settled import method_of
 from core.spec.training import NoQuantization, Packed
 from core.train.attention.probe import prepare_packing
 from core.train.best import hand_back_best
@@ -86,7 +87,7 @@ def _train(
     tried = None if order.selftest is None else Verdict.model_validate(order.selftest)
     choice = choose(tried)
     local_rank = 0 if seat is None else seat.local_rank
-    placement = place(spec.resources, spec.training, spec.method, choice, local_rank=local_rank)
+    placement = place(spec.resources, spec.training, method_of(spec), choice, local_rank=local_rank)
     ranks = join(seat, placement.device)
     together = meet(ranks, order, placement)
     if placement.notice:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from core.spec.job import JobSpec
 from core.spec.run import ARTIFACTS
+from core.spec.settled import method_of
 from core.train.events import EventWriter
 from core.train.export.card import base_name, model_card
 from core.train.export.formats import write_formats
@@ -48,7 +49,7 @@ def write_artifacts(
     folder.mkdir(parents=True)
     base = base_name(source, model_dir)
     card = partial(model_card, spec, record, result, base=base, samples=samples)
-    weights = save_weights(model, tokenizer, spec.method, folder, base=base, dtype=dtype)
+    weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, dtype=dtype)
     (weights / "README.md").write_text(card(), encoding="utf-8")
     if spec.export:
         outcomes = write_formats(

@@ -8,6 +8,7 @@ from typing import Any, assert_never
 import yaml
 
 from core.spec.job import JobSpec
+from core.spec.settled import method_of
 from core.spec.training import Full, LoRA, Packed, QLoRA, Rows, Tokens
 
 CARD_SAMPLES, CARD_CHARS = 5, 600
@@ -30,9 +31,10 @@ def model_card(
 ) -> str:
     """README.md with metadata the hub understands, and code that loads what lies beside it: the adapter, the model, or
     what `merged` says was made of both."""
-    match spec.method:
+    method = method_of(spec)
+    match method:
         case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
-            name = "DoRA" if spec.method.use_dora else "LoRA"
+            name = "DoRA" if method.use_dora else "LoRA"
             packed = record["quantization"]
             over = f" over {packed['format']} weights" if packed else ""
             how, kind = f"{name}, rank {r}, alpha {alpha:g}{over}", "adapter"

@@ -8,11 +8,11 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.spec.training import Full, LoRA, Method, QLoRA
+from core.spec.training import Full, LoRA, QLoRA, SettledMethod
 
 
 def save_weights(
-    model: nn.Module, tokenizer: Any, method: Method, artifacts: Path, *, base: str, dtype: torch.dtype
+    model: nn.Module, tokenizer: Any, method: SettledMethod, artifacts: Path, *, base: str, dtype: torch.dtype
 ) -> Path:
     """Write `artifacts/adapter` or `artifacts/model` and answer its path. `base` is what an adapter names as its base
     model; `dtype` is what a full model is written in (training keeps float32)."""
