@@ -266,7 +266,7 @@ def _show(event: dict[str, Any], bar: Progress, task: TaskID, console: Console) 
             left = event["seconds_left"]
             words = "" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left"
             bar.update(task, completed=event["step"], total=event["total_steps"], left=words)
-        case "metrics":
+        case "metrics" if "loss" in event["values"]:
             bar.update(task, loss=f"loss {event['values']['loss']:.4f}")
         case "evaluation":
             values = ", ".join(f"{name} {value:.4g}" for name, value in event["values"].items())

@@ -172,13 +172,16 @@ class Engine:
         return StepResult(norm, self._base_learning_rates[0] * factor)
 
     def _overflowed(self, norm: Tensor, watch: Tensor | None, scaler: LossScaler) -> bool:
-        """Whether this step is to be skipped, and tell the scaler how it went. An overflow that no smaller scale would
-        help is none: the loss itself is no number, or the scale is as low as it goes."""
-        finite = math.isfinite(float(norm))
-        if not finite and (scaler.exhausted or not (watch is None or math.isfinite(float(watch.detach())))):
+        """Whether this step is to be skipped, and tell the scaler how it went. With a scale as low as it goes, or one
+        loss after the other that is no number, it is no overflow any more: the run has diverged."""
+        if math.isfinite(float(norm if watch is None else norm + watch.detach())):
+            scaler.update(overflowed=False)
             return False
-        scaler.update(overflowed=not finite)
-        return not finite
+        loss_is_finite = watch is None or math.isfinite(float(watch.detach()))
+        if not scaler.helps(loss_is_finite=loss_is_finite):
+            return False
+        scaler.update(overflowed=True, loss_is_finite=loss_is_finite)
+        return True
 
     def _note(self, sentinel: Tensor) -> None:
         """Let the optimizer skip its update from the first `sentinel` on that is no finite number."""

@@ -40,12 +40,14 @@ class Ledger:
     """Counters of a run over all its attempts; a stateful part of the engine."""
 
     window_loss: float = 0.0
-    """Sum over the label tokens of the unfinished window."""
+    """Sum over the label tokens of the unfinished window. Under a loss scale it may be no finite number."""
     window_tokens: int = 0
     window_slots: int = 0
     window_seconds: float = 0.0
     loss_sum: float = 0.0
     """Over finished steps, of each step's mean."""
+    lost_losses: int = 0
+    """Finished steps that it does not have: fp16 overflowed in their forward pass."""
     tokens: int = 0
     """Trained on, padding not counted."""
     seconds: float = 0.0
@@ -57,11 +59,13 @@ class Ledger:
     when they are too many."""
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"window_loss": self.window_loss if math.isfinite(self.window_loss) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+        if self.window_loss is None:
+            self.window_loss = math.nan  # JSON has no word for it
 
     def drop_window(self) -> None:
         self.window_loss, self.window_tokens, self.window_slots, self.window_seconds = 0.0, 0, 0, 0.0
@@ -222,7 +226,7 @@ class Loop:
         if self._asked:
             self._leave(part, started)
         figures = self._figures(part)
-        result = engine.step(watch=figures["loss"])
+        result = engine.step(watch=figures["loss"] + ledger.window_loss)
         closed = _Closed(
             step=engine.steps,
             items=items,
@@ -262,7 +266,10 @@ class Loop:
         """StopRequested, with the figures of the unfinished window in the ledger."""
         self._settle()
         figures = self._figures(part)
-        self.ledger.window_loss += _finite(float(figures["loss"]), "loss", self.engine.steps + 1)
+        loss = float(figures["loss"])
+        if self.engine.scaler is None:
+            _finite(loss, "loss", self.engine.steps + 1)
+        self.ledger.window_loss += loss
         if self.engine.ranks.world > 1:
             self.ledger.window_tokens += int(figures["tokens"])
             self.ledger.window_slots += int(figures["slots"])
@@ -277,13 +284,14 @@ class Loop:
     def _tell(self, closed: _Closed, figures: dict[str, float]) -> None:
         """Diverged, if the step was none; whatever was queued behind it has changed no weight (`Engine.step`)."""
         ledger = self.ledger
-        loss = _finite((closed.loss + figures["loss"]) / closed.items, "loss", closed.step)
+        loss = (closed.loss + figures["loss"]) / closed.items
+        lost = closed.skipped and not math.isfinite(loss)
         norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
         seconds = closed.seconds + seconds_between(closed.started, closed.ended)
         tokens, slots = (getattr(closed, name) + figures.get(name, 0.0) for name in ("tokens", "slots"))
         memory = {name: figure for name, figure in figures.items() if name.startswith("memory_bytes")}
         values = {
-            "loss": loss,
+            **({} if lost else {"loss": _finite(loss, "loss", closed.step)}),
             "learning_rate": closed.learning_rate,
             **norm,
             **closed.scaling,
@@ -294,7 +302,8 @@ class Loop:
             "epoch": self.feed.epochs_after(closed.step),
         }
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
-        ledger.loss_sum += loss
+        ledger.loss_sum += 0.0 if lost else loss
+        ledger.lost_losses += lost
         ledger.tokens += int(tokens)
         ledger.seconds += seconds
         ledger.metrics.append({"step": closed.step, **values})
@@ -309,8 +318,8 @@ class Loop:
             return
         self._told_skip = True
         message = (
-            f"gradients overflowed fp16 at step {closed.step}: such a step changes no weight, the schedule waits, and "
-            f"the loss scale is halved (now {closed.scaling['loss_scale']:g}); the figures loss_scale and "
+            f"loss or gradients overflowed fp16 at step {closed.step}: such a step changes no weight, the schedule "
+            f"waits, and the loss scale is halved (now {closed.scaling['loss_scale']:g}); the figures loss_scale and "
             "skipped_steps tell of further ones"
         )
         self.events.write("notice", code="step_skipped", message=message)

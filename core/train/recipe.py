@@ -293,7 +293,7 @@ def _result(ledger: Ledger, engine: Engine, best: dict[str, Any] | None, *, stop
         return None if found is None else {name: value for name, value in found.items() if name != "step"}
 
     return {
-        "train_loss": ledger.loss_sum / max(1, engine.steps),
+        "train_loss": ledger.loss_sum / max(1, engine.steps - ledger.lost_losses),
         "steps": engine.steps,
         "train_seconds": ledger.seconds,
         "tokens_per_second": ledger.tokens / max(ledger.seconds, 1e-9),

@@ -2,8 +2,12 @@
 
 fp16 has no numbers between 6e-8 and 0: small gradients vanish. So the loss is multiplied before the backward pass and
 the gradients are divided by the same factor before they are used. Where one overflowed, the step is skipped and the
-factor halved; after `growth_interval` steps in a row without it is doubled. The factor is a power of two, so scaling
-itself rounds nothing, and the state is three numbers: a run that is resumed goes on to the bit, in mid-window too.
+factor halved; after `growth_interval` steps in a row without it is doubled. A loss that is no number is taken for an
+overflow too: fp16 ends at 65,504 in the forward pass as well, and GradScaler, which looks at gradients alone, skips
+such a step. But no factor acts on a forward pass: when `PATIENCE` steps in a row have such a loss, the run has diverged.
+
+The factor is a power of two, so scaling itself rounds nothing, and the state is four numbers: a run that is resumed
+goes on to the bit, in mid-window too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ INITIAL_SCALE = 1024.0
 """torch begins at 65,536, and a run then begins with some skipped steps; gradients of adapters have room enough."""
 LOWEST_SCALE = 2.0**-10
 """Overflow at this factor is no matter of scale any more."""
+PATIENCE = 4
+"""Steps in a row whose loss was no finite number: the last of them is not skipped but told."""
 
 
 class LossScaler:
@@ -38,14 +44,21 @@ class LossScaler:
         self.steps_since_change = 0
         self.skipped = 0
         """Steps without an update, over the whole run."""
+        self.lost = 0
+        """Of the last steps in a row, how many had a loss that was no finite number."""
 
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
         """Divide in place; an overflow stays what it is."""
         if gradients:
             torch._foreach_mul_(list(gradients), 1.0 / self.scale)
 
-    def update(self, *, overflowed: bool) -> None:
+    def helps(self, *, loss_is_finite: bool) -> bool:
+        """Whether a step that overflowed may be skipped: a smaller factor, or other rows, may still go well."""
+        return not self.exhausted and (loss_is_finite or self.lost + 1 < PATIENCE)
+
+    def update(self, *, overflowed: bool, loss_is_finite: bool = True) -> None:
         """After each step, also one that was skipped."""
+        self.lost = 0 if loss_is_finite else self.lost + 1
         if overflowed:
             self.skipped += 1
             self.scale *= self.backoff_factor
@@ -70,9 +83,15 @@ class LossScaler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "steps_since_change": self.steps_since_change, "skipped": self.skipped}
+        return {
+            "scale": self.scale,
+            "steps_since_change": self.steps_since_change,
+            "skipped": self.skipped,
+            "lost": self.lost,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = float(state["scale"])
         self.steps_since_change = int(state["steps_since_change"])
         self.skipped = int(state["skipped"])
+        self.lost = int(state.get("lost", 0))  # checkpoints of an earlier version have none

@@ -15,12 +15,12 @@ from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine
 from core.train.lifeline import Stop
-from core.train.load import load_model
+from core.train.load import load_model, load_tokenizer
 from core.train.methods.lora import adapt_lora
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.recipe import run
-from core.train.scaler import LOWEST_SCALE, LossScaler
+from core.train.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.stages.sft import sft_loss
 from tests.support.trainer import events, pairs, weights, write_rows, write_run
 
@@ -127,10 +127,39 @@ def test_what_no_scale_helps_is_told(tiny_dir: Path) -> None:
         engine.step()
     with pytest.raises(Diverged, match="step 2"):
         engine.check()
+
+
+def lose(engine: Engine, loss: float) -> Any:
+    """A step whose loss is this, as of a forward pass beyond fp16's numbers."""
+    found = engine.forward(batch(0), sft_loss)
+    engine.backward(found.total * loss)
+    return engine.step(watch=found.total.detach() * loss)
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("nan")])
+def test_a_loss_that_is_no_number_is_skipped_until_it_comes_again_and_again(tiny_dir: Path, loss: float) -> None:
     engine = make(tiny_dir, scale=1024.0)
-    loss = engine.forward(batch(0), sft_loss)
-    engine.backward(loss.total * float("nan"))
-    engine.step(watch=loss.total * float("nan"))  # the loss itself: no gradient scale is to blame
+    before = trained(engine)
+    assert engine.scaler is not None
+    for row in range(1, PATIENCE):
+        assert lose(engine, loss).skipped
+        assert (engine.scaler.scale, engine.scaler.lost, engine.steps) == (1024.0 / 2**row, row, row)
+    assert all(torch.equal(p, before[name]) for name, p in trained(engine).items())
+    assert not step(engine, 1)[1].skipped
+    assert engine.scaler.lost == 0, "one that goes well begins the count anew"
+    for _ in range(1, PATIENCE):
+        assert lose(engine, loss).skipped
+    engine.check()
+    kept = trained(engine)
+    assert not lose(engine, loss).skipped
+    with pytest.raises(Diverged, match=f"step {2 * PATIENCE}"):
+        engine.check()
+    assert all(torch.equal(p, kept[name]) for name, p in trained(engine).items())
+
+
+def test_without_a_scaler_one_such_loss_is_the_end(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    lose(engine, float("inf"))
     with pytest.raises(Diverged, match="step 1"):
         engine.check()
 
@@ -219,4 +248,56 @@ def test_a_run_in_fp16_and_its_resume_to_the_bit(tiny_dir: Path, tmp_path: Path,
     assert run(second) == EXIT_OK
     assert weights(second) == weights(calm)
     state = json.loads((first / saved["path"] / "state.json").read_text())
-    assert state["scaler"] == {"scale": 1024.0, "steps_since_change": saved["step"], "skipped": 0}
+    assert state["scaler"] == {"scale": 1024.0, "steps_since_change": saved["step"], "skipped": 0, "lost": 0}
+
+
+LOUD = "~"
+"""Its embedding is beyond fp16's numbers in `loud_dir`."""
+
+
+@pytest.fixture(scope="module")
+def loud_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loud") / "model"
+    model: Any = load_model(tiny_dir, torch.float32)
+    tokenizer = load_tokenizer(tiny_dir)
+    model.config.tie_word_embeddings = False  # the head stays quiet
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(LOUD)] = 1e5
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_forward_pass_that_overflows_costs_a_step_and_no_run(loud_dir: Path, tmp_path: Path) -> None:
+    """One row of twenty overflows. Stopped between it and the end of its window, the rest is the same to the bit."""
+    rows = [*pairs(19), {"prompt": f"count {LOUD}:", "completion": " x"}]
+    axes: dict[str, Any] = {
+        "method": {"type": "lora", "r": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "training": {
+            "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "fp16",
+            "max_length": 64,
+        },
+    }  # fmt: skip
+    train = write_rows(tmp_path / "rows.jsonl", rows)
+    calm = write_run(tmp_path / "calm", loud_dir, train, **axes)
+    assert run(calm) == EXIT_OK, events(calm)[-1]
+    told = [event["values"] for event in events(calm, "metrics")]
+    (lost,) = (number for number, values in enumerate(told) if "loss" not in values)
+    assert [values["skipped_steps"] for values in told] == [0] * lost + [1] * (5 - lost)
+    assert told[-1]["loss_scale"] == 512.0
+    (notice,) = (event for event in events(calm, "notice") if event["code"] == "step_skipped")
+    assert f"at step {lost + 1}:" in notice["message"]
+    (result,) = events(calm, "result")
+    losses = [values["loss"] for values in told if "loss" in values]
+    assert result["result"]["train_loss"] == pytest.approx(sum(losses) / 4)
+    first = write_run(tmp_path / "first", loud_dir, train, **axes)
+    assert run(first, AtMicroStep(first, 3 * lost + 2)) == EXIT_CHECKPOINTED  # it looks three times a step
+    (saved,) = events(first, "checkpoint")
+    state = json.loads((first / saved["path"] / "state.json").read_text())
+    assert (saved["step"], saved["micro_step"], state["parts"]["ledger"]["window_loss"]) == (lost, 2, None)
+    second = write_run(tmp_path / "second", loud_dir, train, resume_from=[first], **axes)
+    assert run(second) == EXIT_OK
+    assert weights(second) == weights(calm)
+    assert "loss" not in events(second, "metrics")[0]["values"]

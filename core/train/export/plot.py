@@ -23,16 +23,15 @@ def plot_loss(
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.add_axes((0.08, 0.11, 0.84, 0.85))  # a layout engine would draw everything twice
     marker = "o" if len(metrics) == 1 else ""
-    axes.plot(
-        [m["step"] for m in metrics], [m["loss"] for m in metrics], linewidth=1.2, marker=marker, label="training"
-    )
+    steps, losses = zip(*((m["step"], m["loss"]) for m in metrics if "loss" in m), strict=True)  # a lost one has none
+    axes.plot(steps, losses, linewidth=1.2, marker=marker, label="training")
     if evaluations:
-        steps, losses = [e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations]
-        axes.plot(steps, losses, "o--", linewidth=1.0, label="held out")
-        if steps[0] == 0 and len(steps) > 1:
-            axes.axhline(losses[0], color="tab:gray", linestyle=":", linewidth=1.0, label="base model, held out")
-        if chosen in steps:
-            axes.plot(chosen, losses[steps.index(chosen)], "*", color="tab:red", markersize=13, label="handed back")
+        at, held_out = [e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations]
+        axes.plot(at, held_out, "o--", linewidth=1.0, label="held out")
+        if at[0] == 0 and len(at) > 1:
+            axes.axhline(held_out[0], color="tab:gray", linestyle=":", linewidth=1.0, label="base model, held out")
+        if chosen in at:
+            axes.plot(chosen, held_out[at.index(chosen)], "*", color="tab:red", markersize=13, label="handed back")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (mean over label tokens)")
     axes.set_ylim(bottom=0)
