@@ -246,9 +246,10 @@ class Training(SpecModel):
     """Clip the gradient's global norm; null for no clipping."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = "auto"
     """Of matrix products; what is trained is kept in fp32. `auto`: bf16 where the hardware has it, else fp16 on a GPU,
-    else fp32. `fp16` runs under a loss scale that begins at 1024: a step that overflows changes nothing and halves it. `fp8`: as bf16, but dense linear layers multiply in 8-bit floats, where the card has them and its node
-    has torchao (`pip install torchao`); on a CPU emulated, to see what it does to a model. A fallback, or what the
-    self-test of a card rules out, is told in the job's events and its run record."""
+    else fp32. `fp16` runs under a loss scale that begins at 1024: a step that overflows changes nothing and halves it.
+    `fp8`: as bf16, but dense linear layers multiply in 8-bit floats, where the card has them and its node has torchao
+    (`pip install torchao`); on a CPU emulated, to see what it does to a model. A fallback, or what the self-test of a
+    card rules out, is told in the job's events and its run record."""
     attention: Literal["auto", "flash", "efficient", "math", "eager"] = "auto"
     """Which of PyTorch's attention kernels: `auto` takes the fastest that passed the self-test of the card. `flash` and
     `efficient` are taken first, and `math` for what they cannot do (flash: a mask of padding); `eager` is
