@@ -11,6 +11,7 @@ from typing import Any, assert_never
 
 import torch
 
+from core.plan.headers import INDEX_FILE, Tensor, read_header, read_json, unpacked, weight_files
 from core.plan.stream import Decision, Free, Need, settle
 from core.spec.job import JobSpec
 from core.spec.runtime import AutoStream
@@ -18,7 +19,6 @@ from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.limits import largest_pass
 from core.train.load import packed_as
 from core.train.memory.available import available_bytes
-from core.train.model_files import INDEX_FILE, Tensor, read_header, read_json, unpacked, weight_files
 from core.train.placement import Placement
 
 OF_BLOCK = re.compile(r"^(?P<list>.*?)\.(?P<number>\d+)\.")
@@ -107,7 +107,8 @@ def _sizes(tensors: dict[str, Tensor], dense_bits: float, packed_bits: float | N
             lists[found["list"]] = lists.get(found["list"], 0) + tensor.numel
     if not lists:
         return None
-    blocks, outside, sides = {}, 0.0, 0
+    blocks: dict[int, float] = {}
+    outside, sides = 0.0, 0
     main = max(lists, key=lambda name: lists[name])
     for name, tensor in tensors.items():
         found = OF_BLOCK.match(name)
