@@ -2,9 +2,9 @@
 
 fp16 has no numbers between 6e-8 and 0: small gradients vanish. So the loss is multiplied before the backward pass and
 the gradients are divided by the same factor before they are used. Where one overflowed, the step is skipped and the
-factor halved; after `growth_interval` steps in a row without it is doubled. A loss that is no number is taken for an
+factor halved; after `growth_interval` steps in a row without it is doubled. A loss that is no number counts as an
 overflow too: fp16 ends at 65,504 in the forward pass as well, and GradScaler, which looks at gradients alone, skips
-such a step. But no factor acts on a forward pass: when `PATIENCE` steps in a row have such a loss, the run has diverged.
+such a step. But no factor acts on a forward pass: after `PATIENCE` such losses in a row the run has diverged.
 
 The factor is a power of two, so scaling itself rounds nothing, and the state is four numbers: a run that is resumed
 goes on to the bit, in mid-window too.
