@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from core.train.__main__ import before_torch
+from core.train.__main__ import importing
 
 
 def main() -> int:
@@ -23,9 +23,9 @@ def main() -> int:
         if folder is not None and not folder.is_dir():
             print(f"error: {folder} is no folder", file=sys.stderr)
             return 1
-    before_torch()
-    from core.train.ask import ask
-    from core.train.load import quiet
+    with importing():
+        from core.train.ask import ask
+        from core.train.load import quiet
 
     quiet()
     answer = ask(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, ORDER_FILE, RunOrder
+from core.train.__main__ import importing
 from core.train.lifeline import arm, leave
 
 TELL_SECONDS = 1.0
@@ -25,11 +26,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _look(run_dir: Path, order: RunOrder) -> int:
-    from core.train.data.preview import preview
-    from core.train.disk import tell_failure
-    from core.train.events import EventWriter
-    from core.train.failures import describe
-    from core.train.load import load_tokenizer, quiet
+    with importing():
+        from core.train.data.preview import preview
+        from core.train.disk import tell_failure
+        from core.train.events import EventWriter
+        from core.train.failures import describe
+        from core.train.load import load_tokenizer, quiet
 
     events = EventWriter(run_dir / EVENTS_FILE)
 

@@ -22,8 +22,10 @@ STDOUT, STDERR = 1, 2
 
 def main() -> int:
     await_order()
-    trainer.before_torch()
-    imports()
+    with trainer.importing():
+        imports()
+        gc.collect()
+        gc.freeze()
     os.write(STDOUT, SPARE_READY)
     line = _read_line()
     if line is None:  # the worker is gone; there is nothing to tidy up, and torch's own goodbye takes a while
@@ -40,8 +42,7 @@ def main() -> int:
 
 
 def imports() -> None:
-    """All that a run on the way to its first step imports, without the collector, which has nothing to find here."""
-    gc.disable()
+    """All that a run on the way to its first step imports."""
     import peft
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.llama import modeling_llama
@@ -56,9 +57,6 @@ def imports() -> None:
     assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
     assert all((modeling_llama, core.train.methods.full, core.train.methods.lora, core.train.recipe))
     assert all((core.train.quant.adapters, core.train.quant.model))
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 def _read_line() -> bytes | None:

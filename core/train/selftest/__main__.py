@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from core.train.__main__ import importing
 from core.train.lifeline import await_order, leave
 
 
@@ -30,10 +31,10 @@ def main(arguments: list[str]) -> int:
     logging.disable(logging.WARNING)  # the last line of the log is for the driver, should it have something to say
     tell = _journal(given.journal)
     tell(begin="import")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    import torch  # slow, and what may crash
+    with importing():
+        import torch  # slow, and what may crash
 
-    from core.train.selftest import run
+        from core.train.selftest import run
 
     tell(begin="device")
     if given.device == "gpu" and not torch.cuda.is_available():
