@@ -19,6 +19,7 @@ from core import __version__
 from core.db.engine import Database
 from core.hardware import faults
 from core.hardware.discover import Gpu, discover
+from core.hardware.memory import box_bytes
 from core.ids import new_id
 from core.jobs import claims, installation, nodes
 from core.jobs.budget import Budget
@@ -60,9 +61,11 @@ class Agent:
             self.notes += [f"{arch}: {change.words}" for change in faults.route(os.environ, arch).changes]
         gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
         labels = frozenset(settings.node_labels)
+        host = box_bytes() or 0
         train_slots = [
-            Slot(uuid, "gpu", gpu.vendor, gpu.arch, gpu.memory_bytes, labels) for uuid, gpu in gpus.items()
-        ] or cpu_slots(settings.cpu_slots, labels)
+            Slot(uuid, "gpu", gpu.vendor, gpu.arch, gpu.memory_bytes, labels, host_bytes=host)
+            for uuid, gpu in gpus.items()
+        ] or cpu_slots(settings, labels, host)
         if gpus and settings.cpu_slots > 1:
             self.notes.append(
                 f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
@@ -203,6 +206,8 @@ class Agent:
         gpu = self.site.gpus.get(slot.id)
         return (
             {"id": slot.id, "kind": slot.kind}
+            | ({"host_bytes": slot.host_bytes} if slot.host_bytes else {})
+            | ({"share_bytes": slot.share_bytes} if slot.share_bytes else {})
             | ({} if gpu is None else {"gpu": asdict(gpu) | self._figures.of(gpu)})
             | self._selftests.as_slot(slot.id)
             | ({} if gpu is None else self._quarantine.as_slot(slot.id) | self._others.as_slot(slot.id))
@@ -355,15 +360,12 @@ class Agent:
         with self.site.database.write() as session:
             known = nodes.heartbeat(session, self.settings.node, self.worker)  # before the jobs: core/jobs/nodes.py
             held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
-        # A heartbeat gives a child fence_seconds more, the renewal gave the lease lease_seconds from `began` on. When
-        # this process slept in between (a frozen machine), the byte would outlive the lease.
-        late = _clock() - began > 0.9 * (lease - self.settings.fence_seconds)
         for attempt, holds in held.items():
             if not holds:
                 if attempt in self._busy.values():
                     log.warning("%s: the lease of attempt %d is lost", attempt.claim.label, attempt.token.attempt)
                     attempt.lose()
-            elif not late:
+            else:  # a child counts from `began`, so that this process may sleep in between (a frozen machine)
                 attempt.beat(began)
         if not known:
             log.critical("another worker serves node %s now; this one leaves (EFT_NODE)", self.settings.node)
@@ -405,9 +407,12 @@ class Agent:
         os.close(self._lock_file)
 
 
-def cpu_slots(count: int, labels: frozenset[str] = frozenset()) -> list[Slot]:
+def cpu_slots(settings: Settings, labels: frozenset[str], host: int) -> list[Slot]:
+    """`host`: bytes of memory of the box, which they share; 0: unknown."""
+    count = settings.cpu_slots
     names = ["cpu"] if count == 1 else [f"cpu-{number}" for number in range(count)]
-    return [Slot(name, "cpu", labels=labels) for name in names]
+    share = settings.cpu_slot_bytes or host // count
+    return [Slot(name, "cpu", labels=labels, share_bytes=share, host_bytes=host) for name in names]
 
 
 def _clock() -> float:

@@ -184,7 +184,7 @@ class Attempt:
         with self._lock:
             self._held_at = held_at
             if self.child is not None and not self.lost.is_set():
-                self.child.beat()
+                self.child.beat(held_at)
 
     # -- the parts of run, in their order
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from core import HOME
 from core.spec.base import SpecModel
-from core.spec.run import LOG_FILE, ORDER_FILE
+from core.spec.run import LOG_FILE, ORDER_FILE, heartbeat
 from core.storage.layout import fsync_folder
 from worker import processes
 
@@ -82,13 +82,13 @@ class Child:
         assert seen is not None
         self.started = seen.started
 
-    def beat(self) -> None:
-        """One byte: the worker is alive and holds the lease."""
+    def beat(self, held_at: float) -> None:
+        """The worker is alive, and held the lease at `held_at` (core/spec/run.py)."""
         with self._lock:
             if self._reaped:
                 return
             try:
-                if self._stdin.write(b".") is None:
+                if self._stdin.write(heartbeat(held_at)) is None:
                     log.warning("child %d does not read its heartbeat", self.pid)
             except BrokenPipeError:
                 pass  # it has ended; whoever waits for it sees that

@@ -7,14 +7,17 @@
       checkpoints/        out: step-00000050/ …, each complete or not there (tmp-…: one that is being written)
       artifacts/          out: what the job hands back, listed in the result event
 
-Heartbeat: the worker holds the child's stdin and writes a byte with every renewed lease. End of file, or silence
-for `fence_seconds`, means that nobody owns this attempt any more: the child ends itself at once (EXIT_FENCED).
+Heartbeat: the worker holds the child's stdin and writes a line with every renewed lease: when it began to renew it
+(`heartbeat`). End of file, or a newest line older than `fence_seconds`, means that nobody owns this attempt any more:
+the child ends itself at once (EXIT_FENCED). When the line is read does not matter: a process that was stopped finds
+old ones in its pipe.
 SIGTERM means: finish the micro-step, write a checkpoint, leave with EXIT_CHECKPOINTED.
 SIGUSR1 means: write the stacks of all threads into log.txt; the worker asks for them before it ends a hung child.
 
 Of a run over several ranks the child is their launcher (core/train/ranks/launch.py), and all of this holds for it: the
-ranks are in its session, it passes signals on, and it ends as the first of them did that did not end well. Rank 0 alone
-writes into the run folder, but for its own part of a checkpoint that every rank has.
+ranks are in its session, it passes heartbeats and signals on, and it ends as the first of them did that did not end
+well. Each rank counts the silence by itself, so that none outlives the lease when its launcher stands still. Rank 0
+alone writes into the run folder, but for its own part of a checkpoint that every rank has.
 """
 
 from __future__ import annotations
@@ -48,6 +51,12 @@ UNFINISHED = "tmp-"
 RANKS = "ranks-"
 """Begins the name of the private folder in which several ranks find each other (core/train/ranks). As above."""
 ARTIFACTS = "artifacts"
+
+
+def heartbeat(held_at: float) -> bytes:
+    """The line that says: the lease was held at `held_at`, in seconds of this node's CLOCK_BOOTTIME."""
+    return b"%d\n" % int(held_at * 1000)
+
 
 SPARE_READY = b"ready\n"
 SPARE_PADDING = 1024

@@ -1,7 +1,9 @@
 """How a child is tied to its worker: asked to stop by SIGTERM, ended by silence on stdin (core/spec/run.py).
 
 The stdin fence is what keeps two trainers from running one job: a worker that is dead, frozen or cut off from the
-database stops writing bytes, and the child is gone before the lease is. PR_SET_PDEATHSIG is only the faster messenger.
+database stops writing heartbeats, and the child is gone before the lease is. A heartbeat says when the lease was held,
+so that one which waited in a pipe, because its reader was stopped, is as old as it is. PR_SET_PDEATHSIG is only the
+faster messenger.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def arm(
     held_at: float | None = None,
     on_stop: Callable[[], None] | None = None,
     on_fence: Callable[[], None] = lambda: None,
+    on_beat: Callable[[float], None] = lambda held_at: None,
     first_to_go: bool = True,
 ) -> Stop:
     """Call once, from the main thread, before anything slow is imported.
@@ -47,9 +50,10 @@ def arm(
     `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. The fence's clock
     starts at `held_at` (core/spec/run.py), and ends us here and now when that is too long ago. `on_stop` runs
     inside the signal handler, for a child whose work may be dropped anywhere; `on_fence` ends what must not live on
-    when the fence ends this process. `first_to_go`: the kernel should rather take this process for want of memory than
-    others; not one that only holds its children's lifeline. The kernel ties PDEATHSIG to the
-    *thread* that spawned us, so a worker must spawn from a thread that lives as long as the child.
+    when the fence ends this process; `on_beat` hears of each heartbeat, in the fence's thread. `first_to_go`: the
+    kernel should rather take this process for want of memory than others; not one that only holds its children's
+    lifeline. The kernel ties PDEATHSIG to the *thread* that spawned us, so a worker must spawn from a thread that
+    lives as long as the child.
     """
     stop = Stop()
 
@@ -67,19 +71,14 @@ def arm(
     if fence_seconds is not None:
         parent = os.getppid()
         _die_with_parent()
-        if os.getppid() != parent:
-            os._exit(EXIT_FENCED)
-        last = _clock() if held_at is None else held_at
-        if _clock() - last >= fence_seconds:
-            _fence(f"no heartbeat for {_clock() - last:.0f} s, since before it was started")
-        about = (fence_seconds, parent, last, on_fence)
-        threading.Thread(target=_watch, args=about, name="eft-fence", daemon=True).start()
+        _raise_fence(fence_seconds, parent, held_at, on_fence, on_beat)
     return stop
 
 
-def arm_rank(launcher: int | None = None) -> Stop:
-    """As `arm`, for one of several ranks: its launcher has the heartbeat, and when that is gone, so is the rank.
-    `launcher`: the number of that process; None: whoever is the parent now."""
+def arm_rank(launcher: int | None = None, fence_seconds: float | None = None, held_at: float | None = None) -> Stop:
+    """As `arm`, for one of several ranks: when its launcher is gone, so is the rank, and when nothing comes from it,
+    since it is stopped or hears nothing itself, the rank counts the silence. `launcher`: the number of that process;
+    None: whoever is the parent now."""
     stop = Stop()
 
     def stop_requested(signum: int, frame: FrameType | None) -> None:
@@ -94,6 +93,8 @@ def arm_rank(launcher: int | None = None) -> Stop:
     _die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_FENCED)
+    if fence_seconds is not None:
+        _raise_fence(fence_seconds, parent, held_at)
     return stop
 
 
@@ -120,28 +121,59 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _watch(fence_seconds: float, parent: int, last: float, on_fence: Callable[[], None]) -> None:
+def _raise_fence(
+    fence_seconds: float,
+    parent: int,
+    held_at: float | None,
+    on_fence: Callable[[], None] = lambda: None,
+    on_beat: Callable[[float], None] = lambda held_at: None,
+) -> None:
+    if os.getppid() != parent:
+        os._exit(EXIT_FENCED)
+    last = boottime() if held_at is None else held_at
+    if boottime() - last >= fence_seconds:
+        _fence(f"no heartbeat for {boottime() - last:.0f} s, since before it was started")
+    about = (fence_seconds, parent, last, on_fence, on_beat)
+    threading.Thread(target=_watch, args=about, name="eft-fence", daemon=True).start()
+
+
+def _watch(
+    fence_seconds: float, parent: int, last: float, on_fence: Callable[[], None], on_beat: Callable[[float], None]
+) -> None:
+    unread = b""
     while True:
-        silent = _clock() - last
+        silent = boottime() - last
         if silent >= fence_seconds:
             _fence(f"no heartbeat for {silent:.0f} s", on_fence)
         readable, _, _ = select.select([STDIN], [], [], min(1.0, fence_seconds - silent))
         if readable:
-            if not os.read(STDIN, 4096):
+            if not (part := os.read(STDIN, 4096)):
                 _fence("the worker closed the heartbeat", on_fence)
-            last = _clock()
+            heard = [boottime()] if b"." in part else []  # of a worker that runs since before heartbeats told the time
+            *lines, unread = (unread + part.replace(b".", b"")).split(b"\n")
+            if heard := heard + [_held_at(line) for line in lines]:
+                last = max(last, *heard)
+                on_beat(last)
         if os.getppid() != parent:
             _fence("the worker is gone", on_fence)
 
 
-def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> None:
+def _held_at(line: bytes) -> float:
+    """Of a heartbeat (core/spec/run.py): seconds of `boottime`."""
+    try:
+        return int(line) / 1000
+    except ValueError:
+        _fence(f"this is no heartbeat: {line[:40]!r}")
+
+
+def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> NoReturn:
     # Not sys.stderr: its lock may be held by the thread we are about to cut off.
     os.write(2, f"fenced: {why}; nobody owns this attempt any more\n".encode())
     on_fence()
     os._exit(EXIT_FENCED)
 
 
-def _clock() -> float:
+def boottime() -> float:
     """Seconds that go on while the machine sleeps: the lease in the database does not sleep either."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 

@@ -67,7 +67,7 @@ def test_asking_goes_to_the_child_and_killing_to_all_it_started(folder: Path, ch
     assert {process.pid for process in processes.members(child.pid)} == {child.pid, helper_pid}
     assert child.reap() == -signal.SIGKILL
     assert processes.members(child.pid) == []
-    child.beat()  # all of these are late, and go nowhere
+    child.beat(0.0)  # all of these are late, and go nowhere
     child.ask()
     child.kill()
 

@@ -21,6 +21,7 @@ from core import HOME
 from core.hardware import visible
 from core.hardware.visible import Gpu
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
+from core.train.lifeline import boottime
 from tests.support import trainer
 from tests.support.service import Service, running, wait_for
 from worker import processes
@@ -89,7 +90,7 @@ def environ(pid: int) -> dict[str, str]:
 
 def finish(child: Child) -> int:
     while not child.exited(1.0):
-        child.beat()
+        child.beat(boottime())
     return child.reap()
 
 
@@ -182,7 +183,7 @@ def test_sigterm_means_checkpoint_and_silence_means_the_end(
             child = spares.take(folder, environment)
             assert child is not None
             while not trainer.events(folder, "metrics"):
-                child.beat()
+                child.beat(boottime())
                 assert not child.exited(0.1), trainer.log(folder)
             if name == "asked":
                 child.ask()

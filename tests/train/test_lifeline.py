@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import EXIT_FENCED
+from core.spec.run import EXIT_FENCED, heartbeat
 from core.train.events import EventWriter
+from core.train.lifeline import boottime
 
 CHILD = """
 import sys, time
@@ -88,7 +89,7 @@ def test_silence_fences_and_heartbeats_do_not() -> None:
         while last - began < 1.5 * fence and longest < fence / 2:
             time.sleep(0.05)
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(b".")
+                child.stdin.write(heartbeat(boottime()))
                 child.stdin.flush()
             now = time.monotonic()
             longest, last = max(longest, now - last), now
@@ -97,6 +98,41 @@ def test_silence_fences_and_heartbeats_do_not() -> None:
         if alive and longest < fence / 2:
             return
     pytest.fail(f"fenced in spite of heartbeats, the last time of {fence:g} s at most {longest:.2f} s apart")
+
+
+def test_heartbeats_that_waited_in_the_pipe_are_as_old_as_they_are() -> None:
+    """A child that was stopped reads them when it goes on; somebody else may have the job by then. Behind them comes
+    the end of file, which is what it would find if they had told it to go on."""
+    child = start("1.0")
+    assert child.stdin is not None and child.stderr is not None
+    child.send_signal(signal.SIGSTOP)
+    while child.poll() is None and not all(state == "T" for state in thread_states(child.pid)):
+        time.sleep(0.005)
+    held_at = boottime()
+    with contextlib.suppress(BrokenPipeError):  # this machine was busy for a second: it has ended by itself
+        child.stdin.write(heartbeat(held_at) + heartbeat(held_at)[:3])
+        child.stdin.close()
+    while boottime() < held_at + 1.1:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(60) == EXIT_FENCED
+    assert b"no heartbeat for" in child.stderr.read()
+
+
+def thread_states(pid: int) -> list[str]:
+    """None when it has just ended."""
+    with contextlib.suppress(OSError):
+        return [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return []
+
+
+def test_what_is_no_heartbeat_ends_it() -> None:
+    child = start("60")
+    assert child.stdin is not None and child.stderr is not None
+    child.stdin.write(b"tomorrow\n")
+    child.stdin.flush()
+    assert child.wait(60) == EXIT_FENCED
+    assert b"no heartbeat: b'tomorrow'" in child.stderr.read()
 
 
 def test_silence_counts_from_when_the_lease_was_last_held() -> None:

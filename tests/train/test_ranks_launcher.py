@@ -1,10 +1,12 @@
 """The launcher of several ranks: what strikes one of them, or it, strikes all; and it ends as the first of them did.
 
-Its ranks are struck while they import torch, which here is a module that never ends: none of them is quicker.
+But for one gang that trains, its ranks are struck while they import torch, which here is a module that never ends: none
+of them is quicker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE, heartbeat
 from core.train.failures import describe
+from core.train.lifeline import boottime
 from core.train.ranks import launch
 from core.train.ranks.group import PeerLost, fingerprint
 from core.train.ranks.launch import End
@@ -83,7 +86,7 @@ def test_stacks_of_every_rank_and_one_ranks_death_is_the_death_of_all(run_dir: P
         process.send_signal(signal.SIGTERM)  # a wish, which each keeps until it comes to a place to leave
         process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 200
-        while log(run_dir).count("most recent call first") < RANKS:
+        while log(run_dir).count("most recent call first") < 2 * RANKS:  # two threads each: the fence's is one
             assert process.poll() is None and time.monotonic() < deadline, log(run_dir)
             time.sleep(0.01)
         os.kill(ranks[1], signal.SIGKILL)
@@ -121,6 +124,52 @@ def test_no_rank_outlives_its_launcher(
     with launched(run_dir) as (process, ranks):
         strike(process)
         assert await_end(process, ranks) == code, log(run_dir)
+
+
+def test_no_rank_trains_beyond_the_lease_while_its_launcher_stands_still(tiny_dir: Path, tmp_path: Path) -> None:
+    """Heartbeats go on, into the pipe of a launcher that is stopped: nobody who knows of the lease hears the ranks'
+    wish, and they end by themselves. Where this machine did not let us beat in time before, again."""
+    train = write_rows(tmp_path / "train.jsonl", pairs(21))
+    axes = {"resources": {"gpus": RANKS, "accelerator": "cpu"}, "training": {"max_steps": 1_000_000}}
+    for fence in (2.0, 8.0, 32.0):
+        folder = write_run(tmp_path / f"fence-{fence:g}", tiny_dir, train, fence_seconds=fence, **axes)
+        process = start(folder, stdin=subprocess.PIPE)
+        try:
+            while process.poll() is None and len(events(folder, "metrics")) < 3:
+                beat(process)
+            if process.poll() is not None:
+                assert process.returncode == EXIT_FENCED, log(folder)
+                continue
+            ranks = [one.pid for one in processes.everyone() if one.parent == process.pid]
+            process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 200
+            while not gone(ranks) and time.monotonic() < deadline:
+                beat(process)
+            # They wait to be reaped, so that the kernel tells how they ended (proc_pid_stat(5), exit_code).
+            codes = [
+                os.waitstatus_to_exitcode(int(Path(f"/proc/{rank}/stat").read_text().split()[-1])) for rank in ranks
+            ]
+            assert codes == [EXIT_FENCED] * RANKS, log(folder)
+            assert log(folder).count("fenced: no heartbeat for") == RANKS
+            told = events(folder)
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(60) == EXIT_FENCED, log(folder)
+            assert events(folder) == told and not events(folder, "error"), "nothing was written after it"
+            return
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+    pytest.fail("fenced in spite of heartbeats")
+
+
+def beat(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(heartbeat(boottime()))
+        process.stdin.flush()
+    time.sleep(0.05)
 
 
 # --- whose error it was ----------------------------------------------------------------------------------

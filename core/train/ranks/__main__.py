@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from core.train.__main__ import before_torch
+from core.train.__main__ import importing
 from core.train.lifeline import arm_rank, leave
 from core.train.ranks.launch import LOOPBACK
 from core.train.ranks.words import Seat
@@ -21,11 +21,11 @@ def main() -> int:
     except (KeyError, ValueError) as error:
         print(f"this is no rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
         return 2
-    stop = arm_rank(seat.launcher)
+    stop = arm_rank(seat.launcher, seat.fence_seconds, seat.held_at)
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
-    before_torch()
-    from core.train.recipe import run  # slow: torch and transformers
+    with importing():
+        from core.train.recipe import run  # slow: torch and transformers
 
     return run(Path(sys.argv[1]).absolute(), stop, seat)
 

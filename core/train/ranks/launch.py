@@ -1,9 +1,10 @@
 """The launcher of a run with several ranks: what the worker sees as its one child. It never imports torch.
 
 It holds the lifeline (heartbeat, SIGTERM, SIGUSR1) for all ranks, starts them as torchrun would with max_restarts 0,
-and waits. The first rank that does not end well ends the attempt: all others are killed at once, since they wait in a
-sum that can never be complete, and what is told is what that first one had to say. The launcher then ends as it did, by
-the same exit code or by the same signal, so that a worker needs to know nothing of ranks.
+and waits. Heartbeats it hands on: each rank ends itself when none comes, also while this process is stopped. The first
+rank that does not end well ends the attempt: all others are killed at once, since they wait in a sum that can never be
+complete, and what is told is what that first one had to say. The launcher then ends as it did, by the same exit code or
+by the same signal, so that a worker needs to know nothing of ranks.
 
 torchrun itself is not that launcher, for what its 2.13 does: it puts each rank into a session of its own, beyond the
 reach of a worker that has to see to the end of everything it started; survivors of a death get SIGTERM and 30 s, in
@@ -30,9 +31,18 @@ from types import FrameType
 from typing import Any
 
 from core import HOME
-from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK, RANKS, RunOrder
+from core.spec.run import (
+    EVENTS_FILE,
+    EXIT_CHECKPOINTED,
+    EXIT_FAILED,
+    EXIT_NO_SPACE,
+    EXIT_OK,
+    RANKS,
+    RunOrder,
+    heartbeat,
+)
 from core.train.events import EventWriter
-from core.train.lifeline import arm
+from core.train.lifeline import arm, boottime
 from core.train.ranks import words
 from core.train.ranks.words import LastWord
 
@@ -49,8 +59,8 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.plat
 def launch(run_dir: Path, order: RunOrder) -> int:
     """Run the order's ranks to their end: the exit code (core/spec/run.py). Does not return where a rank was ended by
     a signal: this process is ended by the same one then."""
-    gang = Gang(run_dir, order.world_size)
-    hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill}
+    gang = Gang(run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at)
+    hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}
     stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
 
     def interrupted(signum: int, frame: FrameType | None) -> None:
@@ -91,6 +101,9 @@ class Gang:
 
     run_dir: Path
     world: int
+    fence_seconds: float | None
+    held_at: float
+    """When the lease was last held, as far as it was told here."""
     folder: Path = field(init=False)
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
@@ -106,15 +119,19 @@ class Gang:
 
     def start(self) -> None:
         self.folder.mkdir(mode=0o700)
+        heard = subprocess.DEVNULL if self.fence_seconds is None else subprocess.PIPE
         for rank in range(self.world):
-            self.ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "core.train.ranks", str(self.run_dir)],
-                    stdin=subprocess.DEVNULL,
-                    cwd=HOME,
-                    env=self._environment(rank),
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "core.train.ranks", str(self.run_dir)],
+                stdin=heard,
+                cwd=HOME,
+                env=self._environment(rank),
+                bufsize=0,
             )
+            if process.stdin is not None:
+                os.set_blocking(process.stdin.fileno(), False)
+            self.ranks.append(process)
+        self.beat(self.held_at)  # which may be later than what the first of them was started with
 
     def _environment(self, rank: int) -> dict[str, str]:
         share = max(1, len(os.sched_getaffinity(0)) // self.world)
@@ -130,7 +147,16 @@ class Gang:
                 words.FOLDER: str(self.folder),
                 words.LAUNCHER: str(os.getpid()),
             }
+            | ({} if self.fence_seconds is None else {words.FENCE: f"{self.fence_seconds} {self.held_at}"})
         )
+
+    def beat(self, held_at: float) -> None:
+        """A heartbeat for each, from the fence's thread. A pipe that is full is that of a rank that is stopped."""
+        self.held_at = held_at
+        for process in list(self.ranks):
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # it has ended; `wait` sees that
+                    process.stdin.write(heartbeat(held_at))
 
     # -- signals
 

@@ -19,6 +19,9 @@ from typing import Any
 FOLDER = "EFT_RANKS"
 LAUNCHER = "EFT_LAUNCHER"
 """Its process number: a rank that finds itself with another parent has outlived it."""
+FENCE = "EFT_RANKS_FENCE"
+"""Seconds of silence after which a rank ends itself, a space, and when its launcher last heard that the lease is held
+(seconds of CLOCK_BOOTTIME). Heartbeats come on stdin then (core/spec/run.py). Not there: nobody has a lease."""
 STORE = "store"
 
 
@@ -32,18 +35,23 @@ class Seat:
     folder: Path | None
     """None: torchrun is the launcher."""
     launcher: int | None = None
+    fence_seconds: float | None = None
+    held_at: float | None = None
+    """See FENCE."""
 
     @classmethod
     def mine(cls) -> Seat:
         """From the environment. KeyError or ValueError when nobody has launched this process as a rank."""
         variables = os.environ
         folder, launcher = variables.get(FOLDER), variables.get(LAUNCHER)
+        fence = [float(one) for one in variables.get(FENCE, "").split()]
         return cls(
             int(variables["RANK"]),
             int(variables["WORLD_SIZE"]),
             int(variables["LOCAL_RANK"]),
             None if folder is None else Path(folder),
             None if launcher is None else int(launcher),
+            *fence,
         )
 
 
