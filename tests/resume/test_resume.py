@@ -73,12 +73,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def undisturbed(
     tiny_dir: Path, rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[bytes, list[Any]]]:
-    """Final weights and metrics of runs that nobody touched, the first of them in a process of its own."""
+    """Final weights and metrics of runs that nobody touched, the first of them in a process of its own, which writes
+    down what it imports."""
     found = {}
     for name, axes in METHODS.items():
         run_dir = write_run(tmp_path_factory.mktemp("calm") / name, tiny_dir, rows[0], held_out=rows[1], **axes)
         if name == "lora":
-            assert start(run_dir).wait(180) == EXIT_OK, log(run_dir)
+            assert start(run_dir, "-X", "importtime", "-m", "core.train").wait(180) == EXIT_OK, log(run_dir)
+            imported = {line.rpartition("|")[2].strip() for line in log(run_dir).splitlines()}
+            assert {"torch", "peft", "transformers"} <= imported
+            asked_for = {name for name in imported if name.startswith(("torchao.", "bitsandbytes."))}
+            assert not asked_for, "no run has them imported that does not ask (core/train/__main__.py)"
         else:
             assert run(run_dir) == EXIT_OK, events(run_dir)[-1]
         found[name] = (weights(run_dir), figures(run_dir))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from core.hardware.arch import ROWS
 from core.hardware.precision import against_fp8
 from core.spec.load import parse_job
 from core.spec.run import EXIT_OK
+from core.train.__main__ import importing
 from core.train.load import load_model
 from core.train.quant import fp8
 from core.train.recipe import run
@@ -52,6 +55,18 @@ def test_layers_are_swapped_and_given_back(tiny_dir: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(SpecError, match="multiples of 16"):
         fp8.to_fp8(nn.Sequential(nn.Linear(15, 32)), emulate=True)
+
+
+def test_a_trainers_process_has_no_torchao_until_fp8_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole process without it: tests/resume/test_resume.py."""
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    with importing():
+        assert find_spec("torchao") is None, "so transformers and PEFT do not see it"
+        with pytest.raises(ImportError):
+            import torchao  # noqa: F401
+    assert fp8.installed()
+    assert fp8.to_fp8(nn.Sequential(nn.Linear(32, 32)), emulate=True)["layers"] == 1
+    assert find_spec("torchao") is not None
 
 
 @pytest.mark.parametrize("change", [{"method": "qlora"}, {"quantization": "int8"}], ids=["qlora", "int8"])

@@ -8,8 +8,10 @@ is emulated, rounded operands in products of the usual kind: right, and slow. No
 
 from __future__ import annotations
 
+import importlib
+import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -21,15 +23,22 @@ ALIGNED = 16
 
 
 def installed() -> bool:
-    """Whether this environment has torchao; nothing is imported."""
-    return find_spec("torchao") is not None
+    """Whether this environment has torchao; nothing is imported, and it may be hidden (`_torchao`)."""
+    return PathFinder.find_spec("torchao") is not None
+
+
+def _torchao() -> Any:
+    """`torchao.float8`. Until here a trainer's process says that there is none (core/train/__main__.py), so that
+    transformers and PEFT leave it alone: a job that does not ask for it does not depend on it."""
+    if sys.modules.get("torchao", ...) is None:
+        del sys.modules["torchao"]
+    return importlib.import_module("torchao.float8")
 
 
 def to_fp8(model: nn.Module, *, emulate: bool) -> dict[str, Any]:
     """Swap the linear layers of a model for such, in place, but for the output head and those of odd sizes; what the
     run record says of it. SpecError when there is none. Call it before adapters are added: theirs stay as they are."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    float8 = _torchao()
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
 
     def fits(module: nn.Module, name: str) -> bool:
@@ -40,9 +49,9 @@ def to_fp8(model: nn.Module, *, emulate: bool) -> dict[str, Any]:
             and module.out_features % ALIGNED == 0
         )
 
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
-    convert_to_float8_training(model, module_filter_fn=fits, config=config)
+    float8.convert_to_float8_training(model, module_filter_fn=fits, config=config)
     swapped = sum(_is_fp8(module) for module in model.modules())
     if not swapped:
         raise SpecError(
