@@ -150,6 +150,10 @@ MODELS: dict[str, Code] = {
     ),
     "model_unreadable": ("Its files are broken or incomplete.", "Fetch them again; the message names the file."),
     "model_unsupported": ("An architecture that cannot be trained here.", "The message names what is known."),
+    "model_unmeasured": (
+        "What it takes is not known from its config.json alone.",
+        "Prepare it (any job does), or name a local folder; then its files say it.",
+    ),
     "model_gone": ("Its files left the data root while the job waited.", "`eft retry` prepares them again."),
     "hub_unreachable": ("The hub does not answer.", "It is tried again; check the network, or HF_ENDPOINT."),
     "dataset_not_found": ("No such data set, or no such part of it.", "The message lists what there is."),
