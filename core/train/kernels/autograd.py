@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
 from core.train.kernels.interface import Format, few_rows
+from core.train.memory.selective import dear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +98,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.about = (packed, scales, format, block, x.shape[-1])  # buffers of the module: nothing to keep
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return ops._linear(x, packed, scales, format, block, out_features, bias)
+        return dear(lambda: ops._linear(x, packed, scales, format, block, out_features, bias))
 
     @staticmethod
     @once_differentiable
@@ -131,15 +133,22 @@ def _products(x: Tensor, members: Sequence[Member], xa: Tensor, training: bool =
     rows = x.reshape(-1, x.shape[-1])
     outputs = []
     for m, part in zip(members, torch.split(xa, [m.a.shape[0] for m in members], dim=1), strict=True):
-        y = None
-        if not training:
-            y = few_rows(rows, m.packed, list(m.scales), m.format, m.block, m.b.shape[0], m.bias)
-        if y is None:
-            weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), x)
-            y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(x.dtype))
-        y.addmm_(part, m.b.to(x.dtype).t(), alpha=m.scaling)
+        y = dear(partial(_product, rows, m, part)) if training else _product_of_few(rows, m, part)
         outputs.append(y.view(*x.shape[:-1], m.b.shape[0]))
     return outputs
+
+
+def _product(rows: Tensor, m: Member, xa: Tensor) -> Tensor:
+    weight = ops._dense(m.packed, m.scales, m.format, m.block, (m.b.shape[0], m.a.shape[1]), rows)
+    y = torch.nn.functional.linear(rows, weight, None if m.bias is None else m.bias.to(rows.dtype))
+    return y.addmm_(xa, m.b.to(rows.dtype).t(), alpha=m.scaling)
+
+
+def _product_of_few(rows: Tensor, m: Member, xa: Tensor) -> Tensor:
+    y = few_rows(rows, m.packed, list(m.scales), m.format, m.block, m.b.shape[0], m.bias)
+    if y is None:
+        return _product(rows, m, xa)
+    return y.addmm_(xa, m.b.to(rows.dtype).t(), alpha=m.scaling)
 
 
 class _Keep(torch.autograd.Function):

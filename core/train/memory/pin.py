@@ -14,6 +14,8 @@ from torch import Tensor
 
 from core.errors import EftError
 
+FIELD = "memory.stream.pinned"
+
 
 class PinnedRefused(EftError):
     """The system does not lock so much memory for this process."""
@@ -22,24 +24,25 @@ class PinnedRefused(EftError):
     status = 422
 
 
-def page_lock(buffer: Tensor) -> None:
-    """Register a CPU tensor's memory, to be unlocked before it is freed. PinnedRefused when the system will not."""
+def page_lock(buffer: Tensor, field: str = FIELD) -> None:
+    """Register a CPU tensor's memory, to be unlocked before it is freed. PinnedRefused when the system will not;
+    `field` of the job is the one that does without."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
-        raise refused(buffer.nbytes, f"error {code} of cudaHostRegister")
+        raise refused(buffer.nbytes, f"error {code} of cudaHostRegister", field)
 
 
 def unlock(buffer: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 
 
-def refused(nbytes: int, why: str) -> PinnedRefused:
+def refused(nbytes: int, why: str, field: str = FIELD) -> PinnedRefused:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "" if soft == resource.RLIM_INFINITY else f"; its limit on locked memory is {soft >> 20} MiB"
     return PinnedRefused(
         f"the system refuses to lock {(nbytes >> 20) + 1} MiB more of this box's memory for copies to the GPU "
         f"({why}{limit}): raise the limit (`ulimit -l`, LimitMEMLOCK= of the service), or set "
-        "`memory.stream.pinned` to false, which copies slower",
-        field="memory.stream.pinned",
+        f"`{field}` to false, which copies slower",
+        field=field,
     )

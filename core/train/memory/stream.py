@@ -26,7 +26,7 @@ from core.train.memory.available import available_bytes
 from core.train.memory.blocks import FIELD, Block, lay_out
 from core.train.memory.slots import Counts, Ring, Slot, copier_for
 from core.train.memory.source import FileBlocks, HostBlocks, Source
-from core.train.memory.unit import check_arguments, run_unit
+from core.train.memory.unit import Keeps, check_arguments, run_unit
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Streamed], int]] = weakref.WeakKeyDictionary()
 """Modules in streamed blocks. Not in the modules themselves: those are copied, and a copy is not streamed."""
@@ -51,6 +51,8 @@ class Streamed:
         self.blocks = list(blocks)
         self.source = source
         self.device = device
+        self.keeps = Keeps()
+        """What its units keep for the backward; may be set at any time between two passes."""
         self._pinned = pinned and device.type == "cuda"
         self._largest = max(block.nbytes for block in self.blocks)
         if slots > len(self.blocks):
@@ -99,6 +101,7 @@ class Streamed:
             first=partial(self.at_hand, number, after),
             again=partial(self.at_hand, number, list(range(number - 1, -1, -1))),
             anchor=self._anchor,
+            keeps=self.keeps,
         )
 
     def _in_slot(self, slot: Slot, number: int) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""A block as a checkpoint unit: its forward keeps its input and nothing else; its backward computes it again.
+"""A block as a checkpoint unit: its forward keeps its input and, with `Keeps.selective`, what is dear to make again
+(selective.py), and nothing else; its backward computes it again.
 
 The recomputation makes every node of the block's graph anew and the backward runs through them at once, while the
 block is in its slot: whatever a layer keeps of its weights (through autograd or by itself) is what is there now. A
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from core.errors import ModelError
+from core.train.memory.inputs import Inputs
+from core.train.memory.selective import Kept
 
 AtHand = Callable[[], AbstractContextManager[None]]
 CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -38,6 +42,16 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "`memory.stream` out",
                 field="memory.stream",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Keeps:
+    """What a unit keeps between forward and backward."""
+
+    selective: bool = False
+    """The results that are dear to make again, too."""
+    inputs: Inputs | None = None
+    """Where its input is meanwhile; None: where it was."""
 
 
 @dataclass(slots=True)
@@ -58,6 +72,7 @@ class _Call:
     """Places of the tensors among the leaves."""
     autocast: _Autocast
     random: _Random
+    kept: Kept | None
     out_tree: Any = None
     outputs: list[Any] = field(default_factory=list)
     """Leaves of what the block answers; None where there is a tensor."""
@@ -78,6 +93,7 @@ def run_unit(
     first: AtHand,
     again: AtHand,
     anchor: Tensor,
+    keeps: Keeps | None = None,
 ) -> Any:
     """What `forward(*args, **kwargs)` answers, with a graph that holds its tensors and no more. `anchor`: a scalar with
     `requires_grad` on the block's device, so that the block gets a backward though none of its inputs may want one."""
@@ -98,13 +114,24 @@ def run_unit(
         tensors=at,
         autocast=_Autocast.now(anchor.device.type),
         random=_Random.now(anchor.device),
+        kept=Kept() if keeps is not None and keeps.selective else None,
     )
-    found: tuple[Tensor, ...] = _Unit.apply(call, anchor, *(leaves[place] for place in at))  # type: ignore[no-untyped-call]
+    putting = nullcontext() if keeps is None or keeps.inputs is None else keeps.inputs.first_put()
+    with putting:
+        found: tuple[Tensor, ...] = _Unit.apply(call, anchor, *(leaves[place] for place in at))  # type: ignore[no-untyped-call]
     answered = iter(found)
     return _pytree.tree_unflatten([next(answered) if leaf is _TENSOR else leaf for leaf in call.outputs], call.out_tree)
 
 
 _TENSOR = object()
+
+
+def _forget(tensor: Tensor) -> None:
+    """For the graph of the forward, which nobody goes back through."""
+
+
+def _forgotten(nothing: None) -> Tensor:
+    raise AssertionError("the graph of a unit's forward is dropped")
 
 
 class _Unit(torch.autograd.Function):
@@ -114,7 +141,8 @@ class _Unit(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         # With gradients, though the graph is dropped at once: some kernels are others where none are asked for, and
         # this pass must give what the recomputation gives, to the bit.
-        with call.first(), torch.enable_grad():
+        keeping = nullcontext() if call.kept is None else call.kept.keeping()
+        with call.first(), torch.enable_grad(), saved_tensors_hooks(_forget, _forgotten), keeping:
             answer = call.run([each.detach().requires_grad_(want) for each, want in zip(tensors, wanted, strict=True)])
         leaves, call.out_tree = _pytree.tree_flatten(answer)
         call.outputs = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -131,7 +159,8 @@ class _Unit(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         inputs = [tensor.detach().requires_grad_(want) for tensor, want in zip(ctx.saved_tensors, wanted, strict=True)]
         with call.again():
-            with torch.enable_grad(), call.random.again(), call.autocast.again():
+            again = nullcontext() if call.kept is None else call.kept.again()
+            with torch.enable_grad(), call.random.again(), call.autocast.again(), again:
                 leaves = _pytree.tree_leaves(call.run(inputs))
             heads = [
                 (tensor, grad)
