@@ -139,7 +139,18 @@ def _skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error
+    _compute_constants(model, model)
     return model, config
+
+
+def _compute_constants(module: Any, owner: Any) -> None:
+    """Constants that are in no file (rotary positions) are made by `dtype`'s arithmetic in the constructors: GPT-J's
+    would be off by whole positions in bfloat16. `from_pretrained` makes them again in float32, by the same method."""
+    for child in module.children():
+        _compute_constants(child, child if hasattr(child, "_init_weights") else owner)
+    if module._non_persistent_buffers_set and not module._parameters:
+        with torch.no_grad():
+            owner._init_weights(module)
 
 
 @contextmanager
