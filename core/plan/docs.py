@@ -1,4 +1,4 @@
-"""docs/compatibility.md, from the table: `python -m core.plan.docs` prints it."""
+"""docs/compatibility.md, from the table: `make docs` writes it (core/docs.py)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,3 @@ def _table(rows: str, columns: str) -> list[str]:
         "|---" * (len(AXES[columns]) + 1) + "|",
         *(f"| `{row}` | {' | '.join(found[row, column] for column in AXES[columns])} |" for row in AXES[rows]),
     ]
-
-
-if __name__ == "__main__":
-    print(render(), end="")
