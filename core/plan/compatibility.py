@@ -48,6 +48,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "streaming": ("no", "yes"),
     "precision": get_args(Training.model_fields["precision"].annotation),
     "memory": _field("memory"),
+    "checkpointing": ("default", "no", "yes", "selective"),
+    "activation offloading": _arms(Resident.model_fields["activation_offloading"].annotation),
     "stream": _arms(Resident.model_fields["stream"].annotation),
     "strategy": _field("resources"),
     "ranks": ("one", "several"),
@@ -192,6 +194,13 @@ RULES: tuple[Rule, ...] = (
         "train adapters (`method: lora` or `qlora`), or leave `memory.stream` out",
     ),
     Rule(
+        "nothing_kept_to_offload",
+        {"checkpointing": ("no",), "activation offloading": ("host",)},
+        "memory.gradient_checkpointing",
+        "what `activation_offloading` moves is the input that a checkpointed block keeps, and `false` checkpoints none",
+        "leave `memory.gradient_checkpointing` out, or leave `memory.activation_offloading` out",
+    ),
+    Rule(
         "nothing_to_merge",
         {"method": ("full",), "merged": ("yes",)},
         "export",
@@ -218,6 +227,8 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "streaming": "yes" if spec.data.streaming else "no",
         "precision": spec.training.precision,
         "memory": spec.memory.type,
+        "checkpointing": _checkpointing(spec.memory.gradient_checkpointing),
+        "activation offloading": spec.memory.activation_offloading.type,
         "stream": spec.memory.stream.type,
         "strategy": spec.resources.type,
         "ranks": "one" if spec.resources.gpus == 1 else "several",
@@ -226,6 +237,16 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "eval rows": _eval_rows(spec.data),
         "evaluation": spec.evaluation.type if spec.evaluation is not None else "default",
     }
+
+
+def _checkpointing(said: bool | str | None) -> str:
+    match said:
+        case None:
+            return "default"
+        case bool():
+            return "yes" if said else "no"
+        case _:
+            return said
 
 
 def _eval_rows(data: Data) -> str:

@@ -17,6 +17,7 @@ _PAGES = (
     ("method", "strategy"),
     ("method", "stream"),
     ("ranks", "stream"),
+    ("checkpointing", "activation offloading"),
     ("batching", "streaming"),
     ("batching", "truncation"),
     ("truncation", "streaming"),

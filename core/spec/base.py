@@ -63,6 +63,27 @@ def _discriminators(schema: dict[str, Any], handler: GetJsonSchemaHandler) -> li
     return [handler.resolve_ref_schema(schema)["properties"]["type"]["const"]]
 
 
+@dataclass(frozen=True, slots=True)
+class yes_or_no:  # noqa: N801 -- as above
+    """Let a boolean stand for one of two discriminators: `true` for the first, `false` for the second."""
+
+    yes: str
+    no: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def validate(value: Any) -> Any:
+            return by_type(self.yes if value else self.no) if isinstance(value, bool) else value
+
+        return core_schema.no_info_before_validator_function(validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        whole = handler(schema)
+        if handler.mode == "serialization":
+            return whole
+        short = {"type": "boolean", "description": f"Short form: `true` is `{self.yes}`, `false` is `{self.no}`."}
+        return {"anyOf": [short, whole]}
+
+
 def by_type(value: str) -> dict[str, Any]:
     """The usual short form: the string is the discriminator."""
     return {"type": value}

@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from core.spec.data import format_of
 from core.spec.job import JobSpec
-from core.spec.runtime import HeldOut, NoEvaluation
+from core.spec.runtime import ActivationsOnHost, HeldOut, NoEvaluation
 from core.spec.training import NF4, Auto, Full, LoRA, NoQuantization, QLoRA
 
 LEARNING_RATE_ADAPTER = 2e-4
@@ -39,6 +39,9 @@ def resolve(spec: JobSpec) -> JobSpec:
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # only whoever reads the rows can tell
+    if spec.memory.gradient_checkpointing is None:
+        kept = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
+        updates["memory"] = spec.memory.model_copy(update={"gradient_checkpointing": kept})
     if spec.evaluation is None:
         updates["evaluation"] = (
             HeldOut() if spec.data.eval is not None or spec.data.split is not None else NoEvaluation()

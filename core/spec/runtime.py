@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from core.spec.base import SpecModel, by_type, short_form
+from core.spec.base import SpecModel, by_type, short_form, yes_or_no
 
 
 class NoStream(SpecModel):
@@ -51,13 +51,38 @@ class AutoStream(Slots):
 Stream = Annotated[NoStream | HostStream | DiskStream | AutoStream, Field(discriminator="type"), short_form(by_type)]
 
 
+class ActivationsOnDevice(SpecModel):
+    """What the backward needs of the forward stays on the device."""
+
+    type: Literal["none"] = "none"
+
+
+class ActivationsOnHost(SpecModel):
+    """The input that each checkpointed block keeps lies in host memory between its forward and its backward: copied out
+    while blocks compute, and brought back before it is asked for. The result is the same to the bit."""
+
+    type: Literal["host"] = "host"
+    pinned: bool = True
+    """Lock the host memory that a GPU copies to and from, so that it copies while it computes. `false` where the
+    system refuses it: slower. Makes no difference on a CPU."""
+
+
+ActivationOffloading = Annotated[
+    ActivationsOnDevice | ActivationsOnHost, Field(discriminator="type"), short_form(by_type), yes_or_no("host", "none")
+]
+
+
 class Resident(SpecModel):
     """Gradients, optimizer state and all that is trained stay on the device; frozen weights, too, unless they are
     streamed."""
 
     type: Literal["resident"] = "resident"
-    gradient_checkpointing: bool = False
-    """Keep only each block's input and compute the block again in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["selective"] | None = None
+    """Keep only each block's input and compute the block again in the backward pass: less memory, more time.
+    `selective`: keep the results of its large matrix products and of attention too, and compute only the rest again.
+    Default: `true` with `activation_offloading`, else `false`."""
+    activation_offloading: ActivationOffloading = ActivationsOnDevice()
+    """Where the inputs that checkpointed blocks keep are meanwhile: `true` for host memory."""
     stream: Stream = NoStream()
     """Where the frozen weights of the model's blocks are while others compute (docs/memory.md)."""
 
