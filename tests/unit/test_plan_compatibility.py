@@ -41,7 +41,7 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 if values["batching"] == "rows by length"
                 else values["batching"]
             ),
-            "memory": {"type": values["memory"], "stream": values["stream"]},
+            "memory": activations_at(values) | {"type": values["memory"], "stream": values["stream"]},
             "resources": {
                 "type": values["strategy"],
                 "accelerator": values["accelerator"],
@@ -50,6 +50,14 @@ def spec_at(values: dict[str, str]) -> JobSpec:
             "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
         }
     )
+
+
+def activations_at(values: dict[str, str]) -> dict[str, Any]:
+    said = {"default": None, "no": False, "yes": True, "selective": "selective"}
+    return {
+        "gradient_checkpointing": said[values["checkpointing"]],
+        "activation_offloading": values["activation offloading"],
+    }
 
 
 def together() -> list[set[str]]:
