@@ -214,7 +214,7 @@ FAILURES: dict[str, Code] = {
         "The slots of layer streaming do not fit the card.",
         "Lower `memory.stream.slots`: docs/memory.md.",
     ),
-    "pinned_memory_refused": ("The system gives no pinned memory.", "Raise RLIMIT_MEMLOCK, or stream from disk."),
+    "pinned_memory_refused": ("The system gives no pinned memory.", "Raise RLIMIT_MEMLOCK, or set `pinned: false`."),
     "blocks_lost": (
         "A file of streamed weights is not readable any more.",
         "Is the data root there? It is tried again.",
@@ -240,6 +240,7 @@ NOTICES: dict[str, Code] = {
     "quantization_cache": ("Packed weights could not be kept or read; they are made anew.", "Check the disk."),
     "token_cache": ("Tokens could not be kept or read; they are made anew.", "Check the disk."),
     "stream": ("How the weights come to the card, and why.", "Nothing: docs/memory.md."),
+    "offload": ("On a CPU, host memory is what the job computes in: offloading saves nothing.", "Leave it out."),
 }
 
 BOX: dict[str, Code] = {

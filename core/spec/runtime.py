@@ -51,6 +51,26 @@ class AutoStream(Slots):
 Stream = Annotated[NoStream | HostStream | DiskStream | AutoStream, Field(discriminator="type"), short_form(by_type)]
 
 
+class NoOffload(SpecModel):
+    """They stay on the device."""
+
+    type: Literal["none"] = "none"
+
+
+class HostOffload(SpecModel):
+    """The optimizer's state, float32 weights and gradients of all that is trained are in host memory, and the update is
+    computed there (docs/memory.md). With `method: full` the device holds 2 bytes of a block's weight in place of 16;
+    with adapters little is saved. Equal to the bit to the update on a CPU; on a GPU to the last bits."""
+
+    type: Literal["host"] = "host"
+    pinned: bool = True
+    """Copy through host memory that is locked (64 MiB), so that a GPU copies while it computes. `false` where the
+    system refuses it: slower. Makes no difference on a CPU."""
+
+
+OffloadOptimizer = Annotated[NoOffload | HostOffload, Field(discriminator="type"), short_form(by_type)]
+
+
 class ActivationsOnDevice(SpecModel):
     """What the backward needs of the forward stays on the device."""
 
@@ -73,8 +93,8 @@ ActivationOffloading = Annotated[
 
 
 class Resident(SpecModel):
-    """Gradients, optimizer state and all that is trained stay on the device; frozen weights, too, unless they are
-    streamed."""
+    """Gradients, optimizer state and all that is trained stay on the device, unless they are offloaded; frozen weights,
+    too, unless they are streamed."""
 
     type: Literal["resident"] = "resident"
     gradient_checkpointing: bool | Literal["selective"] | None = None
@@ -85,6 +105,8 @@ class Resident(SpecModel):
     """Where the inputs that checkpointed blocks keep are meanwhile: `true` for host memory."""
     stream: Stream = NoStream()
     """Where the frozen weights of the model's blocks are while others compute (docs/memory.md)."""
+    offload_optimizer: OffloadOptimizer = NoOffload()
+    """Where the optimizer's state is, and what it updates."""
 
 
 Memory = Annotated[Resident, short_form(by_type)]

@@ -13,7 +13,7 @@ from torch import nn
 from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.job import JobSpec
-from core.spec.runtime import NoStream
+from core.spec.runtime import HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
@@ -27,6 +27,7 @@ from core.train.quant.fp8 import to_fp8
 
 if TYPE_CHECKING:
     from core.train.memory.blocks import Block
+    from core.train.memory.offload import Offload
     from core.train.memory.source import FileBlocks
     from core.train.memory.stream import Streamed
     from core.train.quant.model import QuantOptions
@@ -37,8 +38,10 @@ class Built:
     model: nn.Module
     streamed: Streamed | None
     """To be closed when the model is no longer computed with; None when its blocks stay on the device."""
+    offload: Offload | None
+    """Keeps what is trained in host memory; None when the model keeps it. To be closed, too."""
     memory: dict[str, Any]
-    """For the run record: where the blocks lie and why."""
+    """For the run record: where the blocks lie and why, and where what is trained does."""
     quantization: dict[str, Any] | None
     """For the run record: what was packed, from where, and how it computes; None when nothing is."""
     fp8: dict[str, Any] | None
@@ -83,9 +86,13 @@ def build_model(
     model = _adapt(model, spec, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
+    offload = _offload(model, spec, placement, events)
     streamed = _place(model, placement.device, stream, loaded, checkpointing=spec.memory.gradient_checkpointing)
-    memory = {"stream": stream.as_dict() | ({} if streamed is None else streamed.about())}
-    return Built(model, streamed, memory, packed, in_fp8)
+    memory = {
+        "stream": stream.as_dict() | ({} if streamed is None else streamed.about()),
+        "offload_optimizer": {"where": "none"} if offload is None else offload.about(),
+    }
+    return Built(model, streamed, offload, memory, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------
@@ -268,6 +275,23 @@ def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
     from core.train.quant.adapters import fuse_adapters
 
     return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
+
+
+def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: EventWriter) -> Offload | None:
+    """Before anything is on the device: of what all parameters are trained in, it never holds the whole."""
+    match spec.memory.offload_optimizer:
+        case NoOffload():
+            return None
+        case HostOffload(pinned=pinned):
+            from core.train.memory.offload import Offload
+
+            if placement.device.type == "cpu":
+                message = "a CPU's memory is the host's: `memory.offload_optimizer` saves nothing here"
+                events.write("notice", code="offload", message=message)
+            narrow = placement.autocast if isinstance(method_of(spec), Full) else None
+            return Offload(model, placement.device, narrow=narrow, pinned=pinned)
+        case _ as never:
+            assert_never(never)
 
 
 def _place(

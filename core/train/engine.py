@@ -27,6 +27,7 @@ from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_logits
+from core.train.optim.updates import OnDevice, Updates
 from core.train.ranks.group import ALONE, Ranks
 from core.train.scaler import LossScaler
 
@@ -80,7 +81,8 @@ class Engine:
     """See the module. `autocast` is the compute dtype of matrix products, or None to compute in the weights' own.
 
     `max_grad_norm` clips the global norm; None does not clip. Parts registered in `parts` are saved and loaded too.
-    `scaler` scales the loss of a run in fp16: gradients that wait for their step are scaled by it.
+    `scaler` scales the loss of a run in fp16: gradients that wait for their step are scaled by it. `updates`: where
+    what is trained is kept and updated; None: in the model itself. The optimizer is one over `updates.parameters`.
 
     Of several `ranks` each has an engine like this one; `step`, `save` with `save_rank`, and `load` are what they do
     together. Between two steps gradients are a rank's own: nothing is sent after a `backward`.
@@ -99,6 +101,7 @@ class Engine:
         parts: Mapping[str, Stateful] | None = None,
         scaler: LossScaler | None = None,
         ranks: Ranks = ALONE,
+        updates: Updates | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -114,14 +117,15 @@ class Engine:
         """Optimizer steps done."""
         self.micro_steps = 0
         """Backward passes since the last optimizer step."""
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.updates: Updates = OnDevice(model) if updates is None else updates
+        self._trained = self.updates.parameters
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
 
     @property
     def trained_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that get gradients, by their name in the model."""
+        """What the optimizer steps, by its name in the model: parameters of the model, or those kept for them."""
         return self._trained
 
     # --- the primitives ------------------------------------------------------------------------------
@@ -129,6 +133,7 @@ class Engine:
     def forward(self, batch: Batch, loss_function: LossFunction) -> Loss:
         """Loss of a batch, in training mode (dropout draws from the torch generator)."""
         self.model.train()
+        self.updates.before_pass()
         with self._compute():
             return loss_function(self.model, batch.to(self.device))
 
@@ -143,16 +148,16 @@ class Engine:
         waited for.
 
         When the gradient, or `watch` (a scalar, such as the loss, the same on all ranks), is not finite, the weights
-        stay as they are, in this step and in all that follow, and `check` raises Diverged from then on. An optimizer
-        that cannot skip a step on the device by itself (torch's fused ones can) is checked here.
+        stay as they are, in this step and in all that follow, and `check` raises Diverged from then on. Updates that
+        cannot be skipped on the device by themselves (those of torch's fused optimizers can) are checked here.
 
         With a loss scaler the norm is waited for, since an overflow changes what comes next: the step is skipped and
         counts, its rows are not seen again, and the schedule stays where it is (as accelerate does it for
         `transformers.Trainer`).
         """
+        self.updates.gather()
         self.ranks.sum_gradients(self._trained)
-        parameters = list(self._trained.values())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
         if self.scaler is not None:
             self.scaler.unscale_(gradients)
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -162,12 +167,10 @@ class Engine:
             self.steps += 1
             return StepResult(norm, self._base_learning_rates[0] * factor, skipped=True)
         self._note(norm if watch is None else norm + watch.detach())
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         for group, base in zip(self.optimizer.param_groups, self._base_learning_rates, strict=True):
             group["lr"] = base * factor
-        self.optimizer.step()
-        self.zero_grad()
+        self.updates.update(self.optimizer, norm, self.max_grad_norm)
+        self.micro_steps = 0
         self.steps += 1
         return StepResult(norm, self._base_learning_rates[0] * factor)
 
@@ -186,10 +189,7 @@ class Engine:
     def _note(self, sentinel: Tensor) -> None:
         """Let the optimizer skip its update from the first `sentinel` on that is no finite number."""
         self._broken = torch.where((self._broken == 0) & ~sentinel.isfinite(), self.steps + 1, self._broken)
-        if all(group.get("fused") for group in self.optimizer.param_groups):
-            # What torch's GradScaler tells fused optimizers; their kernels read it on the device.
-            self.optimizer.found_inf = (self._broken > 0).float()  # type: ignore[attr-defined]
-        else:
+        if not self.updates.skips(self.optimizer, self._broken):
             self.check()
 
     def check(self) -> None:
@@ -202,7 +202,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients: the accumulation window starts anew."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.updates.drop(self.optimizer)
         self.micro_steps = 0
 
     @contextmanager
@@ -210,6 +210,7 @@ class Engine:
         """The model without gradients and dropout; leaves mode and random numbers as they were."""
         training = self.model.training
         devices = [self.device] if self.device.type == "cuda" else []
+        self.updates.before_pass()
         self.model.eval()
         try:
             with torch.random.fork_rng(devices=devices), torch.no_grad(), self._compute():
@@ -306,6 +307,7 @@ class Engine:
     def save_rank(self, folder: Path) -> dict[str, Any]:
         """What a rank has for itself, into the folder of `save`: random numbers, and the gradients of the unfinished
         window. What of it is JSON is answered by the first rank, and written by all others."""
+        self.updates.gather()
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         save_file(_flat(gradients), folder / self._own("gradients.safetensors"))
         tensors, numbers = capture_rng()
@@ -321,6 +323,7 @@ class Engine:
 
     def checkpoint_bytes(self) -> int:
         """What `save` and `save_rank` of all would write now, less some kilobytes of JSON and random numbers."""
+        self.updates.gather()
         gradients = [p.grad for p in self._trained.values() if p.grad is not None] * self.ranks.world
         tensors = [*self._weights().values(), *gradients, *self._optimizer_state()[0].values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -328,6 +331,7 @@ class Engine:
     def save_weights(self, folder: Path) -> None:
         """Only what `load_weights` takes, into an existing empty folder. Raises Diverged as `save`."""
         self.check()
+        self.updates.gather()
         save_file(_flat(self._weights()), folder / "weights.safetensors")
 
     def hold_together(self) -> None:
@@ -341,6 +345,7 @@ class Engine:
     def load_weights(self, folder: Path) -> None:
         """The model as `save` or `save_weights` wrote it; all else stays. ValueError when it is of another model."""
         weights = load_file(folder / "weights.safetensors")
+        self.updates.gather()
         here = self._weights()
         if weights.keys() != here.keys():
             odd = sorted(weights.keys() ^ here.keys())
@@ -350,6 +355,7 @@ class Engine:
                 if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
                     raise ValueError(f"the checkpoint is of another model: {name} has another shape or dtype")
                 tensor.copy_(weights[name])
+        self.updates.written()
 
     def load(self, folder: Path) -> None:
         """Restore what `save` and this rank's `save_rank` wrote. ValueError when it belongs to another model or

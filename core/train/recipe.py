@@ -40,6 +40,7 @@ from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
+from core.train.optim.updates import OnDevice
 from core.train.placement import Placement, place
 from core.train.quant.fp8 import dense_again
 from core.train.ranks.group import join
@@ -109,17 +110,19 @@ def _train(
             events=events,
             between=leave_if_asked,
         )
-    if built.streamed is not None:
-        at_end.callback(built.streamed.close)
+    for held in (built.streamed, built.offload):
+        if held is not None:
+            at_end.callback(held.close)
     ranks.seed(training.seed)
 
     # --- engine --------------------------------------------------------------------------------------
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     feed, total_steps = build_feed(spec, data, pad, events, ranks)
     ledger, environment = Ledger(), Environment(placement)
+    updates = built.offload or OnDevice(built.model)
     engine = Engine(
         built.model,
-        build_optimizer(spec.optimizer, {n: p for n, p in built.model.named_parameters() if p.requires_grad}),
+        build_optimizer(spec.optimizer, updates.parameters),
         build_schedule(spec.schedule, total_steps),
         device=placement.device,
         autocast=placement.autocast,
@@ -128,6 +131,7 @@ def _train(
         parts={"ledger": ledger, "environment": environment, "cursor": feed},
         scaler=LossScaler() if placement.precision == "fp16" else None,
         ranks=ranks,
+        updates=updates,
     )
     packing = prepare_packing(engine) if isinstance(spec.batching, Packed) else None
     loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
@@ -182,6 +186,8 @@ def _train(
         return  # what is left is one model's, and one process's work
     best = hand_back_best(engine, ledger.evaluations, held_out, _checkpoint_folders(order, run_dir), events)
     result = _result(ledger, engine, best, stopped_early=loop.stopped_early)
+    if built.offload is not None:
+        built.offload.hand_back()
     if placement.fp8:
         dense_again(engine.model)
     result, artifacts = write_artifacts(

@@ -41,7 +41,12 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 if values["batching"] == "rows by length"
                 else values["batching"]
             ),
-            "memory": activations_at(values) | {"type": values["memory"], "stream": values["stream"]},
+            "memory": activations_at(values)
+            | {
+                "type": values["memory"],
+                "stream": values["stream"],
+                "offload_optimizer": values["offload optimizer"],
+            },
             "resources": {
                 "type": values["strategy"],
                 "accelerator": values["accelerator"],
