@@ -135,7 +135,7 @@ def choose(verdict: Verdict | None) -> Choice:
     if limits.rank_multiple > 1:
         told.append(f"LoRA's ranks are padded with zeros to multiples of {limits.rank_multiple}")
     if limits.fp32_rows is not None:
-        told.append(f"float32 runs of more than {limits.fp32_rows:,} tokens a forward pass are refused")
+        told.append(f"float32 products of more than {limits.fp32_rows:,} rows are made in parts")
     return Choice(
         precisions=precisions,
         attention=attention,

@@ -6,7 +6,7 @@ PARTS = (
     ("matmul", "a layer's product and its transposed form", "the precision is not used"),
     ("lora.r8, lora.r16", "LoRA forward and backward at a narrow rank", "ranks are padded with zeros to 64"),
     ("lora.r64", "the same at rank 64", "the precision is not used"),
-    ("rows.fp32", "a float32 product of more than 2^19 rows (GPUs)", "longer float32 batches are refused"),
+    ("rows.fp32", "a float32 product of more than 2^19 rows (GPUs)", "float32 products are made in parts"),
     ("optimizer.adamw", "three fused steps", "the card is refused"),
     (
         "attention.flash, .efficient, .math, .eager",

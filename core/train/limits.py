@@ -1,24 +1,27 @@
 """Matrix products within what the libraries of this card are known to do right (core/hardware/faults.py, `Limits`).
 
 LoRA's narrow operands are padded with zeros where they must be: zero rows of A and zero columns of B add nothing, and
-the gradient of what is trained is cut out of the padded one. A micro-batch whose products would be larger than the
-libraries can store is refused before the first of them, since what follows would be silently wrong.
+the gradient of what is trained is cut out of the padded one. Products of more rows than the libraries compute rightly
+are made in parts (core/train/kernels/parts.py), through the same operators.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from functools import partial
+from typing import Any, assert_never
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
-from core.errors import SpecError
 from core.hardware.faults import Limits
 from core.spec.job import JobSpec
 from core.spec.runtime import HeldOut
 from core.spec.training import Packed, Rows, Tokens
+from core.train.kernels.parts import Parts
 
 # --- ranks -----------------------------------------------------------------------------------------------
 
@@ -81,33 +84,62 @@ def pad_ranks(model: nn.Module, multiple: int) -> int:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def check_products(
+def split_products(model: nn.Module, limits: Limits) -> None:
+    """Let every linear layer of `model`, packed or dense, with an adapter or without, keep to `limits`. Call it when
+    the model is whole. Parameters, their names, state and classes stay as they are."""
+    from core.train.quant.adapters import QuantLoraLinear
+
+    if limits.fp32_rows is None and limits.output_bytes is None:
+        return
+    for module in model.modules():
+        match module:
+            case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
+                module.parts = Parts(limits, max(module.in_features, module.out_features))
+            case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
+                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+            case nn.Linear():
+                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+            case Conv1D():
+                _in_parts(module, Parts(limits, max(module.weight.shape)))
+            case _:
+                pass
+
+
+def _in_parts(module: nn.Module, parts: Parts) -> None:
+    module.__dict__["forward"] = partial(_forward, module, parts)
+
+
+def _forward(module: nn.Module, parts: Parts, x: Tensor, *args: Any, **more: Any) -> Tensor:
+    # By the class that it has now: layers in 8-bit floats become plain ones at the end (core/train/quant/fp8.py).
+    return parts.call(lambda rows: type(module).forward(module, rows, *args, **more), x)
+
+
+def tell_parts(
     spec: JobSpec, model: nn.Module, limits: Limits, dtype: torch.dtype, longest: int, whole: bool
-) -> None:
-    """SpecError when a forward pass of this job makes a product beyond `limits`.
+) -> str | None:
+    """What to tell of a job whose passes are larger than `limits`; None: no pass of it is.
 
     `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
     """
     tokens, field = largest_pass(spec, longest)
     if limits.fp32_rows is not None and dtype is torch.float32 and tokens > limits.fp32_rows:
-        raise SpecError(
-            f"a forward pass of {tokens:,} tokens in float32: on this card products of more than {limits.fp32_rows:,} "
-            "rows are silently wrong (docs/hardware.md); take a smaller micro-batch with more "
-            "gradient_accumulation_steps, or `training.precision: bf16`",
-            field=field,
+        return (
+            f"a forward pass of {tokens:,} tokens in float32 ({field}): on this card products of more than "
+            f"{limits.fp32_rows:,} rows are silently wrong (docs/hardware.md), so they are made in parts; `bf16` needs "
+            "none"
         )
     if limits.output_bytes is None:
-        return
+        return None
     width = widest(model, head=whole)
     size = tokens * width * dtype.itemsize
-    if size > limits.output_bytes:
-        fits = limits.output_bytes // (width * dtype.itemsize)
-        raise SpecError(
-            f"a forward pass of {tokens:,} tokens makes a matrix of {size / (1 << 30):.1f} GiB ({width:,} wide): on "
-            f"this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md); at most {fits:,} "
-            "tokens a pass are right, take a smaller micro-batch with more gradient_accumulation_steps",
-            field=field,
-        )
+    if size <= limits.output_bytes:
+        return None
+    fits = limits.output_bytes // (width * dtype.itemsize)
+    return (
+        f"a forward pass of {tokens:,} tokens ({field}) makes a matrix of {size / (1 << 30):.1f} GiB ({width:,} wide): "
+        f"on this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md), so products of more "
+        f"than {fits:,} rows are made in parts"
+    )
 
 
 def largest_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
@@ -129,8 +161,8 @@ def widest(model: nn.Module, *, head: bool) -> int:
     """Width of the widest matrix that a linear layer makes, forwards or backwards; `head`: the output head counts."""
     skipped = None if head else model.get_output_embeddings()  # type: ignore[operator]
     sizes = [
-        max(module.in_features, module.out_features)
+        max(module.in_features, module.out_features) if isinstance(module, nn.Linear) else max(module.weight.shape)
         for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not skipped
+        if isinstance(module, nn.Linear | Conv1D) and module is not skipped
     ]
     return max(sizes, default=0)

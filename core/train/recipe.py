@@ -35,7 +35,7 @@ from core.train.export.compare import probes
 from core.train.failures import describe
 from core.train.feed import Data, build_feed, read_data
 from core.train.lifeline import Stop
-from core.train.limits import check_products
+from core.train.limits import split_products, tell_parts
 from core.train.load import load_tokenizer, quiet, saved_dtype
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
@@ -137,7 +137,9 @@ def _train(
     loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
     computed = placement.autocast or placement.weights
     whole = loss_record["kernel"] == "logits"
-    check_products(spec, engine.model, placement.limits, computed, data.longest, whole)
+    split_products(engine.model, placement.limits)
+    if in_parts := tell_parts(spec, engine.model, placement.limits, computed, data.longest, whole):
+        events.write("notice", code="products_in_parts", message=in_parts)
     record = _record(order, placement, environment, data, engine, total_steps) | {"selftest": selftest.record(tried)}
     record |= {
         "quantization": built.quantization,

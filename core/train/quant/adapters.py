@@ -18,6 +18,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
+from core.train.kernels.parts import Parts
 from core.train.limits import PLAIN, operand
 from core.train.quant.linear import QuantLinear, compute_dtype
 
@@ -75,7 +76,9 @@ class SharedInput:
         for place, member in enumerate(self.members[1:], start=1):
             if (name := member.fused_adapter()) is not None:
                 taking.append((place, name))
-        first, *rest = lora_linears(cast, [self.members[place].operands(cast, name) for place, name in taking])
+        operands = [self.members[place].operands(cast, name) for place, name in taking]
+        parts = max((m.parts for m in self.members if m.parts is not None), key=lambda one: one.width, default=None)
+        first, *rest = lora_linears(cast, operands) if parts is None else parts.lora(cast, operands)
         self._x, self._ready = x, {place: y for (place, _), y in zip(taking[1:], rest, strict=True)}
         return first
 
@@ -94,12 +97,16 @@ class QuantLoraLinear(PeftLinear):
     shared: SharedInput | None = None
     place: int = 0
     """In the group."""
+    parts: Parts | None = None
+    """How many rows at once, where the card has a limit (core/train/limits.py)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = None if args or kwargs else self.fused_adapter()
         if adapter is None:
-            result: Tensor = super().forward(x, *args, **kwargs)
-            return result
+            if self.parts is None:
+                result: Tensor = super().forward(x, *args, **kwargs)
+                return result
+            return self.parts.call(lambda rows: super(QuantLoraLinear, self).forward(rows, *args, **kwargs), x)
         if self.shared is None or self.shared.dissolved or torch.compiler.is_compiling():
             return self.alone(x, adapter)
         return self.shared.forward(self.place, x, adapter)
@@ -113,7 +120,9 @@ class QuantLoraLinear(PeftLinear):
 
     def alone(self, x: Tensor, adapter: str) -> Tensor:
         x = x.to(compute_dtype(x))
-        return lora_linear(x, self.operands(x, adapter))
+        if self.parts is None:
+            return lora_linear(x, self.operands(x, adapter))
+        return self.parts.lora(x, [self.operands(x, adapter)])[0]
 
     def operands(self, x: Tensor, adapter: str) -> Member:
         """What the operator takes beside x; draws the adapter's dropout."""
