@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import logging.config
 import sys
@@ -59,6 +60,7 @@ class Server(uvicorn.Server):
 
 
 def main() -> None:
+    _parser().parse_args()
     if (file := settings().log_file) is not None:
         logfile.keep(file, settings().log_bytes, settings().log_files)
     logging.config.dictConfig(LOGGING)
@@ -87,6 +89,15 @@ def main() -> None:
     server = Server(config)
     server.hub = here.hub
     server.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="python -m api",
+        description="Serve the API until SIGTERM or SIGINT, on EFT_HOST and EFT_PORT. There are no options: all of it "
+        "is settings, from the environment (docs/settings.md).",
+        epilog="exit status: 78: starting again will not help before somebody has changed something; 75: it may",
+    )
 
 
 if __name__ == "__main__":

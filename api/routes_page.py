@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -76,7 +77,9 @@ def _needs(policy: Policy) -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(prog="python -m api.routes_page", description=f"Write docs/{PAGE.name}.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when it is stale")
+    if parser.parse_args().check:
         fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
         sys.exit(0 if fresh else f"{PAGE} is stale: run `python -m api.routes_page`")
     PAGE.write_text(page(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 
@@ -36,8 +37,11 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m api.auth.table", description=f"Write the table of {PAGE.name}.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when it is stale")
+    given = parser.parse_args()
     old = PAGE.read_text()
     new = page(old)
-    if "--check" in sys.argv[1:]:
+    if given.check:
         sys.exit(0 if old == new else f"{PAGE} is stale: run `python -m api.auth.table`")
     PAGE.write_text(new)

@@ -8,19 +8,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from core.spec.run import EVENTS_FILE, EXIT_FAILED, ORDER_FILE, RunOrder
+from core.train.arguments import run_folder
 from core.train.events import EventWriter
 from core.train.lifeline import Stop, arm, leave
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m core.train RUN_DIR", file=sys.stderr)
-        return 2
-    run_dir = Path(sys.argv[1]).absolute()
+    run_dir = run_folder("core.train", "One batch run, from its order to its artifacts.")
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     except (OSError, ValueError) as error:

@@ -21,13 +21,13 @@ from core.spec.model import GGUFModel, HubModel, LocalModel, Model
 from core.spec.run import (
     EVENTS_FILE,
     EXIT_CHECKPOINTED,
-    EXIT_FAILED,
     EXIT_OK,
     ORDER_FILE,
     FailureClass,
     PrepareOrder,
 )
 from core.train import gguf, hub, model_files
+from core.train.arguments import run_folder
 from core.train.disk import tell_failure
 from core.train.events import EventWriter
 from core.train.hub_data import prepare_dataset
@@ -232,10 +232,7 @@ class _Progress:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m core.train.prepare RUN_DIR", file=sys.stderr)
-        return EXIT_FAILED
-    run_dir = Path(arguments[0])
+    run_dir = run_folder("core.train.prepare", "Bring a model, and hub data sets, onto the data root.", arguments)
     order = PrepareOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     events = EventWriter(run_dir / EVENTS_FILE)

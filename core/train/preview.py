@@ -8,18 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, RunOrder
 from core.train.__main__ import importing
+from core.train.arguments import run_folder
 from core.train.lifeline import arm, leave
 
 TELL_SECONDS = 1.0
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m core.train.preview RUN_DIR", file=sys.stderr)
-        return EXIT_FAILED
-    run_dir = Path(arguments[0])
+    run_dir = run_folder("core.train.preview", "Look at how rows become tokens, without weights.", arguments)
     order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     return _look(run_dir, order)

@@ -6,6 +6,7 @@ one that has imported: a parent that ever ran an OpenMP region leaves its forked
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
@@ -21,6 +22,10 @@ STDOUT, STDERR = 1, 2
 
 
 def main() -> int:
+    words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run.py)."
+    parser = argparse.ArgumentParser(prog="python -m core.train.spare", description=words)
+    parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder (_rename)")
+    parser.parse_args()
     await_order()
     with trainer.importing():
         imports()
@@ -60,7 +65,8 @@ def imports() -> None:
 
 
 def _read_line() -> bytes | None:
-    """The order; None at end of file. What came behind it are heartbeats, and the fence's clock starts afresh."""
+    """The order; None at end of file. What came behind it are heartbeats; the order says as well when the lease was
+    held, and the next one comes."""
     line = b""
     while b"\n" not in line:
         if not (part := os.read(STDIN, 65536)):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from core.train.__main__ import importing
+from core.train.arguments import run_folder
 from core.train.lifeline import arm_rank, leave
 from core.train.ranks.launch import LOOPBACK
 from core.train.ranks.words import Seat
 
 
 def main() -> int:
+    run_dir = run_folder("core.train.ranks", "One of several ranks; `python -m core.train RUN_DIR` starts them.")
     try:
         seat = Seat.mine()
     except (KeyError, ValueError) as error:
@@ -27,7 +28,7 @@ def main() -> int:
     with importing():
         from core.train.recipe import run  # slow: torch and transformers
 
-    return run(Path(sys.argv[1]).absolute(), stop, seat)
+    return run(run_dir, stop, seat)
 
 
 if __name__ == "__main__":
