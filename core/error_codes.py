@@ -67,6 +67,14 @@ RIGHTS: dict[str, Code] = {
 }
 
 JOBS: dict[str, Code] = {
+    "fits_nowhere": (
+        "By the plan of its memory the job fits none of the slots here, even at its smallest.",
+        "The message names what would fit; `eft plan FILE` shows the bytes.",
+    ),
+    "unsettled": (
+        "`method: auto` reached a trainer that was started by hand.",
+        "Name the method; the service settles it when it starts a job.",
+    ),
     "invalid_spec": ("The job cannot run as it is written.", "Each fault names its field; docs/spec.md has them all."),
     "invalid_yaml": ("The job file is no YAML.", "The message has line and column."),
     "unknown_field": ("No such field.", "The message has the nearest name."),
@@ -239,6 +247,7 @@ NOTICES: dict[str, Code] = {
     "already_quantized": ("The model was packed by somebody else already.", "Nothing: it is trained on as it is."),
     "quantization_cache": ("Packed weights could not be kept or read; they are made anew.", "Check the disk."),
     "token_cache": ("Tokens could not be kept or read; they are made anew.", "Check the disk."),
+    "method": ("What `method: auto` came to, and why nothing before it.", "Nothing: docs/memory.md."),
     "stream": ("How the weights come to the card, and why.", "Nothing: docs/memory.md."),
     "offload": ("On a CPU, host memory is what the job computes in: offloading saves nothing.", "Leave it out."),
 }

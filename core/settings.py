@@ -67,6 +67,13 @@ class Settings(BaseSettings):
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
     cpu_slots: int = Field(default=1, ge=1, le=64)
     """Jobs that train side by side on a box without GPUs. They share its cores evenly (OMP_NUM_THREADS overrules)."""
+    cpu_slot_bytes: int = Field(default=0, ge=0)
+    """Memory that a job on a CPU slot of this box may count on: plans of its memory, `method: auto` and `memory.stream:
+    auto` heed it. 0: the memory of the box (or of the control group that the worker is in), shared evenly by its CPU
+    slots."""
+    memory_check: bool = True
+    """Refuse jobs that by the plan of their memory (docs/memory.md) fit no node, and start none where it does not fit. A
+    plan is an estimate: `false` lets jobs try. The same for the API and all workers."""
     node_labels: NameList = ()
     """Labels of this box (separated by commas) that jobs may ask for: `resources.requirements.labels`."""
     fairshare_half_life_hours: float = Field(default=168.0, gt=0)

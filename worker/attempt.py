@@ -155,7 +155,9 @@ class Attempt:
         if self._time_is_up and isinstance(result, HandedBack):
             result = self._over()
         if self.claim.kind == "prepare" and isinstance(result, Succeeded):
-            result = replace(result, result=orders.portable(result.result, self.site.layout))
+            weights = self.claim.slot.kind != "preview"
+            found = orders.with_shape(result.result, weights=weights)
+            result = replace(result, result=orders.portable(found, self.site.layout))
         try:
             published = self._publish(result)
         except Exception as error:
@@ -427,7 +429,12 @@ class Attempt:
     def _finish(self, result: Outcome, code: int | None) -> None:
         settings = self.site.settings
         backoff = settings.retry_backoff_seconds
-        policy = RetryPolicy(settings.max_machine_failures, backoff, no_room_seconds=6 * backoff)
+        policy = RetryPolicy(
+            settings.max_machine_failures,
+            backoff,
+            no_room_seconds=6 * backoff,
+            memory_check=settings.memory_check,
+        )
         after = self._persist(
             self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
         )

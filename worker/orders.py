@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import EftError, SpecError
 from core.hardware.selftest import Verdict
-from core.jobs import adjust
+from core.jobs import settle
 from core.jobs.claims import Claim
+from core.jobs.ready import SHAPE, WHOLE
 from core.plan import compatibility
+from core.plan.shape import Shape
 from core.settings import Settings
 from core.spec.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run import CHECKPOINTS, DatasetOrder, PrepareOrder, RunOrder
 from core.storage.layout import Layout
+
+log = logging.getLogger("eft.worker")
 
 
 class ModelGone(EftError):
@@ -48,7 +54,7 @@ def run_order(
 ) -> RunOrder:
     """`selftest`: what is known of the slot's device. Raises ModelGone, or another EftError for data that is not there
     or not allowed."""
-    spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted)
+    spec = settle.effective(claim.spec, claim.settled, claim.adjusted)
     refused = compatibility.check(spec, preview=claim.kind == "preview")
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
@@ -85,6 +91,8 @@ def run_order(
         held_at=held_at,
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
+        settled=None if claim.settled is None else claim.settled | {"words": settle.words(claim.settled)},
+        memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
     )
 
 
@@ -97,6 +105,21 @@ def portable(prepared: dict[str, Any], layout: Layout) -> dict[str, Any]:
 
     datasets = [{**one, "paths": [relative(path) for path in one["paths"]]} for one in prepared.get("datasets", ())]
     return {**prepared, "model_dir": relative(prepared["model_dir"]), "datasets": datasets}
+
+
+def with_shape(prepared: dict[str, Any], *, weights: bool) -> dict[str, Any]:
+    """What a child has prepared (paths as on this box), with what plans need of the model. A model of which nobody can
+    say that is planned by nobody, and runs all the same. `weights`: they are there too, not the configuration alone."""
+    folder = Path(prepared["model_dir"])
+    try:
+        if weights:
+            shape = Shape.of_folder(folder)
+        else:
+            shape = Shape.of_config(json.loads((folder / "config.json").read_bytes()))
+    except (EftError, OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be planned: %s: %s", folder, type(error).__name__, error)
+        return prepared
+    return prepared | {SHAPE: shape.as_dict(), WHOLE: weights}
 
 
 def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], layout: Layout) -> Path:

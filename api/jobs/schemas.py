@@ -61,6 +61,7 @@ _JOB: dict[str, Any] = {
     "failure": None,
     "spec": SPEC_LONG,
     "adjusted": {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 8},
+    "settled": None,
     "node": "box-1",
     "slots": ["box-1/3"],
     "retry_of": None,
@@ -97,6 +98,9 @@ class JobView(BaseModel):
     """Resolved: every default is written out (schema JobSpec)."""
     adjusted: dict[str, int] | None
     """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
+    settled: dict[str, Any] | None
+    """Of a job with `method: auto`, once it has started: what that came to (`rung`, `reason`, and the axes in `spec`)
+    and why each one before it was not taken (`rejected`)."""
     node: str | None
     """The box that has it now."""
     slots: list[str] | None
@@ -183,6 +187,7 @@ def job_view(job: Job, queue: dict[str, Any] | None = None, slots: list[str] | N
         "failure": job.failure,
         "spec": job.spec,
         "adjusted": job.adjusted,
+        "settled": job.settled,
         "node": job.node,
         "slots": [] if slots is None and job.node is None else slots,
         "retry_of": job.retry_of,

@@ -35,6 +35,7 @@ WAITS_FOR = {
 it can see in the query's words that the index has all of its rows."""
 BOUNDED = f"{WAITS_FOR['train']} AND bound_seconds IS NOT NULL"
 """Those that may go ahead of a job for which slots are kept (core/jobs/gangs.py)."""
+PREVIEWS = "kind = 'preview'"
 
 
 def _queue_key(context: Any) -> str:
@@ -137,6 +138,8 @@ class Job(Owned, Base):
 
     adjusted: Mapped[dict[str, Any] | None]
     """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
+    settled: Mapped[dict[str, Any] | None]
+    """What `method: auto` came to at the job's first start, and why (core/jobs/settle.py); never changed again."""
 
     status: Mapped[str] = mapped_column(String(16))
     """Written by core.jobs.transitions alone."""
@@ -199,6 +202,13 @@ class Job(Owned, Base):
                 postgresql_where=text(waits),
             )
             for what, waits in {**WAITS_FOR, "bounded": BOUNDED}.items()
+        ),
+        Index(
+            "ix_jobs_previews",
+            "project_id",
+            "id",
+            sqlite_where=text(PREVIEWS),
+            postgresql_where=text(PREVIEWS),
         ),
         Index(
             "ix_jobs_leased",
@@ -539,6 +549,16 @@ class SchemaFloor(Base):
     id: Mapped[str] = mapped_column(String(8), primary_key=True, insert_default="floor")
     works_from: Mapped[str] = mapped_column(String(32))
     """The oldest revision whose code may."""
+
+
+class ModelShape(Base):
+    """What plans need of a model (core/plan/shape.py), as the worker that prepared it last has read it."""
+
+    __tablename__ = "model_shapes"
+    key: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """SHA-256 of how jobs name the model (core/jobs/shapes.py)."""
+    shape: Mapped[dict[str, Any]]
+    at: Mapped[float] = mapped_column(Float, insert_default=db_now())
 
 
 class DiskUsage(Base):

@@ -16,12 +16,13 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
-from core.jobs import bounds, gangs, holds, line, outbox
+from core.jobs import adjust, bounds, fit, gangs, holds, lengths, line, outbox, settle, shapes
 from core.jobs.shares import HALF_LIFE_SECONDS
-from core.jobs.slots import Phase, Slot
+from core.jobs.slots import Key, Phase, Slot
 from core.jobs.states import LEASED, Status
 from core.jobs.transitions import Token, move
 from core.jobs.turn import take_turn
+from core.spec.job import JobSpec
 
 __all__ = ["Claim", "Kind", "Slot", "claim"]
 
@@ -45,6 +46,8 @@ class Claim:
     """Earlier jobs that it is a retry of, oldest first: {"job", "attempts"}."""
     adjusted: dict[str, int]
     """Fields of the spec that were changed for want of memory (core/jobs/adjust.py)."""
+    settled: dict[str, Any] | None
+    """What `method: auto` came to (core/jobs/settle.py)."""
     spent_seconds: float
     """What earlier attempts at training took, by the database's clock."""
     request_id: str | None
@@ -109,6 +112,8 @@ def claim(
     after = Status.STARTING
     if job.prepared is None:
         kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
+    least = min(slots, key=lambda one: one.device_bytes)
+    opened = _settle(session, job, least) if kind == "train" and settle.is_open(job.spec, job.settled) else {}
     won = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
@@ -118,7 +123,8 @@ def claim(
         job.spec,
         job.prepared,
         job.resume_from,
-        job.adjusted or {},
+        opened.get("adjusted", job.adjusted) or {},
+        opened.get("settled", job.settled),
         bounds.spent(session, job.id),
         job.request_id,
     )
@@ -131,10 +137,12 @@ def claim(
         "reserved_at": None,
         "reserved_node": None,
         "preempted": null(),
+        **opened,
     }
     if kind != "prepare" and job.started_at is None:
         values["started_at"] = db_now()
     data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
+    data |= {name: opened[name] for name in ("settled", "adjusted") if opened.get(name)}
     if not move(session, job, after, reason=words, data=data, values=values):
         return None
     ids = {
@@ -151,6 +159,18 @@ def claim(
         row = {**ids, "node": node, "slot": name, "gpus": gpus, "billing": slot.billing, **charged}
         session.execute(insert(Allocation).values(**row))
     return won
+
+
+def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
+    """The columns of a job whose method is settled now, by what `slot` has."""
+    spec = adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {})
+    shape, longest = shapes.known(session, spec.model), lengths.rows(session, job.project_id, spec).longest
+    found = settle.settle(spec, shape, longest, slot)
+    key = Key.parse(job.queue_key)
+    if key.needs.plan is not None and found.plan is not None and shape is not None:  # what it has come to, it stays
+        key = fit.planned(key, found.spec, shape, longest, [slot])
+    smaller = {"adjusted": {**(job.adjusted or {}), **found.adjusted}} if found.adjusted else {}
+    return {"settled": found.as_dict(), "queue_key": str(key), **smaller}
 
 
 def _write_down(session: Session, kept: Sequence[gangs.Kept], now: float) -> None:

@@ -161,8 +161,9 @@ class _Clerk:
         # A box that has gone promises nothing, unless there are no others.
         for seat in [seat for seat in here if not seat.gone] or here:
             slot, peers = seat.slot, self._peers(seat.node)
-            beside = tuple(sorted((one.family, one.memory_bytes) for one in peers))
-            mark = (slot.family, slot.memory_bytes, slot.labels, beside, seat.ends_before)
+            beside = tuple(sorted((one.family, one.memory_bytes, one.share_bytes) for one in peers))
+            memory = (slot.memory_bytes, slot.share_bytes, slot.host_bytes)
+            mark = (slot.family, memory, slot.labels, beside, seat.ends_before)
             kinds[mark] = (line.serves(slot, peers), slot.billing, seat.ends_before)
         return list(kinds.values()) or [(lambda key: True, 1.0, None)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sqlalchemy import delete, insert, null, select
@@ -11,8 +11,9 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Job
-from core.jobs import adjust, nodes, outbox, preempt, room
+from core.jobs import adjust, nodes, outbox, preempt, room, settle
 from core.jobs.claims import Kind, release
+from core.jobs.ready import ready
 from core.jobs.states import Status
 from core.jobs.transitions import Token, move
 from core.spec.job import JobSpec
@@ -70,6 +71,8 @@ class RetryPolicy:
     """Between the first two tries while a disk is full in a way that the free bytes do not show: a quota, say."""
     no_room_max_seconds: float = 3600.0
     """The wait is doubled with each further try, up to this."""
+    memory_check: bool = True
+    """A job whose model is there now, and which by its plan fits no slot, fails before it waits for one."""
 
 
 def finish(
@@ -86,7 +89,15 @@ def finish(
     if before is Status.STARTING and isinstance(outcome, Succeeded):
         move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
         session.refresh(job)
+    planned: dict[str, Any] = {}
+    if kind == "prepare" and isinstance(outcome, Succeeded):
+        known = ready(session, job, outcome.result, memory_check=policy.memory_check)
+        planned = {"queue_key": known.queue_key}
+        outcome = replace(outcome, result=known.prepared)
+        if (refused := known.refused) is not None:
+            outcome = Failed("user", refused.code, refused.message, refused.field)
     after, reason, values, data = _next(job, kind, outcome, policy)
+    values = values | planned
     if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, HandedBack):
         data = nodes.drained_by(session, job.node)
     if after is Status.QUEUED and job.stop_requested == preempt.PREEMPT and isinstance(outcome, HandedBack):
@@ -185,14 +196,18 @@ def _no_room(job: Job, outcome: NoRoom, policy: RetryPolicy) -> tuple[Status, st
 
 def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:
     """What the next attempt changes to need less memory, and the words for it; None: there is nothing to change."""
-    changes = adjust.smaller(adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}), outcome.field)
+    changes = adjust.smaller(_as_it_runs(job), outcome.field)
     if changes is None:
         return None
     return changes, f"was out of memory; goes on with {adjust.words(changes)} (every step sees the same rows)"
 
 
+def _as_it_runs(job: Job) -> JobSpec:
+    return settle.effective(job.spec, job.settled, job.adjusted or {})
+
+
 def _lightest(job: Job) -> str:
-    size, field, _ = adjust.micro_batch(adjust.apply(JobSpec.model_validate(job.spec), job.adjusted or {}))
+    size, field, _ = adjust.micro_batch(_as_it_runs(job))
     return (
         f"out of memory while training with {field} = {size}, and it cannot be "
         "cut any further: lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all "

@@ -12,6 +12,7 @@ from core.spec.runtime import Resources
 Phase = Literal["prepare", "train", "preview"]
 """What a waiting job waits for a slot to do."""
 SlotKind = Literal["gpu", "cpu", "prepare", "preview"]
+MB = 1_000_000
 GPU_BILLING, CPU_BILLING = 1.0, 0.1
 """What a second of training counts in fair share: on a box without GPUs all slots count alike."""
 
@@ -27,8 +28,13 @@ class Slot:
     vendor: str = ""
     arch: str = ""
     memory_bytes: int = 0
+    """Of the GPU."""
     labels: frozenset[str] = frozenset()
     """Of its node."""
+    share_bytes: int = 0
+    """Of a CPU slot: what its jobs may count on; 0: nobody has said."""
+    host_bytes: int = 0
+    """Memory of the box; 0: nobody has said."""
 
     @property
     def phase(self) -> Phase:
@@ -66,7 +72,54 @@ class Slot:
             gpu.get("arch", ""),
             int(gpu.get("memory_bytes") or 0),
             frozenset(map(str, labels)),
+            int(entry.get("share_bytes") or 0),
+            int(entry.get("host_bytes") or 0),
         )
+
+    @property
+    def device_bytes(self) -> int:
+        """What a job has for all that lies on its device; 0: nobody knows."""
+        return self.memory_bytes if self.kind == "gpu" else self.share_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNeeds:
+    """Memory in MB (10^6 bytes, rounded up) of the least that a job can come to, by its plan (core/jobs/fit.py)."""
+
+    gpu: int
+    """On the card."""
+    cpu: int
+    """Where device and host are one memory."""
+    host: int
+    """Of the box, beside a GPU."""
+
+    @property
+    def word(self) -> str:
+        return f"plan={self.gpu},{self.cpu},{self.host}"
+
+    @classmethod
+    def parse(cls, word: str) -> PlanNeeds:
+        gpu, cpu, host = map(int, word.split(","))
+        return cls(gpu, cpu, host)
+
+    def missing(self, slot: Slot) -> list[str]:
+        """What a slot lacks of it; nothing where nobody knows what the slot has."""
+        device = self.gpu if slot.kind == "gpu" else self.cpu
+        lacks = [f"{_gb(device)} by its plan"] if 0 < slot.device_bytes < device * MB else []
+        if slot.kind == "gpu" and 0 < slot.host_bytes < self.host * MB:
+            lacks.append(f"{_gb(self.host)} of host memory by its plan")
+        return lacks
+
+    def words(self, accelerator: str) -> str:
+        """E.g. `18.2 GB by its plan`."""
+        if accelerator == "cpu" or (accelerator == "any" and self.gpu == self.cpu):
+            return f"{_gb(self.cpu)} by its plan"
+        also = "" if accelerator == "gpu" else f" ({_gb(self.cpu)} on a CPU)"
+        return f"{_gb(self.gpu)} by its plan{also}"
+
+
+def _gb(megabytes: int) -> str:
+    return f"{megabytes / 1000:.3g} GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +134,8 @@ class Needs:
     labels: tuple[str, ...] = ()
     gpus: int = 1
     """Slots of one node and one family (Slot.family) that it trains on at once."""
+    plan: PlanNeeds | None = None
+    """What the plan of its memory says that it takes (core/jobs/fit.py); None: nobody has planned it."""
 
     @classmethod
     def of(cls, resources: Resources) -> Needs:
@@ -108,6 +163,8 @@ class Needs:
             words.append(f"vendor={self.vendor}")
         words += [f"arch={arch}" for arch in self.arch]
         words += [f"label={label}" for label in self.labels]
+        if self.plan is not None:
+            words.append(self.plan.word)
         return " ".join(words)
 
     @classmethod
@@ -122,7 +179,8 @@ class Needs:
         (memory,) = named("mb") or ("0",)
         (vendor,) = named("vendor") or ("",)
         arches, labels = named("arch"), named("label")
-        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, arches, labels, int(gpus or 1))
+        plan = next((PlanNeeds.parse(word) for word in named("plan")), None)
+        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, arches, labels, int(gpus or 1), plan)
 
     def width(self, phase: Phase) -> int:
         """Slots that it takes for this: a model is prepared on one, however many train."""
@@ -143,7 +201,8 @@ class Needs:
             missing.append(_VENDORS.get(self.vendor, self.vendor))
         if self.arch and slot.arch not in self.arch:
             missing.append(" or ".join(self.arch))
-        return missing + [f"label {label}" for label in self.labels if label not in slot.labels]
+        missing += [f"label {label}" for label in self.labels if label not in slot.labels]
+        return missing + ([] if self.plan is None else self.plan.missing(slot))
 
     def words(self) -> str:
         """E.g. `1 GPU with bf16 and 40 GB`, `4 AMD GPUs`."""
@@ -155,6 +214,7 @@ class Needs:
         asks += [f"{self.memory_mb / 1000:g} GB"] if self.memory_mb else []
         asks += [" or ".join(self.arch)] if self.arch else []
         asks += [f"label {label}" for label in self.labels]
+        asks += [] if self.plan is None else [self.plan.words(self.accelerator)]
         if not asks:
             return place
         return f"{place} with {' and '.join([', '.join(asks[:-1]), asks[-1]] if len(asks) > 1 else asks)}"

@@ -56,6 +56,7 @@ def submit(
             if retry_of is None
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
             adjusted=None if retry_of is None else retry_of.adjusted,
+            settled=None if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,
             reason=room.WAITS_FOR_MODEL,
             event_seq=1,

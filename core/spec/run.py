@@ -137,6 +137,10 @@ class RunOrder(SpecModel):
     """End when stdin is silent this long; null when run by hand, without a worker."""
     selftest: dict[str, Any] | None = None
     """What the device's self-test found (core/hardware/selftest.py); null: it was not tried."""
+    settled: dict[str, Any] | None = None
+    """What `method: auto` came to, and why, with `words` for the job's events (core/jobs/settle.py); `spec` has it."""
+    memory_bytes: int | None = None
+    """What the run may count on where device and host are one memory; null: what is free."""
     world_size: int = Field(default=1, ge=1)
     """Ranks, one a GPU (or CPU slot) of the claim. With several the child only starts them (core/train/ranks)."""
     held_at: float | None = None

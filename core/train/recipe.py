@@ -95,6 +95,8 @@ def _train(
         events.write("notice", code="precision_fallback", message=placement.notice)
     for code, words in [*placement.notices, *heed(choice, spec, placement.precision)]:
         events.write("notice", code=code, message=words)
+    if order.settled is not None:
+        events.write("notice", code="method", message=order.settled["words"])
     tokenizer = load_tokenizer(Path(order.model_dir))
     with ranks.in_turn(order.cache_dir is not None and not spec.data.streaming):
         data = read_data(order, tokenizer, events, leave_if_asked, ranks)
@@ -148,7 +150,7 @@ def _train(
         "loss": loss_record,
         "packing": packing,
     }
-    record |= {"ranks": together}
+    record |= {"ranks": together, "settled": order.settled}
     events.write("run_record", record=record)
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None

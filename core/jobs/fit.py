@@ -1,0 +1,192 @@
+"""Whether a job fits the slots here, by the plan of its memory, and what would make it fit.
+
+What decides is the least that a job can come to: the last rung of `method: auto`, the smallest micro-batch that the
+service would cut it to by itself (core/jobs/adjust.py), blocks in files where they may be streamed. Only what does not
+fit even then is refused: a plan is an estimate, and the rest is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from core.errors import SpecError
+from core.jobs import adjust
+from core.jobs.places import Seat
+from core.jobs.slots import MB, Key, Needs, PlanNeeds, Slot
+from core.plan.compatibility import check
+from core.plan.device import CONTEXT_BYTES, Device
+from core.plan.memory import Plan, plan
+from core.plan.rungs import rungs
+from core.plan.shape import Shape
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+from core.spec.runtime import AutoStream, DiskStream
+from core.spec.training import NF4, Auto, Full, LoRA, QLoRA
+
+GPU, CPU = Slot("", "gpu", "amd", "gfx942"), Slot("", "cpu")
+"""What is planned for where no such slot is known."""
+SHORTEST = 64
+"""Tokens; no shorter rows are proposed."""
+PASSING = ("process", "loading")
+"""Host memory of every run, or mapped from the model's files, which the kernel can let go."""
+
+
+class FitsNowhere(SpecError):
+    """By the plan of its memory the job fits none of the slots here."""
+
+    code = "fits_nowhere"
+
+
+def device_of(slot: Slot) -> Device:
+    """What a plan is made for."""
+    on_cpu = slot.kind == "cpu"
+    return Device(
+        kind="cpu" if on_cpu else "gpu",
+        arch="cpu" if on_cpu else slot.arch,
+        vendor=slot.vendor or "any",
+        memory=slot.device_bytes or None,
+        host=slot.host_bytes or None,
+        bf16=slot.bf16,
+        context=True,
+    )
+
+
+def needs(spec: JobSpec, shape: Shape, longest: int, slots: Iterable[Slot]) -> PlanNeeds | None:
+    """The least that the job can come to; None where the model's files allow nothing that it asks for. `slots`: those
+    of this installation, for their architectures. SpecError as of `plan`."""
+    kinds = {(slot.kind, slot.arch): slot for slot in (CPU, *slots)}
+    gpus = [slot for slot in kinds.values() if slot.kind == "gpu"] or [GPU]
+    on_gpu = _smallest(plan for slot in gpus for plan in _leasts(spec, shape, longest, slot))
+    on_cpu = _smallest(_leasts(spec, shape, longest, CPU))
+    if on_gpu is None or on_cpu is None:
+        return None
+    host = sum(item.bytes for item in on_gpu.host if item.kind not in PASSING)
+    return PlanNeeds(*(-(-count // MB) for count in (on_gpu.peak + CONTEXT_BYTES, on_cpu.peak, host)))
+
+
+def planned(key: Key, spec: JobSpec, shape: Shape, longest: int, slots: Iterable[Slot]) -> Key:
+    """The line of a job whose model is known. SpecError as of `plan`."""
+    return replace(key, needs=replace(key.needs, plan=needs(spec, shape, longest, slots)))
+
+
+def _smallest(plans: Iterable[Plan]) -> Plan | None:
+    return min(plans, key=lambda one: one.peak, default=None)
+
+
+def _leasts(spec: JobSpec, shape: Shape, longest: int, slot: Slot) -> Iterator[Plan]:
+    for rung in rungs(spec):
+        if rung.spec is not None and ruled_out(rung.spec, shape) is None:
+            yield plan(lightest(_in_files(rung.spec)), shape, longest=longest, device=device_of(slot))
+
+
+def lightest(spec: JobSpec) -> JobSpec:
+    """With the smallest micro-batch that it would be cut to for want of memory."""
+    while (changes := adjust.smaller(spec, adjust.BATCH)) is not None:
+        spec = adjust.apply(spec, changes)
+    return spec
+
+
+def ruled_out(spec: JobSpec, shape: Shape) -> str | None:
+    """Why the model's own files rule the method out; None: they do not."""
+    if shape.packed and isinstance(spec.method, Full):
+        return "the model's files are packed (NF4), and packed weights cannot be trained"
+    if shape.packed and spec.quantization is not None and spec.quantization.type == "int8":
+        return "the model's files are packed already (NF4)"
+    return None
+
+
+def _in_files(spec: JobSpec) -> JobSpec:
+    stream = spec.memory.stream
+    if not isinstance(stream, AutoStream) or isinstance(spec.method, Full):
+        return spec
+    files = DiskStream(slots=1, pinned=stream.pinned)
+    return spec.model_copy(update={"memory": spec.memory.model_copy(update={"stream": files})})
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> FitsNowhere | None:
+    """Why the job fits none of the slots that have all else that it asks for, with what would make it fit; None where
+    one may take it, or none is there at all. SpecError as of `plan`."""
+    asks, there = Needs.of(spec.resources), [seat for seat in seats if seat.slot.phase == "train"]
+    able = [seat for seat in there if not asks.missing(seat.slot)]
+    takes = needs(spec, shape, longest, [seat.slot for seat in there])
+    if takes is None:
+        why = next((why for rung in rungs(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
+        return FitsNowhere(f"{why}; train adapters over them (`method: qlora`)", field="method")
+    if not able or any(not takes.missing(seat.slot) for seat in able):
+        return None
+    most = max(able, key=lambda seat: seat.slot.device_bytes)
+    lacks = " and ".join(takes.missing(most.slot))
+    which = "the one slot that could take it" if len(able) == 1 else f"none of the {len(able)} slots that could take it"
+    has = f"{which} has {_gb(most.slot.device_bytes)} ({most.label})"
+    if len(able) > 1:
+        has = f"{which} has that; {most.label}, the largest, has {_gb(most.slot.device_bytes)}"
+    ways = ", or ".join([*proposals(spec, shape, longest, able), f"a slot with {lacks.replace(' by its plan', '')}"])
+    return FitsNowhere(
+        f"this job needs {lacks} of its memory, and {has}. What would fit: {ways}. A plan is an estimate: "
+        "EFT_MEMORY_CHECK=false, set by who runs eft, lets jobs try",
+        field="memory" if spec.method.type in ("qlora", "auto") else "method",
+    )
+
+
+def proposals(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> list[str]:
+    """Changes of the job with which it would fit one of these slots, the smallest first; at most three."""
+    slots = [seat.slot for seat in seats]
+
+    def fits(changed: JobSpec) -> bool:
+        if check(changed) or ruled_out(changed, shape) is not None:
+            return False
+        planned = needs(changed, shape, min(longest, changed.training.max_length), slots)
+        return planned is not None and any(not planned.missing(slot) for slot in slots)
+
+    found = [words for words, changed in _other_memory(spec) if fits(changed)]
+    *_, (words, smallest) = [("", spec), *_other_memory(spec)]
+    for prefix, base in (("", spec), (f"{words} and ", smallest)):
+        if prefix and (found or not words):
+            break
+        for length, changed in _shorter(base, longest):
+            if fits(changed):
+                found.append(f"{prefix}`training.max_length: {length}`")
+                break
+    return found[:3]
+
+
+def _other_memory(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
+    """The same rows in less memory, in words and as a job; the last one takes the least."""
+    method, memory = spec.method, spec.memory
+    if isinstance(method, Auto):
+        return
+    if memory.gradient_checkpointing is not True and memory.stream.type == "none":
+        less = memory.model_copy(update={"gradient_checkpointing": True})
+        yield "`memory.gradient_checkpointing: true`", spec.model_copy(update={"memory": less})
+    words, smaller = [], spec
+    if isinstance(method, Full):
+        smaller = _with(spec, method=LoRA())
+        yield "`method: lora`", smaller
+    if isinstance(method, Full | LoRA):
+        words = ["`method: qlora`"]
+        options = {} if isinstance(method, Full) else method.model_dump(exclude={"type"})
+        smaller = _with(spec, method=QLoRA(**options), quantization=NF4())
+        yield words[0], smaller
+    if memory.stream.type == "none":
+        words.append("`memory.stream: auto`")
+        yield " and ".join(words), _with(smaller, memory=memory.model_copy(update={"stream": AutoStream()}))
+
+
+def _with(spec: JobSpec, **axes: Any) -> JobSpec:
+    return resolve(spec.model_copy(update=axes))
+
+
+def _shorter(spec: JobSpec, longest: int) -> Iterator[tuple[int, JobSpec]]:
+    length = 1 << max(0, (longest - 1).bit_length() - 1)
+    while length >= SHORTEST:
+        yield length, _with(spec, training=spec.training.model_copy(update={"max_length": length}))
+        length //= 2
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.3g} GB"
