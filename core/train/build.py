@@ -13,7 +13,7 @@ from torch import nn
 from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.job import JobSpec
-from core.spec.runtime import HostOffload, NoOffload, NoStream
+from core.spec.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.train.checkpoint.rng import seed_all
@@ -21,7 +21,10 @@ from core.train.events import EventWriter
 from core.train.files import remembered_sha256
 from core.train.limits import pad_ranks
 from core.train.load import context_length, load_model, packed_as
+from core.train.memory.activations import checkpoint_blocks
 from core.train.memory.choice import choose_stream
+from core.train.memory.inputs import Inputs
+from core.train.memory.unit import Keeps
 from core.train.placement import Placement
 from core.train.quant.fp8 import to_fp8
 
@@ -40,6 +43,8 @@ class Built:
     """To be closed when the model is no longer computed with; None when its blocks stay on the device."""
     offload: Offload | None
     """Keeps what is trained in host memory; None when the model keeps it. To be closed, too."""
+    inputs: Inputs | None
+    """Holds the inputs of checkpointed blocks in host memory; None when they stay on the device. To be closed, too."""
     memory: dict[str, Any]
     """For the run record: where the blocks lie and why, and where what is trained does."""
     quantization: dict[str, Any] | None
@@ -87,12 +92,16 @@ def build_model(
     if packed is not None:
         packed |= _fuse(model, placement.device)
     offload = _offload(model, spec, placement, events)
-    streamed = _place(model, placement.device, stream, loaded, checkpointing=spec.memory.gradient_checkpointing)
+    inputs = _inputs(spec, placement.device, events)
+    keeps = Keeps(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)
+    checkpointing = bool(spec.memory.gradient_checkpointing)
+    streamed = _place(model, placement.device, stream, loaded, keeps if checkpointing else None)
     memory = {
         "stream": stream.as_dict() | ({} if streamed is None else streamed.about()),
         "offload_optimizer": {"where": "none"} if offload is None else offload.about(),
     }
-    return Built(model, streamed, offload, memory, packed, in_fp8)
+    memory["activations"] = keeps.about() if checkpointing or streamed is not None else {"kept": "all"}
+    return Built(model, streamed, offload, inputs, memory, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------
@@ -294,27 +303,41 @@ def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: Even
             assert_never(never)
 
 
+def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> Inputs | None:
+    match spec.memory.activation_offloading:
+        case ActivationsOnDevice():
+            return None
+        case ActivationsOnHost(pinned=pinned):
+            if device.type == "cpu":
+                message = "a CPU's memory is the host's: `memory.activation_offloading` copies, and saves nothing here"
+                events.write("notice", code="activation_offloading", message=message)
+            return Inputs(device, pinned=pinned)
+        case _ as never:
+            assert_never(never)
+
+
 def _place(
-    model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, *, checkpointing: bool
+    model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, keeps: Keeps | None
 ) -> Streamed | None:
-    """The model on its device, whole or but for its blocks."""
+    """The model on its device, whole or but for its blocks. `keeps`: of checkpointed blocks; None: all is kept, unless
+    they are streamed."""
     match stream.where:
         case "none":
             model.to(device)
-            if checkpointing:
-                model.gradient_checkpointing_enable(  # type: ignore[operator]
-                    gradient_checkpointing_kwargs={"use_reentrant": False}
-                )
+            if keeps is not None:
+                checkpoint_blocks(model, keeps)
             return None
         case "host":
             from core.train.memory.stream import stream_from_host
 
-            return stream_from_host(model, device, slots=stream.slots, pinned=stream.pinned)
+            return stream_from_host(model, device, slots=stream.slots, pinned=stream.pinned, keeps=keeps)
         case "disk":
             from core.train.memory.stream import stream_from_files
 
             assert loaded.files is not None
-            return stream_from_files(model, *loaded.files, device, slots=stream.slots, pinned=stream.pinned)
+            return stream_from_files(
+                model, *loaded.files, device, slots=stream.slots, pinned=stream.pinned, keeps=keeps
+            )
         case _ as never:
             assert_never(never)
 

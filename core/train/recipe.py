@@ -115,6 +115,8 @@ def _train(
     for held in (built.streamed, built.offload):
         if held is not None:
             at_end.callback(held.close)
+    if built.inputs is not None:
+        at_end.callback(built.inputs.close)
     ranks.seed(training.seed)
 
     # --- engine --------------------------------------------------------------------------------------

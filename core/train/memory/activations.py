@@ -13,24 +13,23 @@ from typing import Any
 from torch import nn
 
 from core.errors import ModelError
-from core.train.memory.inputs import Inputs
 from core.train.memory.selective import contexts
+from core.train.memory.unit import Keeps
 
 FIELD = "memory.gradient_checkpointing"
 
 
-def checkpoint_blocks(model: nn.Module, *, selective: bool = False, inputs: Inputs | None = None) -> None:
-    """Let the blocks of a resident model keep their input, and with `selective` what is dear; `inputs`: put the input
-    there. ModelError when transformers knows no blocks of this model."""
-    about: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if selective else {})
+def checkpoint_blocks(model: nn.Module, keeps: Keeps) -> None:
+    """Let the blocks of a resident model keep so much. ModelError when transformers knows no blocks of this model."""
+    about: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if keeps.selective else {})
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=about)  # type: ignore[operator]
     except ValueError as error:
         raise ModelError(
             f"the blocks of this model cannot be checkpointed ({error}); leave `{FIELD}` out", field=FIELD
         ) from error
-    if inputs is None:
+    if keeps.inputs is None:
         return
     for module in model.modules():
         if "_gradient_checkpointing_func" in module.__dict__:
-            module._gradient_checkpointing_func = inputs.around(module._gradient_checkpointing_func)  # type: ignore[assignment, arg-type]
+            module._gradient_checkpointing_func = keeps.inputs.around(module._gradient_checkpointing_func)  # type: ignore[assignment, arg-type]

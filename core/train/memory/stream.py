@@ -45,14 +45,14 @@ class Streamed:
         *,
         slots: int,
         pinned: bool = True,
+        keeps: Keeps | None = None,
     ) -> None:
-        """Moves everything that is not streamed to `device`. SpecError when the slots do not fit there, or are more
-        than the model has blocks."""
+        """Moves everything that is not streamed to `device`. `keeps`: of a block, for its backward; None: its input.
+        SpecError when the slots do not fit there, or are more than the model has blocks."""
         self.blocks = list(blocks)
         self.source = source
         self.device = device
-        self.keeps = Keeps()
-        """What its units keep for the backward; may be set at any time between two passes."""
+        self.keeps = keeps or Keeps()
         self._pinned = pinned and device.type == "cuda"
         self._largest = max(block.nbytes for block in self.blocks)
         if slots > len(self.blocks):
@@ -167,11 +167,13 @@ class Streamed:
         self.source.close()
 
 
-def stream_from_host(model: nn.Module, device: torch.device, *, slots: int, pinned: bool = True) -> Streamed:
+def stream_from_host(
+    model: nn.Module, device: torch.device, *, slots: int, pinned: bool = True, keeps: Keeps | None = None
+) -> Streamed:
     """Stream a model that is in host memory. ModelError, SpecError and PinnedRefused as above and in source.py."""
     blocks = lay_out(model)
     source = HostBlocks(blocks, pinned=pinned and device.type == "cuda")
-    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned)
+    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
 
 
 def stream_from_files(
@@ -182,6 +184,7 @@ def stream_from_files(
     *,
     slots: int,
     pinned: bool = True,
+    keeps: Keeps | None = None,
 ) -> Streamed:
     """Stream a model whose blocks are mapped from files (core/train/memory/image.py). ModelError when adapting it has
     made something trained that lies there."""
@@ -189,7 +192,7 @@ def stream_from_files(
         for part, place in zip(block.parts, block.places, strict=True):
             if place.tensor.requires_grad:
                 raise ModelError(f"{block.name}.{part.name} is trained and cannot be streamed", field=FIELD)
-    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned)
+    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
 
 
 @contextmanager

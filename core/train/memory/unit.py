@@ -46,12 +46,17 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """What a unit keeps between forward and backward."""
+    """What a checkpointed block keeps between forward and backward: its input, and more."""
 
     selective: bool = False
-    """The results that are dear to make again, too."""
+    """The results that are dear to make again, too (selective.py)."""
     inputs: Inputs | None = None
     """Where its input is meanwhile; None: where it was."""
+
+    def about(self) -> dict[str, Any]:
+        """For the run record."""
+        where = {"where": "device"} if self.inputs is None else self.inputs.about()
+        return {"kept": "selected" if self.selective else "inputs", **where}
 
 
 @dataclass(slots=True)
@@ -93,7 +98,7 @@ def run_unit(
     first: AtHand,
     again: AtHand,
     anchor: Tensor,
-    keeps: Keeps | None = None,
+    keeps: Keeps,
 ) -> Any:
     """What `forward(*args, **kwargs)` answers, with a graph that holds its tensors and no more. `anchor`: a scalar with
     `requires_grad` on the block's device, so that the block gets a backward though none of its inputs may want one."""
@@ -114,9 +119,9 @@ def run_unit(
         tensors=at,
         autocast=_Autocast.now(anchor.device.type),
         random=_Random.now(anchor.device),
-        kept=Kept() if keeps is not None and keeps.selective else None,
+        kept=Kept() if keeps.selective else None,
     )
-    putting = nullcontext() if keeps is None or keeps.inputs is None else keeps.inputs.first_put()
+    putting = nullcontext() if keeps.inputs is None else keeps.inputs.first_put()
     with putting:
         found: tuple[Tensor, ...] = _Unit.apply(call, anchor, *(leaves[place] for place in at))  # type: ignore[no-untyped-call]
     answered = iter(found)
