@@ -1,0 +1,124 @@
+"""What .ci/suites.py makes of a run: which failed tests are run again, and what that may not hide."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PLUGIN = ("-p", "tests.support.outcome")
+
+
+@pytest.fixture(scope="module")
+def suites() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("suites", ROOT / ".ci" / "suites.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["suites"] = module  # where dataclasses look their names up
+    spec.loader.exec_module(module)
+    return module
+
+
+def service_test(number: int) -> str:
+    return f"tests/service/test_up.py::test_{number}"
+
+
+@pytest.mark.parametrize(
+    ("code", "faults", "again"),
+    [
+        (0, [], 0),
+        (1, [(service_test(1), "call")], 1),
+        (1, [("tests/chaos/test_crash.py::test_x", "setup"), ("tests/e2e/test_gang.py::test_y[a b]", "teardown")], 2),
+        (1, [(service_test(n), "call") for n in range(3)], 3),
+        (1, [(service_test(1), "call"), (service_test(1), "teardown")], 1),
+        (1, [(service_test(n), "call") for n in range(4)], 0),
+        (1, [(service_test(1), "call"), ("tests/unit/test_units.py::test_x", "call")], 0),
+        (1, [("tests/kernels/test_nf4.py::test_x", "call")], 0),
+        (1, [("tests/db/test_claims.py::test_x", "call")], 0),
+        (1, [(service_test(1), "crash")], 0),
+        (1, [("tests/service/test_up.py", "collect")], 0),
+        (1, [], 0),
+        (2, [(service_test(1), "call")], 0),
+        (3, [(service_test(1), "call")], 0),
+        (-11, [], 0),
+    ],
+)
+def test_which_tests_are_run_again(suites: ModuleType, code: int, faults: list[tuple[str, str]], again: int) -> None:
+    outcome = suites.Outcome(code, [], [suites.Fault(test, when, "why") for test, when in faults])
+    assert suites.to_run_again(outcome) == list(dict(faults))[:again]
+
+
+def test_only_a_test_that_has_run_and_passed_is_unsteady(suites: ModuleType) -> None:
+    test = service_test(1)
+    assert suites.is_steady_alone(test, suites.Outcome(0, [test]))
+    assert not suites.is_steady_alone(test, suites.Outcome(0, []))  # skipped, or gone
+    assert not suites.is_steady_alone(test, suites.Outcome(1, [test], [suites.Fault(test, "teardown", "why")]))
+    assert not suites.is_steady_alone(test, suites.Outcome(-6, [test]))
+    assert not suites.is_steady_alone(test, suites.Outcome(5))
+
+
+TESTS = """
+import os, pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2, "as it should"
+def test_left_out(): pytest.skip("not here")
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("afterwards")
+def test_untidy(broken): pass
+"""
+
+
+@pytest.fixture
+def there(suites: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the suites' pytest runs: a folder with tests of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    monkeypatch.setattr(suites, "ENVIRONMENT", clean | {"PYTHONPATH": str(ROOT)})
+    monkeypatch.setattr(suites, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_what_pytest_tells(suites: ModuleType, there: Path) -> None:
+    """By the plugin, from two processes."""
+    (there / "test_these.py").write_text(TESTS)
+    found, printed = suites.pytest("-n", "2", "test_these.py", quietly=True)
+    names = {test.rpartition("::")[2] for test in found.passed}
+    assert (found.code, names) == (1, {"test_good", "test_untidy"}), printed
+    told = {fault.test.rpartition("::")[2]: fault for fault in found.faults}
+    assert {name: fault.when for name, fault in told.items()} == {"test_bad": "call", "test_untidy": "teardown"}
+    assert "as it should" in told["test_bad"].text and "afterwards" in told["test_untidy"].text
+
+
+def test_a_crash_is_told_from_a_failure(suites: ModuleType, there: Path) -> None:
+    (there / "test_deadly.py").write_text("import os\ndef test_last(): os.kill(os.getpid(), 9)\n")
+    found, printed = suites.pytest("-n", "1", "--max-worker-restart", "0", "test_deadly.py", quietly=True)
+    assert found.code != 0 and [fault.when for fault in found.faults] == ["crash"], printed
+    alone, printed = suites.pytest("test_deadly.py", quietly=True)
+    assert (alone.code, alone.passed, alone.faults) == (-9, [], []), printed
+    (there / "test_unread.py").write_text("import nothing_of_that_name\n")
+    unread, printed = suites.pytest("-n", "1", "test_unread.py", quietly=True)
+    assert unread.code != 0 and {fault.when for fault in unread.faults} <= {"collect"}, printed
+    assert suites.to_run_again(unread) == suites.to_run_again(found) == []
+
+
+@pytest.mark.parametrize(("until", "steady"), [(1, True), (2, False)])
+def test_who_fails_once_is_unsteady_and_who_fails_twice_has_failed(
+    suites: ModuleType, there: Path, monkeypatch: pytest.MonkeyPatch, until: int, steady: bool
+) -> None:
+    (there / "test_x.py").write_text(
+        f"from pathlib import Path\nseen = Path('seen')\ndef test_x():\n"
+        f"    with seen.open('a') as file: file.write('x')\n    assert len(seen.read_text()) > {until}\n"
+    )
+    first, printed = suites.pytest("test_x.py", quietly=True)
+    assert first.code == 1, printed
+    monkeypatch.setattr(suites, "AGAIN", ("test_x.py",))
+    found = suites.run_again(first)
+    assert (found is not None) == steady
+    if found is not None:
+        assert "assert 1 > 1" in found[0].first and "1 passed" in found[0].again
