@@ -12,8 +12,10 @@ from core.hardware.discover import Gpu, visible_env
 from core.jobs.claims import Kind
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
-ALLOWED_DEVICE = re.compile(r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|RCCL|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+$")
-"""Tuning of the drivers and of torch's compilers."""
+ALLOWED_DEVICE = re.compile(
+    r"^(HSA|MIOPEN|HIPBLASLT|ROCBLAS|ROCM|AMD_LOG|NCCL|RCCL|TORCHINDUCTOR|TRITON|MALLOC)_[A-Z0-9_]+$"
+)
+"""Tuning of the drivers, of torch's compilers and of the C library's allocator (mallopt(3))."""
 ALLOWED_MORE = frozenset(
     {"CUDA_HOME", *faults.ALLOCATOR_VARIABLES} | {name for fault in faults.FAULTS for name in fault.set}
 )

@@ -21,6 +21,7 @@ DIRTY = {
     "LD_LIBRARY_PATH": "/opt/rocm/lib",
     "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
     "MIOPEN_FIND_MODE": "2",
+    "MALLOC_ARENA_MAX": "2",
     "MIOPEN_SECRET_KEY": "x",
     "EFT_DATABASE_URL": "postgresql://eft:hunter2@db/eft",
     "EFT_BROKER_URL": "redis://:hunter2@broker",
@@ -53,7 +54,7 @@ def test_a_trainer_gets_no_secret_and_no_way_in() -> None:
 
 def test_it_keeps_what_the_driver_needs() -> None:
     environment = made("train")
-    for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "HSA_OVERRIDE_GFX_VERSION", "MIOPEN_FIND_MODE"):
+    for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "HSA_OVERRIDE_GFX_VERSION", "MIOPEN_FIND_MODE", "MALLOC_ARENA_MAX"):
         assert environment[name] == DIRTY[name]
 
 
