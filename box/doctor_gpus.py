@@ -32,7 +32,7 @@ def look(report: Report, settings: Settings, environ: Mapping[str, str], seconds
         report.add("problem", "gpus", error.message)
         return
     # A box whose GPUs are all kept from us is no box without GPUs: jobs would crawl on the CPU, and nobody know why.
-    lost = {one.words for one in box.excluded if one.broken} if not box.gpus else set()
+    lost = set() if box.gpus else set(box.lost)
     for note in box.notes:
         report.add("problem" if note in lost else "note", "gpus", note)
     try:

@@ -1,8 +1,9 @@
-"""The GPUs of this box, without torch and without any driver library, from four sources.
+"""The GPUs of this box, without torch and without any driver library, from five sources.
 
 AMD: the kernel's list (kfd.py), which HIP itself reads; amd-smi and rocm-smi (rocm.py) for names, as a second opinion
 on the order, and in its place where /sys is out of reach. NVIDIA: nvidia-smi (nvidia.py). A source that says nothing,
-or nonsense, is a notice. Then what is inherited: masks (visible.py), `--gpus`, and which GPUs are left out by default.
+or nonsense, is a notice; so is a card on the PCI bus that none of them lists (pci.py). Then what is inherited: masks
+(visible.py), `--gpus`, and which GPUs are left out by default.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.hardware import access, faults, kfd, nvidia, rocm, tools
+from core.hardware import access, faults, kfd, nvidia, pci, rocm, tools
 from core.hardware.arch import lookup
 from core.hardware.kfd import Found
 from core.hardware.visible import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
@@ -37,6 +38,8 @@ class Box:
     """What was left out, and why, and what a source said wrongly: for the worker's log and for the doctor."""
     excluded: list[Excluded] = field(default_factory=list)
     """What was left out; `notes` has their words."""
+    lost: list[str] = field(default_factory=list)
+    """Of `notes`: what keeps from us a GPU that is there."""
 
 
 def discover(
@@ -66,6 +69,8 @@ def discover(
     notes += more
     left += unmasked(nvidia_found.gpus, environ)[0]
     everything = amd.gpus + nvidia_found.gpus
+    idle = pci.idle(sysfs, [gpu.bdf for gpu in [*everything, *(one.gpu for one in excluded)]], unhidden)
+    notes += [one.words for one in idle]
     if not everything:
         _refuse_idle_masks(environ, notes + [one.words for one in excluded])
     excluded += [Excluded(gpu, "hidden by the environment") for gpu in everything if gpu not in left]
@@ -87,7 +92,8 @@ def discover(
         if lookup(gpu.arch) is None:
             arch = gpu.arch or "its architecture is not known, and so"
             notes.append(f"GPU {gpu.index} ({gpu.name}): {arch} is not in the table of architectures; no bf16 there")
-    return Box(chosen, notes + [one.words for one in excluded], excluded)
+    lost = [one.words for one in idle if one.broken] + [one.words for one in excluded if one.broken]
+    return Box(chosen, notes + [one.words for one in excluded], excluded, lost)
 
 
 def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str], seconds: float) -> Found:

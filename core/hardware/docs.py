@@ -65,6 +65,8 @@ def _found() -> list[str]:
         "- **Partitions** (MI300 and later in DPX, QPX, CPX) and **MIG** slices are GPUs of their own, each a slot. A",
         "  card in MIG mode without slices is left out. Whether memory came back after a job cannot be told of a part.",
         "- **Integrated GPUs** are left out, but for Strix Halo where there is no other; `--gpus` takes any.",
+        "- **No driver**, nouveau, or one that lists no card: `/sys/bus/pci` shows it all the same. A note",
+        "  names the card and says what to install; a card that is kept for a virtual machine is said to be.",
         "- **No permission** for `/dev/kfd` or `/dev/dri/renderD*`: the note says which group is missing and what to",
         "  do, `sudo usermod -aG …` on a bare machine, `--group-add <number>` for a container. Where no GPU is left",
         "  over, `eft doctor` calls it a problem: jobs would train on the CPU, and nobody know why.",

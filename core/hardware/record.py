@@ -17,11 +17,14 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from core.hardware import nvidia, rocm, tools
+from core.hardware import nvidia, pci, rocm, tools
 from core.hardware.kfd import NODES
 from core.hardware.recording import Device, Recording
 
+PCI = f"sys/{pci.DEVICES}/*/uevent"
+"""Of cards that compute or show; what else is plugged in is nobody's business."""
 FILES = (
+    PCI.removeprefix("sys/"),
     f"{NODES}/*/gpu_id",
     f"{NODES}/*/properties",
     f"{NODES}/*/mem_banks/*/properties",
@@ -72,9 +75,14 @@ def record(
         for path in _sorted(below.glob(inner)):
             name = f"sys/{path.relative_to(sysfs)}" if below is sysfs else str(path.relative_to(root))
             try:
-                recording.files[name] = "" if name in EMPTY else _ended(hide(path.read_text(errors="replace")))
+                content = "" if name in EMPTY else path.read_text(errors="replace")
             except OSError:
                 recording.unreadable.append(name)
+                continue
+            if pattern != PCI or pci.parse(content) is not None:
+                recording.files[name] = _ended(hide(content))
+    if names := pci.names(sysfs):
+        recording.files[pci.NAMES[0]] = _ended(names)
     for pattern in DEVICES:
         for path in _sorted((root / "dev").glob(pattern)):
             found = path.stat()

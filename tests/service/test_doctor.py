@@ -227,6 +227,20 @@ def test_cards_that_permissions_keep_away_are_no_box_without_gpus(monkeypatch: p
     assert all("--group-add" in finding.detail for finding in report.findings if finding.level == "problem")
 
 
+def test_cards_without_a_driver_are_no_box_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = examined(monkeypatch, tmp_path, "no-driver")
+    told = [
+        finding["detail"]
+        for finding in report["findings"]
+        if (finding["what"], finding["level"]) == ("gpus", "problem")
+    ]
+    assert len(told) == 2
+    assert "RX 7900 XT" in told[0] and "amdgpu-dkms" in told[0] and "docs/install-rocm.md" in told[0]
+    assert "GeForce RTX 3090" in told[1] and "install NVIDIA's own driver" in told[1]
+    (note,) = (finding["detail"] for finding in report["findings"] if "virtual machine" in finding["detail"])
+    assert note not in told, "it is where somebody has put it"
+
+
 def test_a_cpu_of_several_slots_has_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay(tmp_path / "data", "box", slot="cpu-0")
     report = examined(monkeypatch, tmp_path, None, EFT_CPU_SLOTS="2")

@@ -21,6 +21,7 @@ IDENTITIES = {
     "mi100-2": ["7c4e1d0b22aa9001"],
     "h100-8-mig": ["GPU-00000001-aaaa", "MIG-00000001-1111"],
     "masked": ["6713335476708593"],
+    "no-driver": [],
 }
 
 
@@ -52,6 +53,14 @@ def test_a_recording_of_a_recorded_machine(name: str, tmp_path: Path) -> None:
     assert after.notes == before.notes, "the sources still agree with one another"
     assert len({gpu.uuid for gpu in after.gpus}) == len(before.gpus)
     assert set(machine.environment) == set(made.environment)
+
+
+def test_of_what_is_plugged_in_only_gpus_are_in_it(tmp_path: Path) -> None:
+    root = unpack("no-driver", tmp_path)
+    made = record({}, root / "sys", "m", "s")
+    plugged = sorted(name.split("/")[-2] for name in made.files if "bus/pci" in name)
+    assert plugged == ["0000:03:00.0", "0000:04:00.0", "0000:05:00.0"]
+    assert "SPEEDSTER" not in made.files["usr/share/misc/pci.ids"], "the board's maker is not asked for"
 
 
 def test_this_machine(tmp_path: Path) -> None:
