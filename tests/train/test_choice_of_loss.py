@@ -85,3 +85,13 @@ def test_a_head_of_another_kind_takes_the_models_logits_and_the_record_says_why(
     assert record == {"kernel": "logits", "reason": "the output head has an adapter"}
     loss(adapted.model, batch(3))
     assert taken == ["label_logits"]
+
+
+def test_a_trained_bias_of_the_head_takes_the_models_logits(tiny_dir: Path) -> None:
+    """The chunked form has no gradient for it: it would stay what it was, in silence."""
+    here = engine(tiny_dir, None)
+    head: Any = here.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
+    assert sft.choose_sft_loss(here)[1] == {"kernel": "logits", "reason": "the output head's bias is trained"}
+    head.bias.requires_grad_(False)
+    assert sft.choose_sft_loss(here)[1]["kernel"] == "by size"

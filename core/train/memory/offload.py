@@ -120,7 +120,8 @@ class Offload:
     def _leave(self, master: nn.Parameter, parameter: Tensor) -> None:
         """The gradient of a parameter is whole: it is the host's from here on."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # a function that answers none for what it was given
+            return
         if self.device.type != "cuda":
             with _in_words():
                 self._add(master, gradient, None)
@@ -305,6 +306,8 @@ class Offload:
 
     def _check_room(self, trained: list[nn.Parameter]) -> None:
         new = sum(p.numel() * (HOST_BYTES - (4 if _serves(p) else 0)) for p in trained)
+        if self.device.type == "cpu":
+            new += sum(p.nbytes for p in trained)  # what the device is to hold lies there, too
         if (free := available_bytes()) is not None and free < new:
             raise _no_room(f"{-(-new >> 20)} MiB are needed, and {free >> 20} are free")
 

@@ -53,6 +53,8 @@ def choose_sft_loss(engine: Engine, veto: str | None = None) -> tuple[LossFuncti
         head = head_of(model)
     if isinstance(head, str):
         return sft_loss, {"kernel": "logits", "reason": head}
+    if head.bias is not None and head.bias.requires_grad:
+        return sft_loss, {"kernel": "logits", "reason": "the output head's bias is trained"}
     chunked = chunked_sft_loss(head)
     backend = loss_backend(head.weight, head.bias, head.options)
     if not head.weight.requires_grad:
