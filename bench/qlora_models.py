@@ -24,6 +24,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256,
     },
+    # Shapes of bench/memory.py for a CPU: two of sixteen blocks are an eighth; 16k tokens go through one in seconds
+    "llama-8m": {
+        "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 16, "num_attention_heads": 6,
+        "num_key_value_heads": 6, "vocab_size": 2048,
+    },
+    "llama-200m": {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 2048,
+    },
     # mud-puppy's micro-benchmark: the layers are what it times, so the vocabulary is small
     "mud-puppy": {
         "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 40,
