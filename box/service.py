@@ -7,6 +7,7 @@ units up to date. `--root DIR` writes below DIR and starts nothing (for images);
 from __future__ import annotations
 
 import argparse
+import grp
 import os
 import pwd
 import shlex
@@ -15,6 +16,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,23 +83,26 @@ def install(target: Target, parts: Sequence[Part], user: str, data: Path, start:
     if target.here:
         _able(parts, user)
     grace = stop_grace(target.at(CONFIG / "eft.env"))
+    group = group_of(target, user)
+    _one_root(target.at(CONFIG / "eft.env"), data)
     plan = Plan(
         home=HOME,
         python=Path(sys.executable),
         data=data,
         user=user,
+        group=group or user,
         config=CONFIG,
         stop_grace=grace,
         groups=gpu_groups(target.at(Path("/dev")), target.at(Path("/etc/group"))),
         credentials=tuple(name for name in units.CREDENTIALS if target.at(CONFIG / "credentials" / name).exists()),
     )
     if target.here:
-        _make_user(target, user, data)
+        _make_user(target, user, data, new=group is None)
     if not target.at(CONFIG / "eft.env").exists():
         target.write(CONFIG / "eft.env", units.ENV_TEMPLATE.format(config=CONFIG), 0o600)
     if data.parent != units.STATE and target.here:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.chown(data, user, user)
+        shutil.chown(data, user, plan.group if not plan.group.isdecimal() else int(plan.group))
     for part in parts:
         target.write(UNITS / units.name(part), units.render(part, plan), 0o644)
     target.run("systemctl", "daemon-reload")
@@ -143,10 +148,33 @@ def closed_to_others(path: Path) -> Path | None:
     return None
 
 
-def _make_user(target: Target, user: str, data: Path) -> None:
-    try:
-        pwd.getpwnam(user)
-    except KeyError:
+def group_of(target: Target, user: str) -> str | None:
+    """The primary group of a user: its name, or its number where it has none; None: there is no such user yet, and it
+    will have a group of its own name. Users of this machine may come from a directory, those of a folder lie in it."""
+    numbers, names = {}, {}
+    if target.root == Path("/"):
+        with suppress(KeyError):
+            numbers[user] = str(pwd.getpwnam(user).pw_gid)
+            names[numbers[user]] = grp.getgrgid(int(numbers[user])).gr_name
+    else:
+        numbers = {fields[0]: fields[3] for fields in _database(target.at(Path("/etc/passwd")), 4)}
+        names = {fields[2]: fields[0] for fields in _database(target.at(Path("/etc/group")), 3)}
+    return names.get(numbers[user], numbers[user]) if user in numbers else None
+
+
+def _database(path: Path, fields: int) -> list[list[str]]:
+    """Lines of passwd(5) or group(5) with at least so many fields."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [parts for line in lines if len(parts := line.split(":")) >= fields]
+
+
+def _make_user(target: Target, user: str, data: Path, *, new: bool) -> None:
+    if new:
+        with suppress(KeyError):
+            grp.getgrnam(user)
+            raise Refused(
+                f"there is a group {user} but no such user: make the user (useradd --gid {user} {user}) first"
+            )
         words = ("useradd", "--system", "--user-group", "--home-dir", str(data), "--shell", "/usr/sbin/nologin", user)
         target.run(*words)
         print(f"user {user}: made")
@@ -157,9 +185,7 @@ def gpu_groups(dev: Path, group_file: Path) -> tuple[str, ...]:
     yet, those of GPU_GROUPS that exist: a unit that names a group nobody knows does not start."""
     names = {}
     if group_file.exists():
-        for line in group_file.read_text(encoding="utf-8").splitlines():
-            name, _, number, *_ = [*line.split(":"), "", ""]
-            names[number] = name
+        names = {fields[2]: fields[0] for fields in _database(group_file, 3)}
     numbers = {str(path.stat().st_gid) for pattern in GPU_FILES for path in dev.glob(pattern)} - {"0"}
     if numbers:
         return tuple(sorted(names.get(number, number) for number in numbers))
@@ -174,6 +200,17 @@ def stop_grace(env_file: Path) -> float:
         return default if text is None else float(text)
     except ValueError:
         raise Refused(f"{env_file}: EFT_STOP_GRACE_SECONDS={text} is no number of seconds") from None
+
+
+def _one_root(env_file: Path, data: Path) -> None:
+    """Raises Refused where EFT_DATA names another folder of this box than --data: it would count, and the unit is only
+    let into the latter. An object store's own folder on this box is that of --data."""
+    text = dict(variables(env_file)).get("EFT_DATA", "") if env_file.exists() else ""
+    if text and not text.startswith("s3://") and Path(text) != data:
+        raise Refused(
+            f"{env_file}: EFT_DATA={text}, but --data is {data}: the service would work in the one, and may write into "
+            f"the other only; take EFT_DATA out of that file, or say --data {text}"
+        )
 
 
 def variables(env_file: Path) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,8 @@ class Plan:
     python: Path
     data: Path
     user: str
+    group: str
+    """The user's own: a name, or a number where it has none."""
     config: Path
     """Folder of eft.env and of the credentials."""
     stop_grace: float
@@ -85,7 +87,7 @@ def _unit(part: Part, plan: Plan) -> Iterator[str]:
 def _service(part: Part, plan: Plan) -> Iterator[str]:
     yield "Type=exec"
     yield f"User={plan.user}"
-    yield f"Group={plan.user}"
+    yield f"Group={plan.group}"
     yield f"WorkingDirectory={_escaped(plan.home)}"
     yield f'Environment="PYTHONPATH={_escaped(plan.home)}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1'
     yield f'Environment="EFT_DATA={_escaped(plan.data)}" "EFT_WORK={_escaped(plan.data)}"'

@@ -52,7 +52,8 @@ if [[ ! -e .env ]]; then
   echo "made deploy/.env"
 fi
 
-compose=(docker compose --file compose.yaml --profile "$profile")
+# No --file: the same files as for `docker compose` in this folder, compose.override.yaml or COMPOSE_FILE of .env too.
+compose=(docker compose --profile "$profile")
 "${compose[@]}" up --detach "$@"
 
 # Made once, and in that file before it counts: a start that was cut short shows it at the next.

@@ -154,7 +154,9 @@ def deployed(tmp_path: Path) -> Path:
         shutil.copy(HOME / "deploy" / name, folder)
     (tmp_path / "bin").mkdir()
     docker = tmp_path / "bin" / "docker"
-    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/asked\n')
+    docker.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/asked\nprintf "%s\\n" "$PWD" >> {tmp_path}/where\n'
+    )
     docker.chmod(0o755)
     return folder
 
@@ -177,8 +179,12 @@ def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o644}, "the container's user reads them"
     assert "COMPOSE_PROFILES=cpu" in (deployed / ".env").read_text()
     asked = (deployed.parent / "asked").read_text().splitlines()
-    assert asked[:2] == ["compose version", "compose --file compose.yaml --profile cpu up --detach --build"]
+    assert asked[:2] == ["compose version", "compose --profile cpu up --detach --build"]
     assert "api.auth.keys create" in asked[2]
+    # Compose looks for compose.yaml and compose.override.yaml by itself, in the folder it is called in, as long as no
+    # --file names others: what a person asks it there is asked of the same project.
+    assert not [line for line in asked if "--file" in line or " -f " in line]
+    assert set((deployed.parent / "where").read_text().splitlines()) == {str(deployed)}
 
     (deployed / ".env").write_text("EFT_NODE=mine\n")
     assert start(deployed, "cpu").returncode == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ from core.settings import Settings
 
 PLAN = Plan(
     home=Path("/opt/eft"), python=Path("/opt/eft/.venv/bin/python"), data=Path("/var/lib/eft"), user="eft",
-    config=Path("/etc/eft"), stop_grace=120.0, groups=("render", "video"),
+    group="eft", config=Path("/etc/eft"), stop_grace=120.0, groups=("render", "video"),
 )  # fmt: skip
 SECTIONS = {
     "Unit": {"Description", "Documentation", "After", "Wants", "StartLimitIntervalSec"},
@@ -95,7 +97,7 @@ def test_secrets_are_handed_over_by_systemd() -> None:
 def test_paths_that_systemd_would_take_apart_are_kept_whole() -> None:
     odd = Plan(
         home=Path("/home/ada/my 100% eft"), python=Path("/home/ada/my 100% eft/$v/python"), data=Path("/srv/d"),
-        user="eft", config=Path("/etc/eft"), stop_grace=1.0,
+        user="eft", group="eft", config=Path("/etc/eft"), stop_grace=1.0,
     )  # fmt: skip
     text = units.render("worker", odd)
     assert values(text, "WorkingDirectory") == ["/home/ada/my 100%% eft"]
@@ -135,8 +137,37 @@ def test_install_status_uninstall_below_a_root(tmp_path: Path) -> None:
     assert "TimeoutStopSec=660\n" in (folder / "eft-worker.service").read_text()
     assert settings.read_text() == 'EFT_STOP_GRACE_SECONDS="600"\n'
 
+    # Two data roots: it would work in the one, and be let into the other.
+    settings.write_text("EFT_DATA=/srv/eft\n")
+    refused = eft_service("install", "worker", root=tmp_path)
+    assert refused.returncode == 1 and "say --data /srv/eft" in refused.stderr
+    assert eft_service("install", "worker", "--data", "/srv/eft", root=tmp_path).returncode == 0
+    settings.write_text("EFT_DATA=s3://lab/eft\n")
+    assert eft_service("install", "worker", root=tmp_path).returncode == 0, "what it keeps itself is in --data"
+
     assert eft_service("uninstall", root=tmp_path).returncode == 0
     assert not list(folder.iterdir()) and settings.exists()
+
+
+@pytest.mark.parametrize(
+    ("user", "group"), [("ada", "staff"), ("bob", "4711"), ("eft", "eft")],
+    ids=["one of many in a group", "a group without a name", "not there yet"],
+)  # fmt: skip
+def test_a_user_that_is_there_serves_with_its_own_group(user: str, group: str, tmp_path: Path) -> None:
+    """It need not have one of its name; the unit would not start, and no folder could be given to it."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("+\nada:x:1001:50:Ada:/home/ada:/bin/sh\nbob:x:1002:4711::/:/bin/sh\n")
+    (tmp_path / "etc/group").write_text("staff:x:50:\n")
+    assert service.main(["install", "worker", "--user", user, "--root", str(tmp_path)]) == 0
+    text = (tmp_path / "etc/systemd/system/eft-worker.service").read_text()
+    assert (values(text, "User"), values(text, "Group")) == ([user], [group])
+
+
+def test_the_group_of_a_user_of_this_machine() -> None:
+    target = service.Target(Path("/"), True)
+    mine = pwd.getpwuid(os.getuid())
+    assert service.group_of(target, mine.pw_name) in (str(mine.pw_gid), grp.getgrgid(mine.pw_gid).gr_name)
+    assert service.group_of(target, "nobody-of-this-name") is None
 
 
 @pytest.mark.parametrize(
