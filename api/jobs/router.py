@@ -69,7 +69,7 @@ async def create_job(
     request: Request,
     asking: Writing,
     here: Here,
-    dry_run: Annotated[bool, Query(description="Check and resolve the job, store nothing.")] = False,
+    dry_run: Annotated[bool, Query(description="Check, resolve and plan the job, store nothing.")] = False,
     idempotency_key: Annotated[
         str | None, Header(description="A retry with the same key and body makes no second job.", examples=["3f2c…"])
     ] = None,
@@ -77,7 +77,8 @@ async def create_job(
     """Check a job and put it in the queue.
 
     The body is a job spec in JSON or YAML (docs/spec.md). What is wrong with it comes back as 422 with a fault for
-    every wrong field. The reply shows the spec as it will run, with every default written out.
+    every wrong field. The reply shows the spec as it will run, with every default written out; with `dry_run` also the
+    plan of its memory for each kind of slot here (docs/memory.md). A job that by that plan fits no node is refused.
     """
     body = await read_body(request, here.settings.max_body_bytes)
     sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)

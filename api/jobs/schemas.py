@@ -9,6 +9,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.body import Body
+from api.jobs import plan_schemas
 from core.db.tables import Artifact, Job
 from core.spec.job import JobSpec
 
@@ -46,6 +47,7 @@ optimizer:
 """
 
 ACTIONS = ("events", "metrics", "logs", "artifacts", "pause", "resume", "cancel", "retry")
+_PLAN_REASON = "the model as it was prepared here last"
 _LINKS = {name: f"/jobs/{_ID}/{name}" for name in ACTIONS}
 _JOB: dict[str, Any] = {
     "id": _ID,
@@ -138,11 +140,20 @@ class DryRun(BaseModel):
     """What would run; nothing was stored."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True, json_schema_extra={"examples": [{"spec": SPEC_LONG, "dry_run": True}]}
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [
+                {"spec": SPEC_LONG, "dry_run": True, "plan": plan_schemas.EXAMPLE, "plan_reason": _PLAN_REASON}
+            ]
+        },
     )
     spec: dict[str, Any]
     """Resolved: every default is written out (schema JobSpec)."""
     dry_run: bool
+    plan: plan_schemas.PlanView | None
+    """What it would take here, by an estimate; null: that is not known."""
+    plan_reason: str
+    """Where the model's shape is from, or why there is no plan."""
 
 
 _ARTIFACT: dict[str, Any] = {

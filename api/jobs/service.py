@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api.errors import BadRequest, UnsupportedMediaType, printable
+from api.jobs import plan
 from api.jobs.schemas import job_view
 from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File, IdempotencyKey
 from core.errors import EftError, Fault, NotFound, SpecError
-from core.jobs import limits, queries
-from core.jobs.submit import Actor, retry, submit
+from core.jobs import limits, queries, settle
+from core.jobs.submit import Actor, find, retry, submit
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec.data import FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
@@ -81,7 +83,9 @@ class Jobs:
             checked = self.resolved(actor, sent)
             with self._database.read() as session:
                 limits.check_priority(session, actor.project_id, checked.priority)
-            return Answer(200, {"spec": checked.model_dump(mode="json"), "dry_run": True})
+                planned, words = plan.view(session, actor.project_id, checked, free=self._free())
+            document = checked.model_dump(mode="json")
+            return Answer(200, {"spec": document, "dry_run": True, "plan": planned, "plan_reason": words})
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
         if sent.idempotency_key is not None:
             with self._database.read() as session:
@@ -89,6 +93,7 @@ class Jobs:
             if known is not None:
                 return known
         spec = self.resolved(actor, sent)
+        self._refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
         with self._database.write() as session:
             if sent.idempotency_key is not None and not _take(session, actor, sent):
@@ -110,12 +115,29 @@ class Jobs:
     def retry(self, actor: Actor, job_id: str) -> dict[str, Any]:
         """Try a failed or cancelled job again. Raises NotFound, Conflict, NoSpace; SpecError without its files."""
         self._layout.require_space(self._settings.min_free_bytes)
+        with self._database.read() as session:
+            old = find(session, actor, job_id)
+            spec = settle.effective(old.spec, old.settled, old.adjusted or {})
+        self._refuse_what_fits_nowhere(actor, spec)
         with self._database.write() as session:
             again = retry(session, actor, job_id)
             for field, source in _sources(JobSpec.model_validate(again.spec)):
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
             return job_view(again)
+
+    def _refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:
+        """Raises SpecError where it is known that no node can take it, now or later."""
+        if not self._settings.memory_check:
+            return
+        with self._database.read() as session:
+            refused = plan.refusal(session, actor.project_id, spec)
+        if refused is not None:
+            raise refused
+
+    def _free(self) -> int | None:
+        """Bytes left on the data root; None: it is an object store."""
+        return None if self._settings.is_remote else shutil.disk_usage(self._layout.root).free
 
     def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
         """The spec as it would run. Raises SpecError, with a fault for every wrong field."""

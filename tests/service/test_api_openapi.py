@@ -99,7 +99,7 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
 def test_the_job_spec_shows_its_short_forms(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["JobSpec"]["properties"]
     for axis, words in {
-        "method": ["full", "lora", "qlora"],
+        "method": ["auto", "full", "lora", "qlora"],
         "schedule": ["cosine", "linear"],
         "stage": ["sft"],
     }.items():

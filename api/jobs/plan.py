@@ -1,0 +1,311 @@
+"""What a job would take, before it is submitted: bytes, batches, method, disk and time, for each kind of slot here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, assert_never
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Attempt, File, Job
+from core.errors import EftError, SpecError
+from core.jobs import adjust, fit, lengths, ready, settle, shapes
+from core.jobs.lengths import Rows
+from core.jobs.places import Seat
+from core.jobs.slots import Needs, Slot
+from core.jobs.states import Status
+from core.plan.memory import Item, Plan, plan
+from core.plan.shape import Shape
+from core.spec import training
+from core.spec.data import FileSource
+from core.spec.job import JobSpec
+from core.spec.model import GGUFModel, HubModel, LocalModel
+
+RECENT = 200
+"""Jobs of the project that are looked through for the pace of one like it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model as far as it is known before a job of it has been prepared."""
+
+    shape: Shape | None
+    source: str
+    """Where the shape is from; without one, why there is none."""
+
+
+def known(session: Session, spec: JobSpec) -> Known:
+    """Nothing is downloaded for it: a folder that the API can see is read, any other model must have been prepared."""
+    match spec.model:
+        case LocalModel(path=path) if (Path(path) / "config.json").is_file():
+            try:
+                return Known(Shape.of_folder(Path(path), field="model.path"), "the model's folder")
+            except (EftError, OSError, ValueError) as error:
+                words = error.message if isinstance(error, EftError) else str(error)
+                return Known(None, f"the model cannot be planned: {words}")
+        case LocalModel() | HubModel() | GGUFModel():
+            shape = shapes.known(session, spec.model)
+            if shape is not None:
+                return Known(shape, "the model as it was prepared here last")
+            return Known(
+                None,
+                "its model has not been prepared here yet, and nothing is downloaded to answer this; a job of it, or a "
+                "preview of a file with it, makes it known",
+            )
+        case _ as never:
+            assert_never(never)
+
+
+def refusal(session: Session, project_id: str, spec: JobSpec) -> SpecError | None:
+    """Why no node here can take the job, where that is known."""
+    try:
+        return ready.check(session, project_id, spec, known(session, spec).shape)
+    except SpecError as error:
+        return error
+
+
+def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) -> tuple[dict[str, Any] | None, str]:
+    """The plan, and where it is from; or None and why. `free`: bytes of the data root; None: nobody can tell. SpecError
+    where the job names modules that its model does not have."""
+    model = known(session, spec)
+    if model.shape is None:
+        return None, model.source
+    shape, rows, seats = model.shape, lengths.rows(session, project_id, spec), ready.seats(session)
+    places = [_place(session, project_id, spec, shape, rows, group) for group in _groups(spec, seats)] or [
+        _unplaced(spec, shape, rows)
+    ]
+    refused = fit.refusal(spec, shape, rows.longest, seats)
+    first = next((place for place in places if place["fits"]), places[0])
+    return {
+        "parameters": shape.parameters,
+        "model_from": model.source,
+        "longest_row": rows.longest,
+        "longest_row_from": rows.source,
+        "batch": _batch(session, project_id, spec, rows),
+        "places": places,
+        "fits": refused is None,
+        "reason": None if refused is None else refused.message,
+        "disk": first["disk"] | {"free": free},
+    }, model.source
+
+
+# --- places ----------------------------------------------------------------------------------------------
+
+
+def _groups(spec: JobSpec, seats: Sequence[Seat]) -> list[list[Seat]]:
+    """Slots that are alike to the job, those first that may take it."""
+    groups: dict[tuple[Any, ...], list[Seat]] = {}
+    asks = Needs.of(spec.resources)
+    for seat in seats:
+        slot = seat.slot
+        if slot.phase == "train":
+            like = (slot.family, slot.device_bytes, slot.host_bytes, tuple(asks.missing(slot)))
+            groups.setdefault(like, []).append(seat)
+    return sorted(groups.values(), key=lambda group: bool(asks.missing(group[0].slot)))
+
+
+def _place(
+    session: Session, project_id: str, spec: JobSpec, shape: Shape, rows: Rows, seats: Sequence[Seat]
+) -> dict[str, Any]:
+    slot = seats[0].slot
+    takes = fit.needs(spec, shape, rows.longest, [slot])
+    settled = settle.settle(spec, shape, rows.longest, slot)
+    lacks = Needs.of(spec.resources).missing(slot)
+    short = [] if takes is None else takes.missing(slot)
+    fits = takes is not None and not (lacks or short)
+    planned = settled.plan or plan(settled.spec, shape, longest=rows.longest, device=fit.device_of(slot))
+    proposals = (
+        [] if not short else [*fit.proposals(spec, shape, rows.longest, seats), f"a slot with {' and '.join(short)}"]
+    )
+    return (
+        {
+            "slots": [seat.label for seat in seats],
+            "kind": slot.kind,
+            "vendor": slot.vendor or None,
+            "arch": slot.arch or None,
+            "memory_bytes": slot.device_bytes or None,
+            "host_memory_bytes": slot.host_bytes or None,
+            "fits": fits,
+            "lacks": [*lacks, *short],
+            "would_fit": proposals,
+            "time": _time(session, project_id, settled.spec, rows, slot) if fits else _no_time("it does not run there"),
+        }
+        | _method(spec, settled)
+        | _bytes(planned)
+    )
+
+
+def _unplaced(spec: JobSpec, shape: Shape, rows: Rows) -> dict[str, Any]:
+    """Where no slot is registered: a GPU of which nothing is known."""
+    settled = settle.settle(spec, shape, rows.longest, fit.GPU)
+    planned = plan(settled.spec, shape, longest=rows.longest, device=fit.device_of(fit.GPU))
+    return (
+        {
+            "slots": [],
+            "kind": "gpu",
+            "vendor": None,
+            "arch": None,
+            "memory_bytes": None,
+            "host_memory_bytes": None,
+            "fits": True,
+            "lacks": [],
+            "would_fit": [],
+            "time": _no_time("no slot is registered here"),
+        }
+        | _method(spec, settled)
+        | _bytes(planned)
+    )
+
+
+def _method(spec: JobSpec, settled: settle.Settled) -> dict[str, Any]:
+    runs = settled.spec
+    assert runs.quantization is not None  # resolved
+    batch = adjust.words(settled.adjusted)
+    return {
+        "method": {
+            "type": runs.method.type,
+            "quantization": runs.quantization.type,
+            "stream": runs.memory.stream.type,
+            "gradient_checkpointing": runs.memory.gradient_checkpointing,
+            "rung": settled.rung.name if settle.is_open(spec.model_dump(mode="json"), None) else None,
+            "reason": settled.reason,
+            "rejected": [{"rung": name, "reason": why} for name, why in settled.rejected],
+        },
+        "adjusted": dict(settled.adjusted) or None,
+        "notice": f"its micro-batch does not fit, and it would run with {batch}" if batch else None,
+    }
+
+
+def _bytes(planned: Plan) -> dict[str, Any]:
+    return {
+        "precision": planned.precision,
+        "peak_bytes": planned.peak,
+        "moment": planned.moment,
+        "bytes": _items(planned.device),
+        "host_bytes": planned.host_bytes,
+        "host": _items(planned.host),
+        "stream_from": planned.stream.where,
+        "disk": {"bytes": _items(planned.disk), "total_bytes": planned.disk_bytes},
+        "trained_parameters": planned.trained,
+        "largest_pass": {"rows": planned.rows, "tokens": planned.tokens, "field": planned.field},
+    }
+
+
+def _items(items: Iterable[Item]) -> list[dict[str, Any]]:
+    return [{"kind": item.kind, "bytes": item.bytes, "why": item.why} for item in items]
+
+
+# --- batches and time ------------------------------------------------------------------------------------
+
+
+def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict[str, Any]:
+    size, field, _ = adjust.micro_batch(spec)
+    steps, why = _steps(session, project_id, spec, rows)
+    accumulation = spec.training.gradient_accumulation_steps
+    return {
+        "micro_batch": size,
+        "field": field,
+        "gradient_accumulation_steps": accumulation,
+        "ranks": spec.resources.gpus,
+        "per_step": size * accumulation * spec.resources.gpus,
+        "steps": steps,
+        "steps_from": why,
+    }
+
+
+def _steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
+    """Optimizer steps, and where the figure is from or why there is none (core/train/data/order.py counts the same)."""
+    if spec.training.max_steps is not None:
+        return spec.training.max_steps, "training.max_steps"
+    if not isinstance(spec.batching, training.Rows):
+        return None, f"batches of `{spec.batching.type}` depend on the lengths of all rows"
+    count, source = rows.epoch_rows, "the rows that a preview has counted"
+    if count is None:
+        train = spec.data.train
+        if not isinstance(train, FileSource) or spec.data.split is not None:
+            return None, "nobody has counted its rows"
+        if spec.training.truncation == "split":
+            return None, "nobody has counted the rows that long ones are split into; a preview of the file does"
+        count = session.execute(
+            select(File.rows).where(File.id == train.id, File.project_id == project_id)
+        ).scalar_one()
+        source = "the rows of its file"
+    step = spec.training.per_device_train_batch_size * spec.training.gradient_accumulation_steps * spec.resources.gpus
+    each, epochs = math.ceil(count / step), spec.training.num_train_epochs
+    whole = math.floor(epochs)
+    return whole * each + math.ceil((epochs - whole) * each), source
+
+
+def _time(session: Session, project_id: str, spec: JobSpec, rows: Rows, slot: Slot) -> dict[str, Any]:
+    """From what jobs of this project have done with the same model and method on the same kind of device."""
+    total, why = _tokens(spec, rows)
+    if total is None:
+        return _no_time(why)
+    paces = _paces(session, project_id, spec, slot)
+    if not paces:
+        return _no_time("no job of this project has ended that trained this model so on such a slot")
+    pace = median(paces)
+    return {
+        "seconds": total / pace,
+        "tokens": total,
+        "tokens_per_second": pace,
+        "runs": len(paces),
+        "reason": f"{why}, at the pace of {len(paces)} finished {'run' if len(paces) == 1 else 'runs'} like it; "
+        "training alone, without loading and evaluations",
+    }
+
+
+def _no_time(why: str) -> dict[str, Any]:
+    return {"seconds": None, "tokens": None, "tokens_per_second": None, "runs": 0, "reason": why}
+
+
+def _tokens(spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
+    """That the run trains on, and where the figure is from or why there is none."""
+    if rows.epoch_tokens is None or not rows.epoch_rows:
+        return None, "nobody has counted the tokens of its rows with this model; a preview of its file does"
+    steps = spec.training.max_steps
+    if steps is None:
+        return round(rows.epoch_tokens * spec.training.num_train_epochs), "the tokens that a preview has counted"
+    size = spec.training.gradient_accumulation_steps * spec.resources.gpus * adjust.micro_batch(spec)[0]
+    each = rows.epoch_tokens / rows.epoch_rows if isinstance(spec.batching, training.Rows) else 1.0
+    return round(steps * size * each), f"{steps} steps of the mean row that a preview has counted"
+
+
+def _paces(session: Session, project_id: str, spec: JobSpec, slot: Slot) -> list[float]:
+    """Tokens a second of finished runs like this one, newest first."""
+    found = session.execute(
+        select(Job.spec, Job.settled, Job.adjusted, Job.result, Attempt.run_record)
+        .join(Attempt, (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt))
+        .where(Job.project_id == project_id, Job.kind == "train", Job.status == Status.SUCCEEDED.value)
+        .order_by(Job.id.desc())
+        .limit(RECENT)
+    )
+    wanted, arch = _like(spec.model_dump(mode="json")), "cpu" if slot.kind == "cpu" else slot.arch
+    paces = []
+    for document, settled, _, result, record in found:
+        ran = dict(document) | (settled["spec"] if settled else {})
+        there = (record or {}).get("environment", {})
+        pace = (result or {}).get("tokens_per_second")
+        if pace and there.get("arch") == arch and _like(ran) == wanted:
+            paces.append(float(pace))
+    return paces
+
+
+def _like(spec: dict[str, Any]) -> tuple[Any, ...]:
+    """What the pace of a run depends on most."""
+    return (
+        spec["model"],
+        spec["method"]["type"],
+        (spec["quantization"] or {}).get("type"),
+        spec["memory"].get("stream", {}).get("type", "none"),
+        bool(spec["memory"].get("gradient_checkpointing")),
+        spec["batching"]["type"],
+        spec["training"]["precision"],
+        spec["training"]["max_length"],
+        spec["resources"].get("gpus", 1),
+    )
