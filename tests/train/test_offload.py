@@ -1,0 +1,379 @@
+"""Optimizer offload, by the engine: the same bits as resident, nothing left on the device, blocks that wait for their
+own update alone, and errors that surface."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from core.errors import ModelError
+from core.spec.training import AdamW
+from core.train.batch import Batch
+from core.train.engine import Diverged, Engine
+from core.train.memory import offload as module
+from core.train.memory.blocks import find_blocks
+from core.train.memory.link import OneMemory
+from core.train.memory.offload import Offload
+from core.train.memory.pin import refused
+from core.train.optim.optimizers import build_optimizer
+from core.train.scaler import LossScaler
+from core.train.stages.sft import sft_loss
+from tests.support.live_bytes import LiveBytes
+
+CPU = torch.device("cpu")
+BLOCKS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"tie_word_embeddings": False},
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": BLOCKS, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+    "qwen2": SIZES | {"tie_word_embeddings": True},
+    "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": BLOCKS, "state_size": 4},
+}
+"""An untied head; one tied, with biases and Conv1D; tied with biases; fused experts; states of its own."""
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**ARCHITECTURES[name] | changes))
+    return model.float().requires_grad_(True)
+
+
+def engine_of(
+    model: Any, offloaded: bool, autocast: torch.dtype | None = torch.bfloat16, scaler: LossScaler | None = None,
+    beside: bool = True, of: type[Offload] = Offload,
+) -> Engine:  # fmt: skip
+    updates = of(model, CPU, narrow=autocast, beside=beside) if offloaded else None
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad} if updates is None else updates.parameters
+    return Engine(
+        model,
+        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained),
+        lambda step: 1.0 / (1 + step),
+        device=CPU,
+        autocast=autocast,
+        scaler=scaler,
+        updates=updates,
+    )
+
+
+@contextmanager
+def offloaded(engine: Engine) -> Iterator[Offload]:
+    assert isinstance(engine.updates, Offload)
+    try:
+        yield engine.updates
+    finally:
+        engine.updates.close()
+
+
+def batch(seed: int, rows: int = 2, tokens: int = 10) -> Batch:
+    ids = torch.randint(3, 96, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, 0] = -100
+    return Batch(ids, labels, (tokens,) * rows, rows * (tokens - 1))
+
+
+def window(engine: Engine, number: int) -> list[float]:
+    """Two micro-steps."""
+    losses = []
+    for micro in range(2):
+        loss = engine.forward(one := batch(2 * number + micro), sft_loss)
+        engine.backward(loss.total / one.label_tokens / 2)
+        losses.append(loss.total.item())
+    return losses
+
+
+def train(engine: Engine, steps: int = 3) -> tuple[list[Any], dict[str, Tensor]]:
+    """Losses, norms and rates; weights, gradients and optimizer state in mid-window."""
+    figures: list[Any] = []
+    for number in range(steps):
+        figures += window(engine, number)
+        result = engine.step()
+        figures += [result.grad_norm.item(), result.learning_rate, result.skipped]
+    window(engine, steps)
+    engine.updates.gather()
+    return figures, state(engine)
+
+
+def state(engine: Engine) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in engine.trained_parameters.items():
+        found[name] = parameter.detach().clone()
+        if parameter.grad is not None:
+            found[f"{name}:grad"] = parameter.grad.clone()
+        found |= {f"{name}:{key}": value.clone() for key, value in engine.optimizer.state[parameter].items()}
+    return found
+
+
+def same(one: tuple[list[Any], dict[str, Tensor]], other: tuple[list[Any], dict[str, Tensor]]) -> bool:
+    """To the bit, dtypes too."""
+    return (
+        str(one[0]) == str(other[0])  # figures that are no numbers count as the same
+        and one[1].keys() == other[1].keys()
+        and all(v.dtype == other[1][n].dtype and torch.equal(v, other[1][n]) for n, v in one[1].items())
+    )
+
+
+# --- the same bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_full_fine_tuning_in_bf16_is_the_resident_one_to_the_bit(name: str) -> None:
+    """The device holds layers' weights in bf16 and the rest in float32; the update runs beside the next forward."""
+    wanted = train(engine_of(model_of(name), False))
+    assert max(wanted[0][2::5]) > 1.0, "the norm is clipped in some step"
+    with offloaded(engine := engine_of(model := model_of(name), True)) as held:
+        assert same(train(engine), wanted)
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        assert dtypes == {torch.bfloat16, torch.float32} and held.narrowed > 0
+        for parameter, master in (pair for unit in held.units for pair in unit.members):
+            assert torch.equal(parameter, master.to(parameter.dtype)) and parameter.grad is None
+        held.hand_back()
+        assert all(torch.equal(p, engine.trained_parameters[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_other_precisions_checkpointed_blocks_and_frozen_parts(autocast: torch.dtype | None) -> None:
+    """In fp16 the loss scale begins so high that steps are skipped: in those no weight and no state changes."""
+    found = []
+    for off in (False, True):
+        model = model_of("llama")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[1].mlp.requires_grad_(False)
+        scaler = LossScaler(2.0**22) if autocast is torch.float16 else None
+        engine = engine_of(model, off, autocast, scaler)
+        found.append(train(engine, 5))
+        if off:
+            with offloaded(engine) as held:
+                assert len(held.parameters) < len(list(model.parameters()))
+        if scaler is not None:
+            assert 0 < scaler.skipped < 5
+    assert same(*found)
+
+
+def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> None:
+    """In mid-window; and `load_weights` alone, which what the device holds follows."""
+    wanted = train(engine_of(model_of("qwen2"), False))
+    for first, then in ((False, True), (True, False), (True, True)):
+        begun = engine_of(model_of("qwen2"), first)
+        window(begun, 0)
+        begun.step()
+        one = batch(2)
+        begun.backward(begun.forward(one, sft_loss).total / one.label_tokens / 2)
+        folder = tmp_path / f"{first}-{then}"
+        folder.mkdir()
+        begun.save(folder)
+        assert begun.checkpoint_bytes() < sum(path.stat().st_size for path in folder.iterdir())
+        ended = engine_of(model_of("qwen2"), then)
+        ended.load(folder)
+        one = batch(3)
+        ended.backward(ended.forward(one, sft_loss).total / one.label_tokens / 2)
+        ended.step()
+        window(ended, 2)
+        ended.step()
+        window(ended, 3)
+        ended.updates.gather()
+        assert same(([], state(ended)), ([], wanted[1]))
+        ended.load_weights(folder)
+        begun.zero_grad()
+        for engine in (begun, ended):
+            with engine.inference() as model:
+                assert torch.equal(model(one.input_ids).logits, begun.model(one.input_ids).logits)
+            if isinstance(engine.updates, Offload):
+                engine.updates.close()
+
+
+# --- what the device holds -------------------------------------------------------------------------------
+
+
+class OnHost(Offload):
+    """What is made in these two is the host's, and an account of the device leaves it out. Gradients are copied, as
+    from a device that is another memory."""
+
+    def _add(self, master: nn.Parameter, gradient: Tensor, after: Any) -> None:
+        with _disable_current_modes():
+            super()._add(master, gradient.clone(), after)
+
+    def _update(self, *args: Any) -> None:
+        with _disable_current_modes():
+            super()._update(*args)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_device_holds_narrow_weights_activations_and_one_blocks_gradients(checkpointed: bool) -> None:
+    """Every byte that torch makes there, against what the resident run makes beside its weights and gradients."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6}
+    accounts: dict[bool, LiveBytes] = {}
+    for off in (False, True):
+        model = model_of("llama", **sizes)
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        weights, narrowed = sum(p.numel() for p in model.parameters()), 0
+        block = sum(p.numel() for p in model.model.layers[0].parameters())
+        engine = engine_of(model, off, beside=False, of=OnHost)
+        with LiveBytes([*model.parameters(), *model.buffers()], []) as accounts[off]:
+            for number in range(2):
+                window(engine, number)
+                if off:  # a resident step would count AdamW's state
+                    engine.step()
+        if off:
+            assert accounts[off].now() <= accounts[off].start + 8, "something of a step stays on the device"
+            with offloaded(engine) as held:
+                narrowed = held.narrowed
+    made = accounts[False].peak - accounts[False].start - 4 * weights  # beside float32 weights and their gradients
+    made -= 0 if checkpointed else 2 * narrowed  # autocast's copies of the weights, of all blocks at once
+    assert accounts[True].start == accounts[False].start - 2 * narrowed
+    assert accounts[True].peak <= accounts[True].start + made + 2 * block
+    assert accounts[True].peak < 0.5 * accounts[False].peak
+
+
+# --- what waits for what ---------------------------------------------------------------------------------
+
+
+def test_a_block_waits_for_its_own_update_and_for_no_other() -> None:
+    """The update of each block is held up until the block before it has computed: a forward that waited for more than
+    it needs would wait for ever."""
+    engine = engine_of(model := model_of("llama"), True)
+    with offloaded(engine) as held:
+        assert [unit.name for unit in held.units] == [
+            "outside of the blocks", *(f"block {number}" for number in range(BLOCKS)), "output head",
+        ]  # fmt: skip
+        gates = [threading.Event() for _ in held.units]
+        order: list[str] = []
+        real, calls = engine.optimizer.step, iter(range(len(gates)))
+
+        def step() -> None:
+            number = next(calls)
+            assert gates[number].wait(60), f"unit {number} was waited for too early"
+            real()
+            order.append(f"updated {number}")
+
+        def computed(number: int) -> Callable[..., None]:
+            return lambda *_: (order.append(f"computed {number}"), gates[number + 2].set())[0]
+
+        window(engine, 0)
+        engine.optimizer.step = step  # type: ignore[assignment]
+        blocks = [block for _, block in find_blocks(model)]
+        # The first of a block's hooks after its forward: the last block's own wait for the head comes behind it.
+        hooks = [b.register_forward_hook(computed(n), prepend=True) for n, b in enumerate(blocks)]
+        gates[0].set()
+        gates[1].set()
+        engine.step()
+        one = batch(2)
+        loss = engine.forward(one, sft_loss)
+        engine.updates.gather()
+        for hook in hooks:
+            hook.remove()
+        engine.optimizer.step = real  # type: ignore[method-assign]
+        for number in range(BLOCKS):
+            assert order.index(f"computed {number}") < order.index(f"updated {number + 2}")
+            assert order.index(f"updated {number + 1}") < order.index(f"computed {number}")
+    resident = engine_of(model_of("llama"), False)
+    window(resident, 0)
+    resident.step()
+    assert torch.equal(resident.forward(one, sft_loss).total, loss.total)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_error_in_an_update_surfaces_and_nothing_half_updated_is_kept(tmp_path: Path, beside: bool) -> None:
+    engine = engine_of(model_of("llama"), True, beside=beside)
+    with offloaded(engine):
+        window(engine, 0)
+        real, calls = engine.optimizer.step, iter(range(9))
+
+        def step() -> None:
+            if next(calls) == 2:
+                raise ZeroDivisionError("in the third unit")
+            real()
+
+        engine.optimizer.step = step  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError, match="in the third unit"):
+            engine.step()
+            engine.forward(batch(2), sft_loss)
+        for verb in (lambda: engine.save(tmp_path), engine.step, engine.zero_grad, lambda: engine.load(tmp_path)):
+            with pytest.raises((ZeroDivisionError, FileNotFoundError)):
+                verb()
+        assert not list(tmp_path.glob("weights*"))
+
+
+def test_a_broken_backward_and_a_refused_gradient_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = train(engine_of(model_of("llama"), False))
+    engine = engine_of(model := model_of("llama"), True)
+    with offloaded(engine):
+        block = model.model.layers[1]
+
+        def broken(*_: Any) -> None:
+            raise ZeroDivisionError("in a backward")
+
+        def refuses(self: Any, source: Tensor, after: Any) -> Iterator[Any]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+        hook = block.register_full_backward_hook(broken)
+        with pytest.raises(ZeroDivisionError, match="in a backward"):
+            window(engine, 7)
+        hook.remove()
+        assert any(master.grad is not None for master in engine.trained_parameters.values())
+        engine.zero_grad()
+        with monkeypatch.context() as patched:
+            patched.setattr(OneMemory, "fetch", refuses)
+            with pytest.raises(ModelError, match="no memory left") as caught:
+                window(engine, 8)
+            assert caught.value.field == "memory.offload_optimizer"
+        engine.zero_grad()
+        assert same(train(engine), wanted)
+
+
+def test_a_step_that_is_no_number_changes_no_weight() -> None:
+    engine = engine_of(model_of("llama"), True)
+    with offloaded(engine):
+        window(engine, 0)
+        before = {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
+        next(iter(engine.trained_parameters.values())).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        with pytest.raises(Diverged, match="at step 1"):
+            engine.step()
+        assert all(torch.equal(p, before[name]) for name, p in engine.trained_parameters.items())
+
+
+def test_too_little_host_memory_is_told_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_bytes", lambda: 1000)
+    model = model_of("llama")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match="MiB are needed, and 0 are free") as caught:
+        Offload(model, CPU, narrow=torch.bfloat16)
+    assert caught.value.field == "memory.offload_optimizer"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_locked_memory_that_is_refused_names_the_field() -> None:
+    error = refused(32 << 20, "error 2", "memory.offload_optimizer.pinned")
+    assert error.field == "memory.offload_optimizer.pinned" and "`memory.offload_optimizer.pinned`" in error.message
+
+
+def test_a_model_whose_blocks_cannot_be_found_is_one_unit() -> None:
+    """All of it is updated before the next pass begins."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    held = Offload(model, CPU, narrow=torch.bfloat16, beside=True)
+    assert len(held.units) == 1 and held.narrowed == 0
+    optimizer = torch.optim.AdamW(held.parameters.values(), fused=True)
+    model(torch.ones(1, 4)).sum().backward()
+    held.update(optimizer, torch.ones(()), None)
+    model(torch.ones(1, 4))
+    assert all(torch.equal(p, held.parameters[name]) for name, p in model.named_parameters())
+    held.close()
