@@ -23,7 +23,7 @@ from box import doctor_disk, doctor_gpus, software
 from box.report import Report
 from core import __version__, health
 from core.db.engine import Database
-from core.hardware import tools
+from core.hardware import installed, tools
 from core.hardware.record import record
 from core.hardware.recording import render
 from core.jobs import installation
@@ -86,7 +86,7 @@ def _settings(report: Report) -> Settings | None:
 
 
 def _software(report: Report) -> None:
-    report.versions = {"eft": __version__, **software.versions(), **software.libraries(), **software.drivers()}
+    report.versions = {"eft": __version__, **software.versions(), **installed.libraries(), **software.drivers()}
     missing = [name for name in software.NEEDED if report.versions[name] == "absent"]
     if missing:
         report.add(

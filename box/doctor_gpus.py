@@ -10,7 +10,7 @@ from typing import Any
 
 from box import software
 from box.report import Report
-from core.hardware import determinism, faults, kfd, nvidia, rocm, selftest, wheels
+from core.hardware import determinism, faults, installed, kfd, nvidia, rocm, selftest, wheels
 from core.hardware.arch import lookup, precision
 from core.hardware.discover import Box, Gpu, HardwareError, discover
 from core.hardware.kfd import Usage
@@ -186,7 +186,7 @@ def _self_test(report: Report, what: str, verdict: Verdict | None) -> None:
 
 def _torch_build(report: Report, box: Box) -> None:
     """The commonest mistake on an AMD box: a torch for CUDA, which then trains on the CPU or not at all."""
-    build = software.torch_build()
+    build = installed.torch_build()
     if build is None:
         return
     report.add("ok", "torch", f"{report.versions.get('torch', '?')}, built for {build}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -21,22 +20,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "absent"
     return found
-
-
-LIBRARIES = re.compile(
-    r"^(triton|triton-rocm|pytorch-triton(-rocm)?|torchao|amd-torch.*|rocm.*|nvidia-(cublas|cudnn|nccl).*)$"
-)
-"""Packages beside torch whose version a result may depend on."""
-
-
-def libraries() -> dict[str, str]:
-    """Those of LIBRARIES that are installed, by name."""
-    found = {}
-    for distribution in distributions():
-        name = (distribution.metadata["Name"] or "").lower()
-        if LIBRARIES.match(name):
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
 
 
 def rocm_conflicts() -> dict[str, str]:
@@ -68,20 +51,3 @@ def drivers(root: Path = Path("/")) -> dict[str, str]:
         if match:
             found[name] = match[1]
     return found
-
-
-def torch_build() -> str | None:
-    """`ROCm 7.2`, `CUDA 13.0` or `CPU`, from torch's version file; None when torch is not installed."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    return build_of((Path(spec.origin).parent / "version.py").read_text())
-
-
-def build_of(version_file: str) -> str:
-    """What a torch with this version.py is built for."""
-    for name, words in (("hip", "ROCm"), ("cuda", "CUDA")):
-        match = re.search(rf"^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]", version_file, re.MULTILINE)
-        if match:
-            return f"{words} {'.'.join(match[1].split('.')[:2])}"
-    return "CPU"

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from core import HOME
-from core.hardware import faults, selftest
+from core.hardware import faults, installed, selftest
 from core.hardware.arch import lookup
 from core.hardware.selftest import Part, Verdict
 from core.hardware.visible import Gpu
@@ -72,13 +72,14 @@ class Device:
 
 
 def key_of(device: Device) -> str:
-    """What a verdict holds for: this very card (or kind of processor), driver, torch, variables, and code of ours."""
+    """What a verdict holds for: this very card (or kind of processor), driver, torch with what it was built with and the
+    libraries beside it, variables, and code of ours."""
     parts = [
         device.name,
         device.arch,
         "" if device.gpu is None else device.gpu.uuid,
-        _torch(),
-        _version("torchao"),
+        installed.torch_version_file() or "absent",
+        *(f"{name}=={number}" for name, number in installed.libraries().items()),
         os.uname().release if device.gpu is not None else "",
         *(_text(Path(path)) for path in DRIVERS if device.gpu is not None),
         *(f"{name}={value}" for name, value in sorted(device.environment.items()) if _matters(name)),
@@ -291,14 +292,10 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _torch() -> str:
-    return _version("torch")
-
-
 @cache
-def _version(package: str) -> str:
+def _torch() -> str:
     try:
-        return version(package)
+        return version("torch")
     except PackageNotFoundError:
         return "absent"
 

@@ -15,7 +15,8 @@ import pytest
 from box import doctor_gpus
 from box.doctor import examine
 from box.report import Report
-from box.software import build_of, drivers
+from box.software import drivers
+from core.hardware.installed import build_of
 from core.hardware.recording import parse
 from core.settings import Settings
 from tests.support.hardware import as_nobody, readable_folder, recording, unpack
