@@ -72,7 +72,7 @@ class Device:
 
 
 def key_of(device: Device) -> str:
-    """What a verdict holds for: this very card (or kind of processor), driver, torch with what it was built with and the
+    """What a verdict holds for: this very card (or kind of processor), driver, torch and what it was built with, the
     libraries beside it, variables, and code of ours."""
     parts = [
         device.name,
