@@ -19,6 +19,7 @@ from eft import (
     commands_gpu,
     commands_help,
     commands_look,
+    commands_plan,
     commands_queue,
     commands_webhooks,
     commands_worker,
@@ -41,6 +42,7 @@ NAMES: dict[Any, str] = {commands_artifacts.open_it: "open", commands_help.show_
 verb: Any
 for verb in (
     commands.submit,
+    commands_plan.plan,
     commands.ls,
     commands.show,
     commands_look.watch,

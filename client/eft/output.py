@@ -151,6 +151,9 @@ def job_lines(job: Job) -> list[str]:
         ("finished", job.finished_at),
         ("progress", progress_words(job) or None),
     ]
+    if job.settled is not None:
+        rows.append(("method: auto", escape(f"{job.settled['rung']} ({job.settled['reason']})")))
+        rows += [("", escape(f"not {one['rung']}: {one['reason']}")) for one in job.settled["rejected"]]
     if job.failure is not None:
         rows.append(("failure", f"[red]{escape(job.failure.code)}[/] ({escape(job.failure.failure_class)})"))
         rows.append(("", escape(job.failure.message)))

@@ -48,6 +48,8 @@ class Job:
     """The resolved spec: every default written out."""
     adjusted: dict[str, int]
     """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
+    settled: dict[str, Any] | None
+    """What `method: auto` came to, once the job has started: `rung`, `reason`, `rejected` and the axes in `spec`."""
     node: str | None
     slots: list[str]
     """The GPUs (or CPU slots) that it has now, of `get` and `list`; rank 0 is on the first."""
@@ -94,6 +96,7 @@ class Job:
             else None,
             spec=raw.get("spec") or {},
             adjusted=raw.get("adjusted") or {},
+            settled=raw.get("settled"),
             node=raw.get("node"),
             slots=raw.get("slots") or [],
             queue=raw.get("queue"),

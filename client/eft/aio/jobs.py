@@ -30,6 +30,13 @@ class AsyncJobs:
         resolved: dict[str, Any] = answer["spec"]
         return resolved
 
+    async def plan(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """What a job would take here, by an estimate: `spec` resolved, and `plan` (null where its model was never
+        prepared there: `plan_reason` says so) with bytes, method, disk and time for each kind of slot."""
+        params: dict[str, Param] = {"dry_run": "true"}
+        answer: dict[str, Any] = await self._transport.json("POST", "/jobs", params=params, body=spec, idempotent=True)
+        return answer
+
     async def get(self, job_id: str) -> Job:
         return Job.parse(await self._transport.json("GET", paths.job(job_id)))
 
