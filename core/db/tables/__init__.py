@@ -1,0 +1,62 @@
+"""The tables. Times are seconds since 1970 by the database's clock; owner and project stand on every owned row.
+
+They are taken from here, so that whoever knows one has all of them: SQLAlchemy's metadata has what was imported.
+"""
+
+from core.db.tables.base import Base, Id, Owned
+from core.db.tables.house import Installation, Leader, SchemaFloor
+from core.db.tables.jobs import (
+    BOUNDED,
+    PREVIEWS,
+    QUEUED,
+    WAITS_FOR,
+    Artifact,
+    Attempt,
+    Event,
+    File,
+    Job,
+    Metric,
+    ModelShape,
+    OutboxMessage,
+)
+from core.db.tables.notices import Delivery, Webhook
+from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
+from core.db.tables.slots import Allocation, Hold, Maintenance, Node
+from core.db.tables.usage import DiskUsage, Limit, Usage, UsageDay
+
+__all__ = [
+    "BOUNDED",
+    "PREVIEWS",
+    "QUEUED",
+    "WAITS_FOR",
+    "Allocation",
+    "ApiKey",
+    "Artifact",
+    "Attempt",
+    "Audit",
+    "Base",
+    "Delivery",
+    "DiskUsage",
+    "Event",
+    "File",
+    "Hold",
+    "Id",
+    "IdempotencyKey",
+    "Installation",
+    "Job",
+    "Leader",
+    "Limit",
+    "Maintenance",
+    "Membership",
+    "Metric",
+    "ModelShape",
+    "Node",
+    "OutboxMessage",
+    "Owned",
+    "Project",
+    "SchemaFloor",
+    "Usage",
+    "UsageDay",
+    "User",
+    "Webhook",
+]
