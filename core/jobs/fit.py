@@ -127,7 +127,7 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) ->
         has = f"{which} has that; {most.label}, the largest, has {_gb(most.slot.device_bytes)}"
     ways = ", or ".join([*proposals(spec, shape, longest, able), f"a slot with {lacks.replace(' by its plan', '')}"])
     return FitsNowhere(
-        f"this job needs {lacks} of its memory, and {has}. What would fit: {ways}. A plan is an estimate: "
+        f"this job needs {lacks}, and {has}. What would fit: {ways}. A plan is an estimate: "
         "EFT_MEMORY_CHECK=false, set by who runs eft, lets jobs try",
         field="memory" if spec.method.type in ("qlora", "auto") else "method",
     )

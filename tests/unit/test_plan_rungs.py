@@ -1,0 +1,213 @@
+"""`method: auto`: which methods a job could come to, and to which it comes on slots of different sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.errors import SpecError
+from core.jobs import fit, settle
+from core.jobs.places import Seat
+from core.jobs.slots import Key, Needs, PlanNeeds, Slot
+from core.plan.device import CONTEXT_BYTES
+from core.plan.memory import plan
+from core.plan.rungs import rungs
+from core.plan.shape import Shape
+from core.plan.stream import MARGIN
+from core.spec.job import JobSpec
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.spec.settled import method_of
+
+LLAMA_8B = Shape.of_config(
+    {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+CASCADE = ["full", "lora", "lora over int8", "qlora", "streamed"]
+LENGTH = 512
+
+
+def job(**axes: Any) -> JobSpec:
+    document = {"model": "a/b", "data": "file-" + "0" * 26, "method": "auto", "training": {"max_length": LENGTH}}
+    return resolve(parse_job(document | axes))
+
+
+def gpu(gigabytes: float, host: float = 512) -> Slot:
+    return Slot("GPU-1", "gpu", "amd", "gfx942", round(gigabytes * 1e9), host_bytes=round(host * 1e9))
+
+
+def seat(slot: Slot, label: str = "box-1/0") -> Seat:
+    return Seat("box-1", slot, label, {}, None, None, None, "free", [], {}, None, None, None)
+
+
+def taken(spec: JobSpec) -> list[tuple[str, str, str]]:
+    """Method, packing and streaming of every rung that the job can have."""
+    found = [rung.spec for rung in rungs(spec) if rung.spec is not None]
+    return [(one.method.type, str(one.quantization and one.quantization.type), one.memory.stream.type) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("axes", "last", "refused"),
+    [
+        ({}, ("qlora", "nf4", "auto"), {}),
+        ({"quantization": "nf4"}, ("qlora", "nf4", "auto"), {"full": "nf4", "lora": "nf4", "lora over int8": "nf4"}),
+        ({"quantization": "int8"}, ("qlora", "int8", "auto"), {"full": "int8", "lora": "int8", "qlora": "int8"}),
+        ({"quantization": "none"}, ("lora", "none", "auto"), {"lora over int8": "none", "qlora": "none"}),
+        ({"training": {"precision": "fp8"}}, ("lora", "none", "auto"), {"lora over int8": "fp8", "qlora": "fp8"}),
+        ({"export": "merged"}, ("qlora", "nf4", "auto"), {"full": "whole as it is"}),
+        ({"resources": {"gpus": 2}}, ("qlora", "nf4", "none"), {"streamed": "several"}),
+        ({"memory": {"stream": "host"}}, ("qlora", "nf4", "host"), {"full": "trains them all", "streamed": "host"}),
+    ],
+    ids=["free", "nf4", "int8", "dense", "fp8", "merged", "ranks", "streamed"],
+)
+def test_what_is_asked_for_leaves_out_rungs(axes: Any, last: tuple[str, str, str], refused: dict[str, str]) -> None:
+    spec = job(**axes)
+    assert taken(spec)[-1] == last
+    reasons = {rung.name: rung.reason for rung in rungs(spec) if rung.spec is None}
+    assert reasons.keys() == refused.keys()
+    assert all(words in reasons[name] for name, words in refused.items())
+    for rung in rungs(spec):
+        if rung.spec is not None:  # everything that depends on the method is written out
+            assert rung.spec == resolve(rung.spec) and rung.spec.method.type == method_of(rung.spec).type
+            assert rung.spec.optimizer.learning_rate == (2e-5 if rung.name.startswith("full") else 2e-4)
+
+
+def test_a_job_that_names_its_method_is_its_only_rung() -> None:
+    spec = job(method="lora")
+    assert [(rung.name, rung.spec) for rung in rungs(spec)] == [("lora", spec)]
+
+
+def test_no_run_has_an_open_method() -> None:
+    with pytest.raises(SpecError) as refused:
+        method_of(job())
+    assert (refused.value.code, refused.value.field) == ("unsettled", "method")
+
+
+def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
+    """And on one that is a little smaller, the next: cards from large to small go down the cascade once."""
+    spec, seen = job(), []
+    for rung in rungs(spec):
+        assert rung.spec is not None
+        peak = plan(rung.spec, LLAMA_8B, longest=LENGTH, device=fit.device_of(gpu(1000))).peak
+        if rung.name == "streamed":
+            break
+        slot = gpu((peak / MARGIN + CONTEXT_BYTES) / 1e9 + 0.001)
+        found = settle.settle(spec, LLAMA_8B, LENGTH, slot)
+        assert found.fits and not found.adjusted and found.plan is not None
+        earlier = [one.name for one in rungs(spec)].index(found.rung.name)
+        assert earlier <= [one.name for one in rungs(spec)].index(rung.name), "the first that fits"
+        assert [name for name, _ in found.rejected] == [one.name for one in rungs(spec)][:earlier]
+        assert all("more than" in why for _, why in found.rejected)
+        seen.append(found.rung.name)
+    assert {name.partition(" with ")[0] for name in seen} == set(CASCADE[:-1])
+    small = settle.settle(spec, LLAMA_8B, LENGTH, gpu(8))
+    assert small.rung.name == "streamed" and small.spec.memory.stream.type == "auto" and small.fits
+    assert len(small.rejected) == 8
+
+
+def test_smaller_batches_come_before_giving_up() -> None:
+    spec = job(training={"max_length": 2048, "per_device_train_batch_size": 16})
+    found = settle.settle(spec, LLAMA_8B, 2048, gpu(8.5))
+    assert found.rung.name == "streamed" and found.fits
+    rows, accumulation = (
+        found.adjusted[f"training.{name}"] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    assert rows * accumulation == 16 and rows < 16
+    assert found.spec.training.per_device_train_batch_size == rows
+
+
+def test_nothing_fits_and_the_least_is_taken() -> None:
+    found = settle.settle(job(), LLAMA_8B, LENGTH, gpu(2))
+    assert not found.fits and found.rung.name == "streamed" and "nothing fits" in found.reason
+
+
+@pytest.mark.parametrize(("shape", "slot"), [(None, gpu(80)), (LLAMA_8B, Slot("cpu", "cpu"))], ids=["shape", "memory"])
+def test_where_nothing_is_known_it_is_lora(shape: Any, slot: Slot) -> None:
+    found = settle.settle(job(), shape, LENGTH, slot)
+    assert (found.rung.name, found.plan) == ("lora", None) and "known" in found.reason or "knows" in found.reason
+    dense = settle.settle(job(quantization="nf4"), shape, LENGTH, slot)
+    assert dense.spec.method.type == "qlora"
+
+
+def test_what_was_settled_is_put_into_the_job() -> None:
+    spec = job()
+    settled = settle.settle(spec, LLAMA_8B, LENGTH, gpu(16)).as_dict()
+    document = spec.model_dump(mode="json")
+    assert settle.is_open(document, None) and not settle.is_open(document, settled)
+    runs = settle.effective(document, settled, {"training.per_device_train_batch_size": 2})
+    assert method_of(runs).type == settled["spec"]["method"]["type"] != "full"
+    assert runs.training.per_device_train_batch_size == 2 and runs.optimizer.learning_rate == 2e-4
+    words = settle.words(settled)
+    assert settled["rung"] in words and all(one["reason"] in words for one in settled["rejected"])
+
+
+def test_a_packed_model_has_fewer_rungs() -> None:
+    packed = Shape.from_dict(LLAMA_8B.as_dict() | {"packed": True})
+    found = settle.settle(job(), packed, LENGTH, gpu(1000))
+    assert [name for name, _ in found.rejected][0] == "full" and "packed" in found.rejected[0][1]
+    assert found.rung.name == "lora"
+
+
+# --- the least that a job takes, and refusals
+
+
+def test_the_least_of_auto_is_the_least_of_all() -> None:
+    by_method = {name: fit.needs(job(method=name), LLAMA_8B, LENGTH, []) for name in ("full", "lora", "qlora", "auto")}
+    gpus = [need.gpu for need in by_method.values() if need is not None]
+    assert gpus == sorted(gpus, reverse=True) and len(set(gpus)) == 4
+    large = fit.needs(job(method="lora", training={"per_device_train_batch_size": 64}), LLAMA_8B, LENGTH, [])
+    small = fit.needs(job(method="lora", training={"per_device_train_batch_size": 1}), LLAMA_8B, LENGTH, [])
+    assert large is not None and small is not None
+    assert large.gpu - small.gpu < 500, "a batch is cut by itself, and refuses nothing; gradients accumulate then"
+
+
+def test_needs_are_part_of_the_line() -> None:
+    needs = Needs("any", plan=PlanNeeds(18_200, 21_000, 300))
+    assert Needs.parse(needs.key) == needs and Key.parse(f"{needs.key}|p|o|100").needs == needs
+    assert needs.missing(gpu(18.2)) == [] and needs.missing(gpu(18.1)) == ["18.2 GB by its plan"]
+    assert needs.missing(gpu(80, host=0.2)) == ["0.3 GB of host memory by its plan"]
+    unknown = Slot("GPU-2", "gpu", "amd", "gfx942"), Slot("cpu", "cpu"), Slot("prepare-0", "prepare")
+    assert [needs.missing(slot) for slot in unknown] == [[], [], []]
+    assert needs.missing(Slot("cpu", "cpu", share_bytes=20_000_000_000)) == ["21 GB by its plan"]
+    assert "18.2 GB by its plan" in needs.words()
+
+
+@pytest.mark.parametrize(
+    ("axes", "gigabytes", "ways"),
+    [
+        ({"method": "full"}, 80, ["method: lora", "method: qlora"]),
+        ({"method": "lora"}, 12, ["method: qlora"]),
+        ({"method": "lora"}, 7, ["memory.stream: auto"]),
+        ({"method": "qlora", "training": {"max_length": 32768}}, 12, ["training.max_length"]),
+        ({"training": {"max_length": 65536}}, 10, ["training.max_length"]),
+    ],
+    ids=["full", "lora", "stream", "long", "auto"],
+)
+def test_a_refusal_says_what_would_fit(axes: Any, gigabytes: float, ways: list[str]) -> None:
+    spec = job(**axes)
+    longest = spec.training.max_length
+    refused = fit.refusal(spec, LLAMA_8B, longest, [seat(gpu(gigabytes))])
+    assert refused is not None and refused.code == "fits_nowhere" and refused.status == 422
+    assert all(way in refused.message for way in ways), refused.message
+    assert "box-1/0" in refused.message and "a slot with" in refused.message
+    assert refused.field == ("method" if spec.method.type in ("full", "lora") else "memory")
+
+
+def test_what_may_fit_somewhere_is_not_refused() -> None:
+    full = job(method="full")
+    assert fit.refusal(full, LLAMA_8B, LENGTH, []) is None, "no node, no refusal"
+    assert fit.refusal(full, LLAMA_8B, LENGTH, [seat(gpu(8)), seat(gpu(192))]) is None
+    assert fit.refusal(full, LLAMA_8B, LENGTH, [seat(gpu(8)), seat(Slot("cpu", "cpu"))]) is None, "nobody knows"
+    asks = job(method="full", resources={"requirements": {"arch": ["gfx950"]}})
+    assert fit.refusal(asks, LLAMA_8B, LENGTH, [seat(gpu(8))]) is None, "it waits for a card that may come"
+
+
+def test_modules_that_the_model_does_not_have_are_refused() -> None:
+    spec = job(method={"type": "lora", "target_modules": ["q_prj"]})
+    with pytest.raises(SpecError) as refused:
+        fit.refusal(spec, LLAMA_8B, LENGTH, [seat(gpu(80))])
+    assert refused.value.field == "method.target_modules" and "q_proj" in refused.value.message
