@@ -16,7 +16,7 @@ from core.db.tables import Node
 from core.jobs import installation
 from core.jobs.installation import OtherDataRoot
 from core.settings import Settings
-from core.storage.layout import write_private
+from core.storage.layout import HalfRestored, write_private
 from core.storage.store import Store, StoreAway
 from worker.node import NotNow, Refused, file_of
 
@@ -43,7 +43,7 @@ def join(database: Database, store: Store, settings: Settings) -> list[str]:
         installation.check_data_root(database, store, f"the worker on {settings.node}")
     except StoreAway as error:
         raise NotNow(error.message) from error
-    except OtherDataRoot as error:
+    except (OtherDataRoot, HalfRestored) as error:
         raise Refused(error.message) from error
     standing = installation.standing(database, __version__)
     if not standing.fit:

@@ -14,26 +14,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from box.backup import database as databases
+from box.backup.beside import require_quiet, take_over
 from box.backup.database import SQLITE
 from box.backup.settle import RESTORED, Notices, Settled, settle
 from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store, sha256_of
 from box.instance import AlreadyRunning, Instance
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Audit, Job
+from core.db.tables import Audit, Installation
 from core.jobs import installation
 from core.settings import Settings
 from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
-from core.storage.store import Store as Bytes
 from core.storage.store import open_store
 
 ASIDE = ".restoring-"
-PROBE = "restoring"
-"""In a bucket, for a moment: what time it is there."""
 OURS = ("up.lock", RESTORING)
+MARKS = "0010"
+"""The schema from which on an installation has a mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,44 +109,36 @@ def _begin(root: Path, snapshot: Snapshot) -> None:
 
 
 def _beside_bucket(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
-    """The database alone; of the bucket goes what attempts have left there that the database has never heard of, whose
-    numbers will be used again."""
+    """The database alone; then the bucket is taken over (box/backup/beside.py)."""
     bucket = open_store(settings)
-    _require_quiet(bucket, settings)
-    settled = _database(settings, store, snapshot, notices)
+    require_quiet(bucket, settings)
+    settled = _begun(settings, snapshot) or _database(settings, store, snapshot, notices)
     database = Database(settings.sqlalchemy_url)
     try:
-        # Whatever of the old installation is started again is refused by the mark, and does no harm.
-        installation.adopt(database, bucket, f"a restore of {snapshot.name} on {settings.node}")
-        with database.read() as session:
-            rows = session.execute(select(Job.id, Job.attempt)).all()
-            newest: dict[str, int] = {row.id: row.attempt for row in rows}
+        take_over(database, bucket, f"a restore of {snapshot.name} on {settings.node}")
     finally:
         database.dispose()
-    newer = set()
-    for entry in bucket.tree("runs"):
-        _, job, attempt, *_ = [*entry.key.split("/"), "", ""]
-        number = attempt.removeprefix("attempt-")
-        if number.isdecimal() and int(number) > newest.get(job, int(number)):
-            newer.add(f"runs/{job}/{attempt}")
-    for key in sorted(newer):
-        bucket.discard(key)
     return settled
 
 
-def _require_quiet(bucket: Bytes, settings: Settings) -> None:
-    """Raises BackupError while jobs of the installation that is to be replaced still write there: a restore that is
-    only tried would take its attempts away. Times are the store's own."""
-    bucket.write(f"{PROBE}/now", b"")
-    now = max(entry.modified for entry in bucket.tree(PROBE))
-    bucket.discard(PROBE)
-    for entry in bucket.tree("runs"):
-        if (age := now - entry.modified) < settings.lease_seconds:
-            raise BackupError(
-                f"jobs are at work in {bucket.where}: {entry.key} was written {age:.0f} s ago. Stop that installation "
-                f"for good and wait {settings.lease_seconds:.0f} s (EFT_LEASE_SECONDS); to try a restore beside it, "
-                "restore into a copy of the bucket"
-            )
+def _begun(settings: Settings, snapshot: Snapshot) -> Settled | None:
+    """What an earlier try has put into the database, which is closed since; None: it has put nothing there. Raises
+    BackupError where that try was of another backup, or did all that there is to do."""
+    database = Database(settings.sqlalchemy_url)
+    try:
+        told = _told(database)
+        if told is None:
+            return None
+        with database.read() as session:
+            unfinished = installation.closed(installation.find(session)) is not None
+    finally:
+        database.dispose()
+    name, settled = told
+    if unfinished and name != snapshot.name:
+        raise BackupError(f"a restore of {name} was begun into this database: finish it (--snapshot {name})")
+    if not unfinished and name == snapshot.name:
+        raise BackupError(f"{name} was restored into this database before, to the end: nothing is left to do")
+    return settled if unfinished else None
 
 
 # -- files
@@ -216,20 +208,26 @@ def _folder(folder: Path) -> None:
 
 
 def _restored(settings: Settings, snapshot: Snapshot) -> Settled | None:
-    """What an earlier try has done, which ended between its last step and the removal of the mark. It is in the audit
-    of the same transaction; nothing has used the database since, because the mark was there."""
+    """What an earlier try has done, which ended between its last step and the removal of the mark. Nothing has used the
+    database since, because the mark was there."""
     database = Database(settings.sqlalchemy_url)
     try:
-        if database.is_sqlite and not Path(str(database.url.database)).exists():
-            return None
-        if migrate.current(database) != migrate.head():
-            return None
-        with database.read() as session:
-            told = select(Audit.data).where(Audit.action == RESTORED, Audit.target == snapshot.name)
-            done = session.execute(told.order_by(Audit.id.desc()).limit(1)).scalar_one_or_none()
+        told = _told(database)
     finally:
         database.dispose()
-    return None if done is None else Settled(list(done["handed_back"]), int(done["notices_held"]))
+    return told[1] if told is not None and told[0] == snapshot.name else None
+
+
+def _told(database: Database) -> tuple[str, Settled] | None:
+    """The restore that this database came from last, as its audit has it, in the transaction that settled it."""
+    if database.is_sqlite and not Path(str(database.url.database)).exists():
+        return None
+    if migrate.current(database) != migrate.head():
+        return None
+    with database.read() as session:
+        query = select(Audit.target, Audit.data).where(Audit.action == RESTORED).order_by(Audit.id.desc()).limit(1)
+        row = session.execute(query).one_or_none()
+    return None if row is None else (row.target, Settled(list(row.data["handed_back"]), int(row.data["notices_held"])))
 
 
 def _database(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
@@ -250,6 +248,12 @@ def _database(settings: Settings, store: Store, snapshot: Snapshot, notices: Not
                 )
     finally:
         database.dispose()
+
+
+def _mark(snapshot: Snapshot) -> str | None:
+    """What the row of the installation says of the data root: a folder is marked by the first process that comes, a
+    bucket has to be taken over first."""
+    return None if snapshot.bucket is None else installation.new_closed()
 
 
 def _sqlite_to_sqlite(source: Path, database: Database, snapshot: Snapshot, notices: Notices) -> Settled:
@@ -274,7 +278,7 @@ def _settled_copy(source: Path, aside: Path, snapshot: Snapshot, notices: Notice
     try:
         migrate.upgrade(copy)
         with copy.write() as session:
-            settled = settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)
+            settled = settle(session, snapshot.name, snapshot.taken_at, notices, mark=_mark(snapshot))
     finally:
         copy.dispose()  # the last one to close it brings the write-ahead log into the file
     with aside.open("rb+") as file:
@@ -307,8 +311,10 @@ def _postgresql(folder: Path, database: Database, snapshot: Snapshot, notices: N
     databases.prepare(database, snapshot.revision)
     with database.write() as session:
         databases.load_postgresql(folder, session)
+        if snapshot.bucket is not None and snapshot.revision >= MARKS:  # closed also while it is migrated
+            session.execute(update(Installation).values(mark=_mark(snapshot)))
         if snapshot.revision == migrate.head():
-            return settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)
+            return settle(session, snapshot.name, snapshot.taken_at, notices, mark=_mark(snapshot))
     migrate.upgrade(database)
     with database.write() as session:
-        return settle(session, snapshot.name, snapshot.taken_at, notices, moved=snapshot.bucket is None)
+        return settle(session, snapshot.name, snapshot.taken_at, notices, mark=_mark(snapshot))

@@ -31,9 +31,10 @@ class Settled:
     """Notices that were waiting to be sent and are dead letters now."""
 
 
-def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *, moved: bool = True) -> Settled:
-    """Call once, in a write transaction, before anything else sees the database. `taken_at`: of the snapshot. `moved`:
-    the data root is another one."""
+def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *, mark: str | None = None) -> Settled:
+    """Call once, in a write transaction, before anything else sees the database. `taken_at`: of the snapshot. `mark`:
+    what the installation's row says of its data root from now on; None: the first process that comes marks it as this
+    installation's own."""
     jobs = session.execute(select(Job).where(Job.status.in_(LEASED)).order_by(Job.id)).scalars().all()
     ids = [job.id for job in jobs]
     for job in jobs:
@@ -46,8 +47,7 @@ def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *
                 .values({ended.key: taken_at})
             )
     session.execute(delete(Leader))
-    if moved:  # the first process that comes marks it as this installation's own
-        session.execute(update(Installation).values(mark=None, marked_at=None, marked_by=None))
+    session.execute(update(Installation).values(mark=mark, marked_at=None, marked_by=None))
     held = 0
     if notices == "hold":
         # Whether they were sent between the backup and the loss, nobody knows any more.

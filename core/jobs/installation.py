@@ -20,9 +20,12 @@ from core.db.engine import Database, db_now
 from core.db.tables import File, Installation
 from core.errors import EftError
 from core.spec import vocabulary
+from core.storage.layout import HalfRestored
 from core.storage.store import Store
 
 MARK = "installation.json"
+CLOSED = "restoring "
+"""Begins the mark of a row whose restore has not finished, before the token that its data root will get."""
 BROKER_KEY = "eft:installation"
 """Under which the broker has the installation's id (worker/joining.py)."""
 SHOWN = 3
@@ -53,10 +56,12 @@ def find(session: Session) -> Installation:
 
 def check_data_root(database: Database, store: Store, who: str) -> str:
     """Read the mark, or make it where nobody has yet; the installation's id. `who`: for people who meet the mark
-    somewhere else, e.g. `the API on box-1`. Raises OtherDataRoot, StoreAway."""
+    somewhere else, e.g. `the API on box-1`. Raises OtherDataRoot, HalfRestored, StoreAway."""
     while True:
         with database.read() as session:
             row = find(session)
+        if closed(row) is not None:
+            raise HalfRestored("a restore into this database was begun and not finished: `eft restore` goes on with it")
         mark = _read(store)
         if mark is not None and mark.get("installation") != row.id:
             raise OtherDataRoot(
@@ -86,15 +91,38 @@ def check_data_root(database: Database, store: Store, who: str) -> str:
 
 def adopt(database: Database, store: Store, who: str) -> str:
     """Let what EFT_DATA names be the data root of this installation from now on, whatever was it before; its id. For
-    people who have moved it, or have lost it. Processes that run keep what they have until they are started again."""
+    people who have moved it, or have lost it. Processes that run keep what they have until they are started again.
+    Where it breaks off, nothing starts until it is done again. Raises HalfRestored, StoreAway."""
     with database.read() as session:
         row = find(session)
+    if closed(row) is not None:
+        raise HalfRestored("a restore into this database was begun and not finished: `eft restore` goes on with it")
     token = secrets.token_hex(16)
-    store.write(MARK, _content(row.id, token, who))
+    write_mark(store, row.id, token, who)
+    open_to(database, store, row.id, token, who)
+    return row.id
+
+
+def write_mark(store: Store, installation: str, token: str, who: str) -> None:
+    """What of eft is started on this data root from now on has to know the token."""
+    store.write(MARK, _content(installation, token, who))
+
+
+def open_to(database: Database, store: Store, installation: str, token: str, who: str) -> None:
+    """The data root with this token is the installation's."""
     values = {"mark": token, "marked_at": db_now(), "marked_by": f"{who} in {store.where}"}
     with database.write() as session:
-        session.execute(update(Installation).where(Installation.id == row.id).values(**values))
-    return row.id
+        session.execute(update(Installation).where(Installation.id == installation).values(**values))
+
+
+def new_closed() -> str:
+    """A mark that no data root has, for a database that is not to be used yet."""
+    return CLOSED + secrets.token_hex(16)
+
+
+def closed(row: Installation) -> str | None:
+    """The token that the data root will get, of a row that is closed; None: it is open."""
+    return row.mark.removeprefix(CLOSED) if row.mark is not None and row.mark.startswith(CLOSED) else None
 
 
 def _mark(database: Database, store: Store, installation: str, mark: dict[str, Any] | None, who: str) -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import func, insert, select, update
 
 from box.backup import store as backups
 from box.backup.create import Options, create
 from box.backup.restore import restore
+from box.backup.settle import RESTORED
 from core.db.engine import Database
 from core.db.migrate import upgrade
-from core.db.tables import Job, Project, User
+from core.db.tables import Audit, Job, Project, User
 from core.jobs import installation
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
-from core.storage.layout import Layout
-from core.storage.store import open_store
+from core.storage.layout import HalfRestored, Layout
+from core.storage.store import Store, open_store
 from tests.support import boxes
+from tests.support.killed import killed
 
 ADA = Actor("user-ada", "proj-lab")
 
@@ -37,7 +41,8 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
         yield Settings(data="s3://lab/eft", work=tmp_path / "work", s3_endpoint=url, min_free_bytes=0, **keys)
 
 
-def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_path: Path) -> None:
+def installed(settings: Settings) -> tuple[Store, Database, str]:
+    """One with a job whose third and fourth attempt the database, as it is kept, has never heard of."""
     bucket, database = open_store(settings), Database(settings.sqlalchemy_url)
     settings.root.mkdir(parents=True, exist_ok=True)
     upgrade(database)
@@ -48,8 +53,13 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
         source = "file-0123456789abcdefghjkmnpqrs"
         job_id = submit(session, ADA, resolve(JobSpec.model_validate({"model": "team/tiny", "data": source}))).id
         session.execute(update(Job).where(Job.id == job_id).values(attempt=2))
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         bucket.write(f"runs/{job_id}/attempt-{number}/log.txt", b"x")
+    return bucket, database, job_id
+
+
+def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_path: Path) -> None:
+    bucket, database, job_id = installed(settings)
     kept = backups.Store(tmp_path / "backups")
     made = create(database, Layout(settings.root), kept, Options(bucket=settings.data))
     assert (made.files, made.bucket) == (0, settings.data)
@@ -73,3 +83,55 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
     with again.read() as session:
         assert session.get_one(Job, job_id).attempt == 2
     again.dispose()
+
+
+def test_a_restore_that_is_killed_anywhere_is_ended_by_the_same_command(settings: Settings, tmp_path: Path) -> None:
+    """And nothing starts on what is half of it: neither the old installation nor the new one."""
+    bucket, database, job_id = installed(settings)
+    kept = backups.Store(tmp_path / "backups")
+    create(database, Layout(settings.root), kept, Options(bucket=settings.data))
+    name = f"restore of {kept.names()[-1]}"
+    new = settings.model_copy(update={"work": tmp_path / "new"})
+    variables = {
+        "EFT_DATA": settings.data, "EFT_WORK": str(new.work), "EFT_S3_ENDPOINT": settings.s3_endpoint,
+        "EFT_S3_ACCESS_KEY_ID": "lab", "EFT_S3_SECRET_ACCESS_KEY": "secret",
+        "EFT_RENEW_SECONDS": "0.1", "EFT_FENCE_SECONDS": "0.2", "EFT_LEASE_SECONDS": "0.3",
+    }  # fmt: skip
+    places = [
+        "core.storage.bucket:Bucket.write",  # the probe of its clock
+        "box.backup.restore:_settled_copy",
+        "box.backup.restore:_database",
+        "core.jobs.installation:write_mark",
+        "core.storage.bucket:Bucket.discard#2",  # the probe first, then one of two attempts
+        "core.storage.bucket:Bucket.discard#2",  # the other one
+    ]
+    written = time.monotonic()
+    with killed("box.restore", places, [str(kept.root)], variables) as tries:
+        while time.monotonic() < written + 2.0:  # the store's times are whole seconds
+            time.sleep(0.05)
+        for place in places:
+            code, told = next(tries)
+            assert code == -signal.SIGKILL, (place, told)
+            if Path(new.root / "eft.db").exists():
+                half = Database(new.sqlalchemy_url)
+                for refused in (installation.check_data_root, installation.adopt):
+                    with pytest.raises(HalfRestored, match="`eft restore` goes on"):
+                        refused(half, bucket, "the API elsewhere")
+                half.dispose()
+        code, told = next(tries)
+        assert code == 0 and "restored" in told, told
+    with pytest.raises(installation.OtherDataRoot, match="a copy or another one"):
+        installation.check_data_root(database, bucket, "the API that was lost")
+    database.dispose()
+    assert sorted(entry.key for entry in bucket.tree("")) == sorted(
+        ["installation.json", *(f"runs/{job_id}/attempt-{number}/log.txt" for number in (1, 2))]
+    )
+    again = Database(new.sqlalchemy_url)
+    installation.check_data_root(again, bucket, "the API elsewhere")
+    with again.read() as session:
+        found = installation.find(session)
+        assert found.marked_by is not None and name in found.marked_by
+        assert session.execute(select(func.count()).where(Audit.action == RESTORED)).scalar_one() == 1
+    again.dispose()
+    with pytest.raises(backups.BackupError, match="to the end: nothing is left to do"):
+        restore(new.model_copy(update={"lease_seconds": 0.0}), kept)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from core.settings import Settings
 from core.spec import vocabulary
 from core.storage.store import Folder
 from tests.support import selftest
+from tests.support.killed import killed
 from tests.support.service import wait_for
 from worker import joining
 from worker.agent import Agent
@@ -97,6 +99,28 @@ def test_adopt_is_the_way_out(
     serve(tmp_path, "new").stop()
     with pytest.raises(Refused, match="copy or another one"):
         Agent(settings(tmp_path))
+
+
+def test_adopt_that_is_killed_midway_is_done_by_the_same_command(home: Database, tmp_path: Path) -> None:
+    """Before the database knows of it the old place goes on, then the new one; what refuses says what to do."""
+    old, new = Folder(tmp_path / "old"), Folder(tmp_path / "new")
+    for store in (old, new):
+        store.root.mkdir()
+    installation.check_data_root(home, old, "the API")
+    places = ["core.jobs.installation:write_mark", "core.jobs.installation:open_to"]
+    variables = {"EFT_DATA": str(new.root), "EFT_DATABASE_URL": f"sqlite:///{tmp_path / 'lab.db'}"}
+    with killed("box.adopt", places, [], variables) as tries:
+        assert next(tries) == (-signal.SIGKILL, "")
+        installation.check_data_root(home, old, "the API")
+        with pytest.raises(OtherDataRoot, match="`eft adopt`"):
+            installation.check_data_root(home, new, "the API")
+        assert next(tries) == (-signal.SIGKILL, "")
+        for _ in range(2):
+            installation.check_data_root(home, new, "the API")
+            with pytest.raises(OtherDataRoot, match="`eft adopt`"):
+                installation.check_data_root(home, old, "the API")
+            code, told = next(tries, (0, str(new.root)))
+            assert code == 0 and str(new.root) in told
 
 
 def test_of_two_that_come_first_at_once_one_is_right(home: Database, tmp_path: Path) -> None:
