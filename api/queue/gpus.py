@@ -14,7 +14,7 @@ from api.body import json_body, read_json
 from api.deps import Here, Installation
 from api.errors import responses
 from api.jobs.schemas import iso
-from api.queue import schemas
+from api.queue import gpu_schemas as schemas
 from core.db.engine import db_now
 from core.jobs import holds, places
 

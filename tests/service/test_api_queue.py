@@ -14,7 +14,7 @@ from eft.times import point
 from sqlalchemy import delete, update
 
 from api.jobs import schemas as jobs_schemas
-from api.queue import schemas
+from api.queue import gpu_schemas, schemas
 from core.db.engine import db_now
 from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, Usage, UsageDay
 from core.jobs import claims, nodes, usage
@@ -196,10 +196,10 @@ def test_gpus_and_holds(api: Any, box: str) -> None:
     done = eft(api, "gpu", "hold", "qbox/0", "--until", "2h", "--for", "bob", "--why", "notebook")
     assert done.stdout.startswith("qbox/0 held until ") and done.stdout.endswith(" for bob\n"), done.stderr
     (held,) = api.http.get("/holds").json()["data"]
-    schemas.HoldList.model_validate({"data": [held]}, extra="forbid")
+    gpu_schemas.HoldList.model_validate({"data": [held]}, extra="forbid")
     assert (held["gpu"], held["by"], held["for"], held["kind"]) == ("qbox/0", "ada", "bob", "hold")
     row = next(row for row in api.http.get("/gpus").json()["data"] if row["gpu"] == "qbox/0")
-    schemas.GpuList.model_validate({"data": [row]}, extra="forbid")
+    gpu_schemas.GpuList.model_validate({"data": [row]}, extra="forbid")
     assert row["state"] == "held" and "for bob (notebook)" in row["reason"]
     again = api.http.post("/holds", json={"gpus": ["qbox/0"]})
     assert (again.status_code, again.json()["error"]["code"]) == (409, "already_held")
@@ -212,7 +212,7 @@ def test_gpus_and_holds(api: Any, box: str) -> None:
     assert (member.status_code, member.json()["error"]["code"]) == (403, "box_admin_only")
     assert eft(api, "gpu", "undrain", "qbox/0").returncode == 0
     history = api.http.get("/gpus/history", params={"gpu": "qbox/0"}).json()
-    schemas.SpanList.model_validate(history, extra="forbid")
+    gpu_schemas.SpanList.model_validate(history, extra="forbid")
     assert [(span["what"], span["by"], span["why"]) for span in history["data"][:2]] == [
         ("drain", "ada", "a fan"),
         ("hold", "ada", "for bob notebook"),
@@ -235,7 +235,7 @@ def test_maintenance(api: Any, box: str) -> None:
     done = eft(api, "maintenance", "plan", "--from", "3h", "--until", "5h", "--why", "new fans", "qbox")
     assert done.returncode == 0 and "qbox" in done.stdout and "new fans" in done.stdout, done.stderr
     (planned,) = api.http.get("/maintenance").json()["data"]
-    schemas.MaintenanceView.model_validate(planned, extra="forbid")
+    gpu_schemas.MaintenanceView.model_validate(planned, extra="forbid")
     told = api.http.get(f"/jobs/{job_id}").json()["queue"]
     assert (told["code"], told["position"]) == ("maintenance", None)
     assert planned["id"] in eft(api, "maintenance", "list").stdout
