@@ -33,6 +33,7 @@ def main() -> int:
         wish_every=given.wish_every,
         share_every=given.share_every,
         scale=3.0,
+        grace=5.0,
         drain_seconds=1200.0,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing stays behind, however it is ended

@@ -89,6 +89,12 @@ def ranks(data: Path) -> list[Trainer]:
     return sorted(found, key=lambda rank: (rank.job_id, rank.attempt, rank.pid))
 
 
+def launchers(data: Path) -> list[Trainer]:
+    """Of gangs whose ranks live: the process that started them."""
+    found = {Trainer(session, *run) for run, _, session, module in _processes(data) if module == "core.train.ranks"}
+    return sorted(found, key=lambda launcher: (launcher.job_id, launcher.attempt, launcher.pid))
+
+
 def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
     """((job, attempt), pid, session, module) of what runs a module of the trainer's in a run folder below `data`."""
     below = os.fsencode(data / "runs") + b"/"
@@ -110,13 +116,14 @@ def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
 
 
 def _session(pid: int) -> int | None:
-    """Of a living process; None for one that is gone or only waits to be reaped."""
+    """Of a living process; None for one that is gone, waits to be reaped, or is stopped: what that does, it does when
+    it goes on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[3])
+    return None if fields[0] in "ZXT" else int(fields[3])
 
 
 @dataclass(frozen=True, slots=True)

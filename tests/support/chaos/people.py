@@ -107,7 +107,8 @@ class People:
             case "undrain_node":
                 return "; ".join(self._take(f"/nodes/{node}/undrain", None) for node in self._nodes) or "no node"
             case "quota":
-                return self._quota(1 + int(pick * 3))
+                # None half of the time: while a quota holds jobs, slots stay free, and nobody has to make room.
+                return self._quota(1 + int(pick * 6) if pick < 0.5 else None)
             case _:
                 raise ValueError(kind)
 

@@ -163,10 +163,19 @@ class Postgres:
 
 
 class Installation:
-    """Two nodes on one data root. `lease`, `fence` and `renew` in seconds."""
+    """Two nodes on one data root. `lease`, `fence`, `renew` and `grace` (for a checkpoint) in seconds."""
 
     def __init__(
-        self, folder: Path, database: str, models: Path, *, slots: int, lease: float, fence: float, renew: float
+        self,
+        folder: Path,
+        database: str,
+        models: Path,
+        *,
+        slots: int,
+        lease: float,
+        fence: float,
+        renew: float,
+        grace: float,
     ) -> None:
         self.folder = folder
         self.data = folder / "data"
@@ -191,7 +200,8 @@ class Installation:
             "EFT_RETRY_BACKOFF_SECONDS": "0.05",
             "EFT_MAX_MACHINE_FAILURES": "1000",  # killed trainers are faults of the machine, and here they are many
             "EFT_MAX_LOST_WORKERS": "1000",
-            "EFT_STOP_GRACE_SECONDS": "30",
+            "EFT_STOP_GRACE_SECONDS": str(grace),
+            "EFT_GPU_CLEAR_SECONDS": "1",
             "EFT_PREEMPT_MIN_SECONDS": "1",
             "EFT_MIN_FREE_BYTES": "1000000",
             "EFT_RATE_PER_MINUTE": "0",

@@ -49,6 +49,8 @@ class Plan:
     lease: float = 8.0
     fence: float = 4.0
     renew: float = 1.0
+    grace: float = 30.0
+    """For a checkpoint. Who is over by itself so soon is not asked to make room: with a short one more jobs are."""
     drain_seconds: float = 600.0
     enough: int = 0
     patience: float = 0.0
@@ -90,6 +92,8 @@ class Run:
         self._hits: Counter[str] = Counter()
         self._late: list[Action] = []
         """Faults that have met nobody yet."""
+        self._frozen: list[tuple[int, float]] = []
+        """Launchers that were stopped (descriptors that the kernel gives to nobody else), and until when."""
         self._next_line = 0.0
         models = self.folder / "models"
         subprocess.run([sys.executable, "-m", "tests.support.tiny_model", models / "tiny"], cwd=ROOT, check=True)
@@ -101,6 +105,7 @@ class Run:
             lease=plan.lease,
             fence=plan.fence,
             renew=plan.renew,
+            grace=plan.grace,
         )
 
     def go(self) -> Outcome:
@@ -270,6 +275,8 @@ class Run:
                 return self._kill_trainer(action, look.trainers(inst.data), "a trainer")
             case "kill_rank":
                 return self._kill_trainer(action, look.ranks(inst.data), "a rank")
+            case "freeze_launcher":
+                return self._freeze_launcher(action)
             case "flushall":
                 return self._count(kind, inst.flushall(), "the broker")
             case "kill_everything":
@@ -298,6 +305,25 @@ class Run:
         self._hits[one.job_id] += 1
         self._kill(one.pid)
         return self._count(action.kind, True, f"{what} {one.pid} of {one.job_id}, attempt {one.attempt}")
+
+    def _freeze_launcher(self, action: Action) -> str:
+        """Of a gang, until its ranks must have ended by themselves: they hear nothing, though the lease is renewed."""
+        there = look.launchers(self.inst.data)
+        if not there:
+            return self._count(action.kind, False, "a launcher")
+        one, seconds = there[int(action.pick * len(there))], self.inst.lease + action.seconds
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(one.pid)
+            signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
+            self._frozen.append((descriptor, time.monotonic() + seconds))
+        return self._count(action.kind, True, f"{one.pid} of {one.job_id}, attempt {one.attempt}, for {seconds:.1f} s")
+
+    def _thaw(self) -> None:
+        for one in [one for one in self._frozen if time.monotonic() >= one[1]]:
+            self._frozen.remove(one)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(one[0], signal.SIGCONT)
+            os.close(one[0])
 
     def _kill(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it was quicker
@@ -357,6 +383,7 @@ class Run:
 
     def _tick(self, people: People) -> None:
         self.inst.tick()
+        self._thaw()
         time.sleep(TICK_SECONDS)
         self._late = [action for action in self._late if self._few() and not self._again(action)]
         if time.monotonic() >= self._next_line:

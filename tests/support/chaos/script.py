@@ -16,6 +16,7 @@ FAULTS = {
     "kill_rank": 2,
     "kill_worker": 4,
     "freeze_worker": 3,
+    "freeze_launcher": 2,
     "kill_api": 3,
     "kill_database": 3,
     "kill_broker": 2,
@@ -25,9 +26,12 @@ FAULTS = {
 }
 """Kind → how often it comes in each deck. A deck is dealt in random order before the next one is shuffled."""
 WISHES = {"submit": 9, "submit_and_leave": 1, "pause": 3, "resume": 3, "cancel": 2, "retry": 2}
-SHARING = {"hold": 3, "release": 2, "drain_gpu": 1, "drain_node": 2, "undrain_node": 1, "quota": 2, "urgent": 3}
+SHARING = {"hold": 3, "release": 2, "drain_gpu": 1, "drain_node": 2, "undrain_node": 1, "quota": 2, "urgent": 5}
 """What people do to one another: slots and nodes that are taken away and given back, quotas, jobs of a higher
 priority."""
+
+SHORT_SECONDS = 60.0
+"""A storm that is over sooner does without what outlasts it: a gang whose launcher stands still."""
 
 Databases = Literal["sqlite", "postgres"]
 
@@ -63,6 +67,8 @@ def write(
     faults = dict(FAULTS)
     if database == "sqlite":
         del faults["kill_database"]  # it is no process
+    if seconds < SHORT_SECONDS:
+        del faults["freeze_launcher"]
     actions = [Action(0.0, "submit", dice.random(), 0.0) for _ in range(burst)]
     actions += _stream(dice, seconds, wish_every, [list(chain(*(repeat(k, n) for k, n in WISHES.items())))])
     decks = [list(faults), list(chain(*(repeat(kind, count) for kind, count in faults.items())))]
