@@ -8,9 +8,8 @@ a claim asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from sqlalchemy import select
@@ -18,20 +17,19 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Job
-from core.jobs import bounds, gangs, line, places, preempt, room
+from core.jobs import gangs, line, places, preempt, room
 from core.jobs.budget import NO_BUDGET, Budget, Over
+from core.jobs.forecast import Forecast
 from core.jobs.holds import clock
 from core.jobs.limits import names
 from core.jobs.places import Seat
 from core.jobs.shares import HALF_LIFE_SECONDS
-from core.jobs.slots import Key, Needs, Phase, Slot
+from core.jobs.slots import Key, Phase, Slot
 from core.jobs.states import Status
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
 MOST = 1000
 """Jobs that are counted in a line; further back, nobody knows the exact place anyway."""
-RECENT = 20
-"""Finished jobs of a project whose median time stands for a job of it that says nothing of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,8 @@ class _Clerk:
         self._session, self._desk = session, desk
         self.now = float(session.execute(select(db_now())).scalar_one())
         self._seats = places.seats(session, self.now, desk.silent_after)
-        self._running: Mapping[str, Job] = {}
-        self._free_at = self._when_free()
+        self._running = places.running(session, self._seats)
+        self._forecast = Forecast(session, self.now, self._seats, self._running, desk.leave_seconds)
         self._order: line.Order | None = None
         self._kept_for: dict[tuple[str, str], gangs.Kept] | None = None
         self._ends: list[line.Order] = []
@@ -111,17 +109,18 @@ class _Clerk:
         rows: list[tuple[Job, int | None]] = [(jobs[job_id], positions[job_id]) for job_id in in_line]
         if len(rows) < limit:  # else the lines go on, and nobody has asked who is in none
             rows += [(row, None) for row in self._others(phase, positions, limit - len(rows))]
-        starts = self._starts(phase, [row for row, position in rows if position is not None])
+        in_turn = [row for row, position in rows if position is not None]
+        starts = self._forecast.starts(in_turn) if phase == "train" else {}
         return [self._words(phase, row, position, starts.get(row.id)) for row, position in rows]
 
     def explain_one(self, phase: Phase, row: Job) -> Explanation:
         positions = self._positions(phase, MOST, until=row.id)
         position = positions.get(row.id)
         start = None
-        if position is not None:
+        if position is not None and phase == "train":
             ahead = sorted((job_id for job_id in positions), key=lambda job_id: positions[job_id])
             jobs = self._jobs(ahead)
-            start = self._starts(phase, [jobs[job_id] for job_id in ahead if job_id in jobs]).get(row.id)
+            start = self._forecast.starts([jobs[job_id] for job_id in ahead if job_id in jobs]).get(row.id)
         return self._words(phase, row, position, start)
 
     # -- positions
@@ -322,85 +321,6 @@ class _Clerk:
         nearest = min(there, key=lambda seat: len(key.needs.missing(seat.slot)))
         lacks = " and ".join(key.needs.missing(nearest.slot))
         return f"needs {key.needs.words()}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
-
-    # -- times
-
-    def _when_free(self) -> dict[int, float | None]:
-        """By the place in `_seats`; None: nobody knows."""
-        jobs = self._running = places.running(self._session, self._seats)
-        to_go = bounds.of_running(self._session, list(jobs.values()), self.now)
-        times: dict[int, float | None] = {}
-        for number, seat in enumerate(self._seats):
-            running = jobs.get(seat.busy) if seat.busy is not None else None
-            at: float | None = self.now
-            if running is not None:
-                left = 0.0 if bounds.leaves(running) else to_go[running.id].expected
-                left = self._typical(running.project_id) if left is None else left
-                at = None if left is None else self.now + left
-            if seat.closed is not None:
-                at = None if at is None or seat.opens_at is None else max(at, seat.opens_at)
-            times[number] = at
-        return times
-
-    def _starts(self, phase: Phase, in_line: Sequence[Job]) -> dict[str, float]:
-        """About when each will start, if every slot goes on to the next as soon as it can. Only for training."""
-        if phase != "train":
-            return {}
-        free_at: dict[int, float | None] = {
-            number: max(at, self.now)
-            for number, at in self._free_at.items()
-            if at is not None and self._seats[number].slot.phase == "train"
-        }
-        gaps: dict[int, tuple[float, float]] = {}
-        starts: dict[str, float] = {}
-        for row in in_line:
-            needs = Key.parse(row.queue_key).needs
-            gap = self._gap(row, needs, gaps) if needs.gpus == 1 else None
-            if gap is not None and row.bound_seconds is not None:
-                starts[row.id], end = gaps.pop(gap)
-                gaps[gap] = starts[row.id] + row.bound_seconds + self._desk.leave_seconds, end
-                continue
-            group = gangs.gather(self._seats, free_at, needs, stay=row.reserved_node)
-            if group is None or group.start is None:
-                continue
-            starts[row.id], takes = group.start, self._takes(row)
-            for number in group.seats:
-                if (at := free_at.pop(number)) is not None and at < group.start:
-                    gaps[number] = at, group.start
-                if takes is not None:
-                    free_at[number] = group.start + takes
-        return starts
-
-    def _gap(self, row: Job, needs: Needs, gaps: Mapping[int, tuple[float, float]]) -> int | None:
-        """The seat where it is over before a job of several takes it."""
-        if row.bound_seconds is None:
-            return None
-        takes = row.bound_seconds + self._desk.leave_seconds
-        fitting = [
-            (began, number)
-            for number, (began, end) in gaps.items()
-            if began + takes <= end and not needs.missing(self._seats[number].slot)
-        ]
-        return min(fitting)[1] if fitting else None
-
-    def _takes(self, row: Job) -> float | None:
-        """Seconds that a waiting job will need of its slot."""
-        left = (row.progress or {}).get("seconds_left")
-        if row.attempt > 1 and left is not None:
-            return float(left)
-        limit = row.spec["resources"].get("max_runtime_seconds")
-        typical = self._typical(row.project_id)
-        return typical if limit is None else float(limit) if typical is None else min(float(limit), typical)
-
-    def _typical(self, project_id: str) -> float | None:
-        rows = self._session.execute(
-            select(Job.finished_at - Job.started_at)
-            .where(Job.project_id == project_id, Job.status == Status.SUCCEEDED.value, Job.kind == "train")
-            .order_by(Job.id.desc())
-            .limit(RECENT)
-        )
-        took = [float(seconds) for (seconds,) in rows if seconds is not None]
-        return median(took) if took else None
 
 
 def ordinal(number: int) -> str:
