@@ -8,9 +8,12 @@ D = heads · head width, K the same of keys, I the feed-forward's inner width; c
     each norm           4 H n       its input in float32 (+ 4 H n, normalised, where its weight is trained)
     attention's input   c H n       once, or once a projection where autocast casts it (s ≠ c)
     attention           c (2 D + 2 K) n + 4 heads n        q, k, v, its answer, the log-sum-exps
-    … of T tokens a row, in plain operations: more, rows · heads · T² (see `_scores`)
+    … in plain operations, or by torch's math: 4 (+ c) heads · rows · T², the scores, and q, k, v of D each
     feed-forward        c H n + c 3 I n + c I n            its input; gate, its activation, up; their product
-    adapters            c r n each; with dropout c in n + in n (what is left of its input, and the mask)
+    adapters            c r n each; with dropout what is left of their own input and its mask, in place of the input
+    DoRA                2 c out n each                     the answers of base and adapter
+
+tests/train/test_plan_bytes.py holds it to what autograd keeps, and bench/plan.py to what a process takes.
 """
 
 from __future__ import annotations
@@ -54,16 +57,12 @@ class Numbers:
     adapted: frozenset[str]
     """Linear layers of the block with an adapter."""
     rank: int = 0
-    dropout: bool = False
+    dropout: int = 0
+    """Bytes of a number of its mask (GPU 1, CPU as computed); 0 without dropout."""
     dora: bool = False
     fused: bool = False
     """Base and adapter in one operator (packed weights)."""
     attention: Attention = "flash"
-
-    @property
-    def casts(self) -> bool:
-        """Autocast makes a copy of what comes from the residual stream, for each product anew."""
-        return self.residual != self.computed
 
 
 def role(weight: Weight) -> Role:
@@ -79,36 +78,38 @@ def role(weight: Weight) -> Role:
 
 
 def kept(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) -> int:
-    """Bytes that one block keeps for its backward."""
-    c, n = numbers.computed, what.tokens
-    linear = [weight for weight in block if weight.kind == "linear"]
-    wide = [w for w in block if len(w.shape) == 1 and w.shape[0] == shape.hidden and "norm" in _norm_name(w.name)]
-    narrow = [w for w in block if w.name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight")]
-    per_norm = 8 if numbers.trained else 4
-    total = len(wide) * per_norm * shape.hidden * n
-    if narrow:
-        total += per_norm * (shape.heads + shape.kv_heads) * shape.head_dim * n
+    """Bytes that one block keeps for its backward, all of it."""
+    n = what.tokens
+    total = _norms(shape, block, numbers, n)
     for each in ("attention in", "inner in", "inner out"):
-        fed = [weight for weight in linear if role(weight) == each]
-        if not fed or not (numbers.trained or any(weight.module in numbers.adapted for weight in fed)):
-            continue
-        copies = len(fed) if numbers.casts and each != "inner out" else 1
-        total += copies * c * fed[0].inputs * n
+        total += _inputs([w for w in block if w.kind == "linear" and role(w) == each], numbers, n)
     total += _attention(shape, numbers, what) + _inner(shape, block, numbers, n)
-    for weight in linear:
-        if weight.module in numbers.adapted:
-            total += _adapter(weight, numbers, n)
-    return total
+    return total + sum(_adapter(weight, numbers, n) for weight in block if weight.module in numbers.adapted)
+
+
+def selected(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) -> int:
+    """Bytes that one block keeps with selective checkpoints: its input, the answers of its large products and of
+    attention, and x·Aᵀ of each adapter (core/train/memory/selective.py)."""
+    c, n = numbers.computed, what.tokens
+    answers = [w for w in block if w.kind == "linear" and role(w) != "inner out"]
+    total = numbers.residual * shape.hidden * n + c * sum(weight.outputs for weight in answers) * n
+    if numbers.attention == "flash":
+        total += (c * shape.heads * shape.head_dim + 4 * shape.heads) * n
+    total += sum(c * numbers.rank * n for weight in block if weight.module in numbers.adapted)
+    return total + (0 if numbers.trained or numbers.fused else c * shape.hidden * n)
 
 
 def worked(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) -> int:
-    """Bytes that one block's backward has beside what was kept, at most: the gradients of the inner products, of the
-    residual stream, and of a norm in float32."""
+    """Bytes that one block's backward has at once beside all that was kept: the gradient of the residual stream, and of
+    the inner products two; in plain attention the gradients of the scores, when those of the feed-forward are gone."""
     c, n = numbers.computed, what.tokens
-    inner = 2 * c * shape.inner * n if not shape.experts else 2 * c * shape.inner * n * shape.experts_per_token
-    stream = (numbers.residual + 2 * 4) * shape.hidden * n
-    scores = 0 if numbers.attention == "flash" else 2 * 4 * shape.heads * what.scores
-    return max(inner, scores) + stream
+    width = shape.inner * (shape.experts_per_token or 1)
+    inner = 2 * c * width * n
+    if numbers.attention != "flash":
+        inner = max(inner, 8 * shape.heads * what.scores - _inner(shape, block, numbers, n))
+    if numbers.dora:  # an identity, its product with both factors, and base plus that, in the weights' own dtype
+        inner += max((c * w.inputs**2 + 3 * c * w.numel for w in block if w.module in numbers.adapted), default=0)
+    return numbers.residual * shape.hidden * n + inner
 
 
 def passed(shape: Shape, numbers: Numbers, what: Pass) -> int:
@@ -120,8 +121,37 @@ def passed(shape: Shape, numbers: Numbers, what: Pass) -> int:
     return (2 * numbers.residual + 4) * shape.hidden * n + max(3 * c * width * n, attention + scores)
 
 
-def _norm_name(name: str) -> str:
-    return "norm" if "norm" in name or name.startswith("ln_") else name
+def ended(shape: Shape, numbers: Numbers, n: int) -> int:
+    """Bytes between the last block and the logits: the final norm, its answer, and that once more at the labels (which
+    all tokens are taken to have), for the products of the head."""
+    per_norm, s = (8 if numbers.trained else 4), numbers.residual
+    return (per_norm + 2 * s + numbers.computed) * shape.hidden * n
+
+
+def _norms(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) -> int:
+    per_number = 8 if numbers.trained else 4
+    total = 0
+    for weight in block:
+        if not weight.name.endswith("weight") or not ("norm" in weight.name or weight.name.startswith("ln_")):
+            continue
+        width = weight.shape[0]
+        if weight.module.endswith(("q_norm", "k_norm")) and width == shape.head_dim:
+            width *= shape.heads if weight.module.endswith("q_norm") else shape.kv_heads
+        total += (per_number * width + 4) * n
+    return total
+
+
+def _inputs(fed: Collection[Weight], numbers: Numbers, n: int) -> int:
+    """Of the layers that share an input, what is kept of it: once, or a copy each where autocast makes one; nothing
+    where no gradient asks for it, or where dropout has made another of it."""
+    c, first = numbers.computed, next(iter(fed), None)
+    if first is None:
+        return 0
+    if numbers.trained:
+        apart = numbers.residual != c and role(first) != "inner out"
+        return (len(fed) if apart else 1) * c * first.inputs * n
+    wanted = any(weight.module in numbers.adapted for weight in fed)
+    return c * first.inputs * n if wanted and (numbers.dropout == 0) else 0
 
 
 def _attention(shape: Shape, numbers: Numbers, what: Pass) -> int:
@@ -147,9 +177,10 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
 
 
 def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:
-    total = numbers.computed * numbers.rank * n
+    c = numbers.computed
+    total = c * numbers.rank * n
     if numbers.dropout:
-        total += (numbers.computed + 1) * weight.inputs * n
+        total += (c + numbers.dropout) * weight.inputs * n
     if numbers.dora:
-        total += 2 * numbers.computed * weight.outputs * n
+        total += 2 * c * weight.outputs * n
     return total

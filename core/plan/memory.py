@@ -7,16 +7,24 @@ docs/memory.md has the formula in a table; `python -m bench.plan` holds it again
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, assert_never
 
-from core.plan.activations import Numbers, Pass, kept, passed, worked
+from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, worked
 from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
 from core.plan.shape import Selected, Shape, Weight
 from core.plan.stream import MARGIN, Decision, Free, Need, settle
 from core.spec.job import JobSpec
-from core.spec.runtime import AutoStream, DiskStream, HeldOut, HostStream, NoStream
+from core.spec.runtime import (
+    ActivationsOnHost,
+    AutoStream,
+    DiskStream,
+    HeldOut,
+    HostOffload,
+    HostStream,
+    NoStream,
+)
 from core.spec.settled import method_of
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, Packed, QLoRA, Rows, Tokens
 
@@ -24,6 +32,9 @@ ALIGNMENT = 256
 """Between the streamed tensors of a block (core/train/memory/blocks.py)."""
 WHOLE_LOGITS_BYTES = 256 << 20
 """Float32 logits up to which a trained head runs on all label tokens at once (core/train/stages/sft.py)."""
+STAGING_BYTES = 128 << 20
+"""Of the host, for what travels between it and the device while the optimizer's state is there
+(core/train/memory/offload.py)."""
 PROCESS_BYTES = 1536 << 20
 """Of the host, what a trainer takes before it has a model: Python, torch, transformers, the driver's mappings."""
 
@@ -185,6 +196,11 @@ class _Held:
     """Of each block, the linear layers with an adapter."""
 
     @property
+    def gradients(self) -> int:
+        """In float32."""
+        return 4 * self.trained
+
+    @property
     def stays(self) -> int:
         return self.outside + self.still
 
@@ -214,8 +230,10 @@ def _held(spec: JobSpec, shape: Shape, device: Device) -> _Held:
     full = isinstance(method, Full)
     width = 4 if full or device.precision(spec.training) == "fp32" else 2
     pack, packed = _packing(spec, shape), _packed(spec, shape)
-    outside = _measure(shape.outside, packed[0], pack, width)
-    blocks = [_measure(block, names, pack, width) for block, names in zip(shape.blocks, packed[1], strict=True)]
+    halved = full and isinstance(spec.memory.offload_optimizer, HostOffload) and spec.training.precision != "fp8"
+    linear = 2 if halved and device.precision(spec.training) != "fp32" else width
+    outside = _measure(shape.outside, packed[0], pack, width, width)
+    blocks = [_measure(block, names, pack, width, linear) for block, names in zip(shape.blocks, packed[1], strict=True)]
     targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
     count = tensors = 0
     if not isinstance(method, Full):
@@ -239,10 +257,13 @@ def _held(spec: JobSpec, shape: Shape, device: Device) -> _Held:
     )
 
 
-def _measure(part: Iterable[Weight], packed: frozenset[str], pack: _Packing | None, width: int) -> _Part:
-    """`width`: bytes of a number that is not packed."""
+def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _Part:
+    """Bytes of a number that is not packed: `linear` in linear layers, else `other` (where the optimizer's state is on
+    the host, it has the weights in float32, and the device what products are made of: core/train/memory/offload.py)."""
     found = _Part()
+    layers = {weight.module for weight in part if weight.kind == "linear"}
     for weight in part:
+        width = linear if weight.module.removesuffix(".bias") in layers else other
         if pack is not None and weight.kind == "linear" and weight.module in packed:
             tensors, beside = pack.bytes(weight.numel)
             found.still += beside
@@ -301,71 +322,116 @@ def _packed(spec: JobSpec, shape: Shape) -> Selected:
 
 def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Decision) -> Plan:
     held = _held(spec, shape, device)
-    precision = device.precision(spec.training)
     tokens, field = training_pass(spec, longest)
-    what = Pass(tokens, longest)
-    streams = stream.where != "none"
-    slots = min(stream.slots, shape.layers) * held.largest
-    weights = held.stays if streams else held.weights
-    each = [_numbers(spec, device, names) for names in held.adapted] or [_numbers(spec, device, frozenset())]
-    blocks = list(zip(shape.blocks, each, strict=False))
-    one = max((kept(shape, block, numbers, what) for block, numbers in blocks), default=0)
-    work = max((worked(shape, block, numbers, what) for block, numbers in blocks), default=0)
-    inputs = shape.layers * each[0].residual * shape.hidden * tokens
-    checkpointed = spec.memory.gradient_checkpointing or streams
-    everything = sum(kept(shape, block, numbers, what) for block, numbers in blocks)
-    ends = each[0].residual * shape.hidden * tokens
-    at_begin = inputs + one if checkpointed else everything
-    at_end = one + (ends if checkpointed else 0)
-    casts = _casts(shape, held, each[0])
-    gradients = 4 * held.trained
-    optimizer = 8 * held.trained + 4 * held.tensors
-    scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
-    loss = _loss(shape, each[0], tokens, device)
-    always = [
-        Item("weights", weights, _weights_why(spec, shape, streams)),
-        Item("adapter", held.adapter, "in float32"),
-        Item("slots", slots, f"{stream.slots} of the largest block"),
-        Item("optimizer", optimizer, "AdamW: two means in float32 and a counter a tensor"),
-        Item("scratch", scratch, "dense copies of packed weights for the moment of a product"),
-        Item("slack", SLACK_BYTES[device.kind], "the matrix libraries' buffers, the allocator's gaps"),
-    ]
-    accumulated = gradients if spec.training.gradient_accumulation_steps > 1 or spec.resources.gpus > 1 else 0
-    moments = {
-        "backward begins": [
-            Item("gradients", accumulated, "of the micro-batches before, in float32"),
-            Item("activations", at_begin + work + casts, _kept_why(checkpointed, what)),
-            Item("logits", loss, "a chunk of them, or all where the head is trained and they are few"),
+    what, streams = Pass(tokens, longest), stream.where != "none"
+    numbers = _numbers(spec, device, frozenset())
+    kept_ = _kept(spec, shape, held, device, what, streams=streams)
+    offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
+    state = _state(spec, shape, held, device, stream)
+    window = held.gradients if spec.training.gradient_accumulation_steps > 1 else 0
+    gradients = _travelling(shape, held, numbers) if offloads else held.gradients
+    of_window = Item("gradients", 0 if offloads else window, "of the micro-batches before, in float32")
+    of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
+    casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
+    moments: dict[str, list[Item]] = {
+        "loss": [
+            of_window,
+            Item("activations", kept_.all + casts + ended(shape, numbers, tokens), kept_.why),
+            Item("logits", _logits(shape, numbers, tokens, device), _logits_why(shape, numbers, tokens)),
         ],
-        "backward ends": [
-            Item("gradients", gradients, "of all that is trained, in float32"),
-            Item("activations", at_end + work, "of the first block"),
-        ],
-        "step": [Item("gradients", gradients, "of all that is trained, in float32"), *_reducing(spec)],
+        "backward begins": [of_window, Item("activations", kept_.first + casts, kept_.why)],
+        "backward ends": [of_all, Item("activations", kept_.last, "of the first block")],
+        "step": [of_all, *_reducing(spec)],
     }
     if isinstance(spec.evaluation, HeldOut):
         held_out = Pass(spec.evaluation.per_device_eval_batch_size * longest, longest)
+        inside = max(passed(shape, numbers, held_out), ended(shape, numbers, held_out.tokens))
         moments["evaluation"] = [
-            Item("activations", passed(shape, each[0], held_out) + casts, "of one block, nothing kept"),
-            Item("logits", (8 + each[0].computed) * shape.vocab * held_out.tokens, "all of them, in float32 too"),
+            Item("activations", inside + casts, "of one block, nothing kept"),
+            Item("logits", (8 + numbers.computed) * shape.vocab * held_out.tokens, "all of them, in float32 too"),
         ]
     totals = {name: sum(item.bytes for item in items) for name, items in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
-    fixed = sum(item.bytes for item in always)
+    fixed = sum(item.bytes for item in state)
     return Plan(
-        device=tuple(item for item in (*always, *moments[moment]) if item.bytes),
+        device=tuple(item for item in (*state, *moments[moment]) if item.bytes),
         moment=moment,
         moments={name: fixed + total for name, total in totals.items()},
-        host=tuple(item for item in _host(held, device, stream) if item.bytes),
+        host=tuple(item for item in (*_host(spec, held, device, stream), *kept_.host) if item.bytes),
         disk=tuple(item for item in _disk(spec, shape, held, stream) if item.bytes),
         rows=max(1, tokens // longest),
         tokens=tokens,
         field=field,
         parameters=shape.parameters,
         trained=held.trained,
-        precision=precision,
+        precision=device.precision(spec.training),
         stream=stream,
         one_memory=device.one_memory,
+    )
+
+
+def _state(spec: JobSpec, shape: Shape, held: _Held, device: Device, stream: Decision) -> list[Item]:
+    """What is on the device all the time."""
+    offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
+    optimizer = 0 if offloads else 8 * held.trained + 4 * held.tensors
+    scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
+    streams = stream.where != "none"
+    return [
+        Item("weights", held.stays if streams else held.weights, _weights_why(spec, shape, streams)),
+        Item("adapter", held.adapter, "in float32"),
+        Item("slots", min(stream.slots, shape.layers) * held.largest, f"{stream.slots} of the largest block"),
+        Item("optimizer", optimizer, "AdamW: two means in float32 and a counter a tensor"),
+        Item("scratch", scratch, "dense copies of packed weights for the moment of a product"),
+        Item("slack", SLACK_BYTES[device.kind], "the matrix libraries' buffers, the allocator's gaps"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes of activations on the device."""
+
+    all: int
+    """When the forward has reached its end."""
+    first: int
+    """While the last block's backward is at its most."""
+    last: int
+    """The same of the first block's."""
+    why: str
+    host: tuple[Item, ...] = ()
+
+
+def _kept(spec: JobSpec, shape: Shape, held: _Held, device: Device, what: Pass, *, streams: bool) -> _Kept:
+    one = work = everything = chosen = 0
+    cached: dict[tuple[int, frozenset[str]], tuple[int, int, int]] = {}
+    for number, names in zip(shape.order, held.adapted, strict=True):
+        if (number, names) not in cached:
+            block, numbers = shape.patterns[number], _numbers(spec, device, names)
+            cached[number, names] = (
+                kept(shape, block, numbers, what),
+                worked(shape, block, numbers, what),
+                selected(shape, block, numbers, what),
+            )
+        whole, beside, some = cached[number, names]
+        one, work = max(one, whole), max(work, beside)
+        everything, chosen = everything + whole, chosen + some
+    how = spec.memory.gradient_checkpointing
+    offloads = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
+    entry = _numbers(spec, device, frozenset()).residual * shape.hidden * what.tokens
+    if not how and not streams and not offloads:
+        return _Kept(everything, everything + work, one + work, f"what every block keeps, {what.tokens} tokens")
+    inputs = shape.layers * entry
+    if offloads:
+        aside = Item("activations", inputs, "the input of every block")
+        some = min(3, shape.layers) * entry
+        return _Kept(some, some + one + work, entry + one + work, "inputs of blocks on their way, one inside", (aside,))
+    if how == "selective":
+        why = f"the large products of every block, one block's inside, {what.tokens} tokens"
+        return _Kept(chosen, chosen + one + work, one + work, why)
+    return _Kept(
+        inputs,
+        inputs + one + work,
+        entry + one + work,
+        f"every block's input, one block's inside, {what.tokens} tokens",
     )
 
 
@@ -382,7 +448,7 @@ def _numbers(spec: JobSpec, device: Device, adapted: frozenset[str]) -> Numbers:
                 False,
                 adapted,
                 rank=method.r,
-                dropout=method.lora_dropout > 0,
+                dropout=0 if not method.lora_dropout else computed if device.kind == "cpu" else 1,
                 dora=method.use_dora,
                 fused=spec.quantization is not None and not isinstance(spec.quantization, NoQuantization),
                 attention=attention,
@@ -397,18 +463,40 @@ def _casts(shape: Shape, held: _Held, numbers: Numbers) -> int:
         return 0
     if not numbers.trained:
         return 0 if numbers.fused else held.adapter // 2
-    return 2 * sum(weight.numel for block in shape.blocks for weight in block if len(weight.shape) >= 2)
+    head = 0 if _chunked(shape, numbers, 0) else shape.vocab * shape.hidden
+    return 2 * (head + sum(weight.numel for block in shape.blocks for weight in block if len(weight.shape) >= 2))
 
 
-def _loss(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
-    """Hidden states of the label tokens with their gradient, and logits; every token is taken to have a label."""
-    whole = 4 * shape.vocab * tokens
-    hidden = (2 * numbers.residual + 4) * shape.hidden * tokens
-    if numbers.trained and whole <= WHOLE_LOGITS_BYTES:
-        return hidden + 3 * whole + (2 * shape.vocab * tokens if numbers.computed == 2 else 0)
-    chunk = min(CHUNK_BYTES[device.kind], whole)
-    head = 4 * shape.vocab * shape.hidden * 2 if numbers.trained else 0
-    return hidden + 2 * chunk + head
+def _travelling(shape: Shape, held: _Held, numbers: Numbers) -> int:
+    """Gradients on their way to the host: twice the larger of a block's and of the largest other parameter's."""
+    if not numbers.trained:
+        return 2 * max(held.gradients // max(1, shape.layers), 0)
+    block = max((sum(weight.numel for weight in block) for block in shape.patterns), default=0) * numbers.computed
+    return 2 * max(block, 4 * max((weight.numel for weight in shape.outside), default=0))
+
+
+def _chunked(shape: Shape, numbers: Numbers, tokens: int) -> bool:
+    """Whether the loss makes its logits chunk by chunk (core/train/stages/sft.py)."""
+    return not numbers.trained or 4 * shape.vocab * tokens > WHOLE_LOGITS_BYTES
+
+
+def _logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
+    """Logits and what goes with them. Whole: the softmax's logarithms, their gradient and that of the logits, each in
+    float32. A chunk: the product, which becomes its own gradient; a copy in float32 where the kernels work on the
+    product's own dtype in 16 bits (a CPU's) or do without (a GPU's)."""
+    if not _chunked(shape, numbers, tokens):
+        return 12 * shape.vocab * tokens
+    product = 4 if numbers.trained else numbers.computed
+    wide = 4 if device.kind == "cpu" and product == 4 else 0
+    counted = product if device.kind == "gpu" else 4
+    rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * shape.vocab) // 32 * 32))
+    return rows * shape.vocab * (product + wide) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
+
+
+def _logits_why(shape: Shape, numbers: Numbers, tokens: int) -> str:
+    if not _chunked(shape, numbers, tokens):
+        return "all of them: the head is trained, and they are few"
+    return "a chunk of them" + (", and the head's gradient twice" if numbers.trained else "")
 
 
 def _reducing(spec: JobSpec) -> Iterable[Item]:
@@ -427,18 +515,15 @@ def _weights_why(spec: JobSpec, shape: Shape, streams: bool) -> str:
     return f"what stays on the device; {how}" if streams else f"of the base model; {how}"
 
 
-def _kept_why(checkpointed: bool, what: Pass) -> str:
-    if checkpointed:
-        return f"every block's input and one block's inside, {what.tokens} tokens"
-    return f"what every block keeps, {what.tokens} tokens"
-
-
 # --- elsewhere -------------------------------------------------------------------------------------------
 
 
-def _host(held: _Held, device: Device, stream: Decision) -> Iterable[Item]:
+def _host(spec: JobSpec, held: _Held, device: Device, stream: Decision) -> Iterable[Item]:
     if not device.one_memory:
         yield Item("process", PROCESS_BYTES, "Python, torch, transformers")
+    if isinstance(spec.memory.offload_optimizer, HostOffload):
+        yield Item("optimizer", 16 * held.trained, "weights, AdamW's means and the gradient, all in float32")
+        yield Item("staging", STAGING_BYTES, "gradients and weights on their way")
     match stream.where:
         case "none":
             if not device.one_memory:
@@ -447,7 +532,7 @@ def _host(held: _Held, device: Device, stream: Decision) -> Iterable[Item]:
             yield Item("blocks", sum(held.aligned), "the frozen blocks, streamed from here")
         case "disk":
             if not device.one_memory:
-                yield Item("staging", 2 * held.largest, "two blocks on their way from disk")
+                yield Item("blocks", 2 * held.largest, "two of the frozen blocks, on their way from disk")
         case _ as never:
             assert_never(never)
 
