@@ -74,10 +74,12 @@ def build_model(
     longest: int,
     events: EventWriter,
     between: Callable[[], None],
+    memory_bytes: int | None = None,
 ) -> Built:
     """The model with what its method adds, on its device, every random number drawn from the job's seed. Packed weights
-    are kept below `cache_dir`. `longest`: tokens of the longest row. `between` may raise to stop."""
-    stream = choose_stream(spec, model_dir, placement, longest)
+    are kept below `cache_dir`. `longest`: tokens of the longest row. `memory_bytes`: what a run on a CPU may count on.
+    `between` may raise to stop."""
+    stream = choose_stream(spec, model_dir, placement, longest, memory_bytes)
     if not isinstance(spec.memory.stream, NoStream):
         words = f"frozen blocks are streamed from {stream.where}" if stream.where != "none" else "no block is streamed"
         events.write("notice", code="stream", message=f"{words}: {stream.reason}")

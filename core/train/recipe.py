@@ -111,6 +111,7 @@ def _train(
             longest=data.longest,
             events=events,
             between=leave_if_asked,
+            memory_bytes=order.memory_bytes,
         )
     for held in (built.streamed, built.offload):
         if held is not None:

@@ -28,19 +28,23 @@ PER_TRAINED = 16
 """Bytes of a trained float32 with its gradient and AdamW's two moments."""
 
 
-def choose_stream(spec: JobSpec, folder: Path, placement: Placement, longest: int) -> Decision:
-    """How this run holds its blocks. `longest`: tokens of its longest row."""
+def choose_stream(
+    spec: JobSpec, folder: Path, placement: Placement, longest: int, memory_bytes: int | None = None
+) -> Decision:
+    """How this run holds its blocks. `longest`: tokens of its longest row. `memory_bytes`: what it may count on where
+    device and host are one memory; None: what is free."""
     need = None
     if isinstance(spec.memory.stream, AutoStream) and not isinstance(spec.method, Full):
         need = measure(spec, folder, placement.weights, longest)
-    return settle(spec.memory.stream, need, _free(placement.device))
+    return settle(spec.memory.stream, need, _free(placement.device, memory_bytes))
 
 
-def _free(device: torch.device) -> Free:
+def _free(device: torch.device, most: int | None) -> Free:
     host = available_bytes()
     if device.type == "cuda":
         return Free(device=torch.cuda.mem_get_info(device)[0], host=host, one_memory=False)
-    return Free(device=host, host=host, one_memory=True)
+    known = [count for count in (host, most) if count is not None]
+    return Free(device=min(known, default=None), host=host, one_memory=True)
 
 
 @dataclass(slots=True)
