@@ -27,11 +27,13 @@ from core.train.memory.blocks import FIELD, PACKED_PARTS, Block, find_blocks, la
 from core.train.memory.mapped import MappedTensors
 from core.train.memory.source import FileBlocks
 from core.train.quant import cache
-from core.train.quant import model as packing
+from core.train.quant.fill import fill_model, names_wanted, weight_files
 from core.train.quant.int8 import Int8Weight
 from core.train.quant.layout import NF4Weight
 from core.train.quant.linear import PackedWeight, QuantLinear
-from core.train.quant.model import QuantOptions, QuantReport
+from core.train.quant.model import QuantOptions, QuantReport, report_of
+from core.train.quant.skeleton import finish, skeleton
+from core.train.quant.targets import already_quantised, choose_targets
 
 VERSION = 1
 """Of the image's layout."""
@@ -55,7 +57,7 @@ def load_from_disk(
     as they lie in the files. ModelError when the model cannot be read or has no blocks, NoSpace when its image does not
     fit on the disk."""
     started = time.perf_counter()
-    files = packing._weight_files(folder)
+    files = weight_files(folder)
 
     def hashed(path: Path) -> str:
         between("loading")
@@ -73,7 +75,7 @@ def load_from_disk(
     model, blocks, about = _read(found, folder, dtype, between)
     report = None
     if options is not None:
-        report = packing.report_of(model, options, dtype, about["kept"], source)
+        report = report_of(model, options, dtype, about["kept"], source)
         report = replace(report, cache_fault=fault, seconds=time.perf_counter() - started)
     return model, report, blocks, FileBlocks([_range(found, number, block) for number, block in enumerate(blocks)])
 
@@ -97,11 +99,11 @@ def _key(
 def _make(
     aside: Path, folder: Path, files: Sequence[Path], dtype: torch.dtype, options: QuantOptions | None, between: Told
 ) -> None:
-    model, config = packing._skeleton(folder, dtype)
-    already = options is not None and packing._already_quantised(config, options)
-    targets, kept = packing._targets(model, options) if options is not None else (set(), {})
+    model, config = skeleton(folder, dtype)
+    already = options is not None and already_quantised(config, options)
+    targets, kept = choose_targets(model, options) if options is not None else (set(), {})
     lay_out(model, trained=False)  # refuses shared blocks before anything is written
-    tensors, wanted = MappedTensors(files), packing._wanted(model)
+    tensors, wanted = MappedTensors(files), names_wanted(model)
     doing = "loading" if already or options is None else "quantizing"
     how = None if already else options
     aside.mkdir(parents=True)
@@ -109,7 +111,7 @@ def _make(
     def fill(mine: Callable[[str], bool]) -> None:
         names = [name for name in tensors.names() if mine(name)]
         part = {name for name in wanted if mine(name)}
-        packing._fill(model, tensors.items(names), part, targets, kept, dtype, how, lambda: between(doing))
+        fill_model(model, tensors.items(names), part, targets, kept, dtype, how, lambda: between(doing))
 
     found = find_blocks(model)
     of_blocks = tuple(f"{name}." for name, _ in found)
@@ -202,7 +204,7 @@ def check_room(aside: Path, needs: int) -> None:
 
 def _read(image: Path, folder: Path, dtype: torch.dtype, between: Told) -> tuple[nn.Module, list[Block], Any]:
     index = json.loads((image / INDEX).read_text(encoding="utf-8"))
-    model, _ = packing._skeleton(folder, dtype)
+    model, _ = skeleton(folder, dtype)
     rest = MappedTensors([image / REST])
     tensors = {name: tensor.clone() for name, tensor in rest.items(rest.names())}
     names = [name for name, _ in find_blocks(model)]
@@ -228,7 +230,7 @@ def _read(image: Path, folder: Path, dtype: torch.dtype, between: Told) -> tuple
         else:
             module._buffers[local] = tensor
     model.tie_weights()
-    packing._finish(model, folder)
+    finish(model, folder)
     blocks = lay_out(model, trained=False)
     here = [[[p.name, str(p.dtype).removeprefix("torch."), list(p.shape), p.offset] for p in b.parts] for b in blocks]
     if here != index["blocks"]:
