@@ -45,10 +45,11 @@ def show_queue(
     """
     with here.database.read() as session:
         told = explain.queue(session, desk(here), limit)
+        more = explain.beyond(session, told, limit)
         ids = {one.job.owner_id for one in told} | {one.job.project_id for one in told}
         names = limits.names(session, ids)
     data = [schemas.waiting_view(one, names, asking.project_id, asking.operates) for one in told]
-    return JSONResponse({"data": data})
+    return JSONResponse({"data": data, "more": more})
 
 
 @router.get(

@@ -72,8 +72,10 @@ class WaitingView(PlaceView):
 class QueueView(BaseModel):
     """In line first, then what is held."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_WAITING]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"data": [_WAITING], "more": 0}]})
     data: list[WaitingView]
+    more: int
+    """How many wait besides these, beyond `limit`."""
 
 
 def place_view(told: Explanation) -> dict[str, Any]:

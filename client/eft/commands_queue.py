@@ -28,9 +28,9 @@ def queue(
 ) -> None:
     """What waits, in the order of its turns: why, and about when it will start."""
     with session(as_json, url) as (client, output):
-        rows = client.queue.show(limit=limit)
+        rows, more = client.queue.look(limit=limit)
         if as_json:
-            output.json({"data": rows})
+            output.json({"data": rows, "more": more})
             return
         table = Table(box=None, pad_edge=False)
         for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", "STARTS", "WHY"):
@@ -42,6 +42,8 @@ def queue(
             cells = [place, job, escape(row["owner"] or ""), str(row["priority"]), age(row["waiting_since"]), starts]
             table.add_row(*cells, escape(row["reason"]))
         output.data.print(table)
+        if more:
+            output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
 
 
 @manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "A month, for a spreadsheet.")])

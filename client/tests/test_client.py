@@ -71,6 +71,8 @@ def test_submit_look_steer(client: Any, rows: Path) -> None:
     assert client.get(job.id).status == "queued" and job.id in {one.id for one in client.jobs(status=["queued"]).jobs}
     assert client.pause(job.id).status == "paused" and client.resume(job.id).status == "queued"
     assert job.id in {row["job"] for row in client.queue.show()}
+    (rows, more), (all_rows, rest) = client.queue.look(limit=1), client.queue.look(limit=1000)
+    assert 1 <= len(rows) <= 2 and len(rows) + more == len(all_rows) + rest
     assert client.cancel(job.id).status == "cancelled"
     assert [event.seq for event in client.events(job.id)] == [1, 2, 3, 4]
     assert client.wait(job.id).exit_code == 3

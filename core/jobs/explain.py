@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import select
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Job
+from core.db.tables import WAITS_FOR, Job
 from core.jobs import gangs, line, places, preempt, room
 from core.jobs.budget import NO_BUDGET, Budget, Over
 from core.jobs.forecast import Forecast
@@ -78,6 +78,17 @@ def queue(session: Session, desk: Desk, limit: int = 100) -> list[Explanation]:
     clerk = _Clerk(session, desk)
     phases: tuple[Phase, ...] = ("train", "prepare")
     return [one for phase in phases for one in clerk.explain(phase, limit)]
+
+
+def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
+    """How many more wait than `queue` has told of, up to `limit` of each phase, in this transaction."""
+    more = 0
+    for phase, prepared in (("train", True), ("prepare", False)):
+        shown = sum((one.job.prepared is not None) is prepared for one in told)
+        if shown >= limit:
+            counted = select(func.count()).select_from(Job).where(text(WAITS_FOR[phase]))
+            more += session.execute(counted).scalar_one() - shown
+    return more
 
 
 def job(session: Session, desk: Desk, waiting: Job) -> Explanation | None:

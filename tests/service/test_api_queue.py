@@ -83,6 +83,10 @@ def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
     assert [row["position"] for row in theirs] == [1, 2]
     shown = eft(api, "queue")
     assert first in shown.stdout and "2nd in line" in shown.stdout.replace("\n", " "), shown.stderr
+    assert (listed["more"], "more wait" in shown.stderr) == (0, False)
+    cut = api.http.get("/queue?limit=1").json()
+    assert ([row["job"] for row in cut["data"]], cut["more"]) == ([first], 1)
+    assert "1 more waits: --limit" in eft(api, "queue", "--limit", "1").stderr
     by_command = json.loads(eft(api, "queue", "--json").stdout)["data"]
     assert [{**row, "estimated_start": None} for row in by_command] == [
         {**row, "estimated_start": None} for row in listed["data"]

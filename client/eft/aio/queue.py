@@ -21,6 +21,11 @@ class AsyncQueue:
         """Jobs in the order of their turns, then those that are held."""
         return await self._list("/queue", limit=limit)
 
+    async def look(self, *, limit: int = 100) -> tuple[list[Raw], int]:
+        """As `show`, and how many more wait."""
+        answer: Raw = await self._transport.json("GET", "/queue", params={"limit": limit})
+        return answer["data"], answer.get("more", 0)
+
     # --- GPUs
 
     async def gpus(self) -> list[Raw]:

@@ -22,6 +22,11 @@ class Queue:
         """Jobs in the order of their turns, then those that are held."""
         return self._list("/queue", limit=limit)
 
+    def look(self, *, limit: int = 100) -> tuple[list[Raw], int]:
+        """As `show`, and how many more wait."""
+        answer: Raw = self._transport.json("GET", "/queue", params={"limit": limit})
+        return answer["data"], answer.get("more", 0)
+
     # --- GPUs
 
     def gpus(self) -> list[Raw]:
