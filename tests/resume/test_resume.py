@@ -39,9 +39,11 @@ METHODS = {
     "lora": AXES,
     "qlora": AXES
     | {"method": AXES["method"] | {"type": "qlora"}, "memory": {"type": "resident", "gradient_checkpointing": True}},
-    "full": AXES | {"method": "full", "optimizer": {"learning_rate": 1e-3}},
+    "full": AXES
+    | {"method": "full", "optimizer": {"learning_rate": 1e-3}, "memory": {"gradient_checkpointing": "selective"}},
     "tokens": AXES | {"batching": {"type": "tokens", "tokens_per_batch": 56}},
-    "packed": AXES | {"batching": {"type": "packed", "tokens_per_batch": 48}},
+    "packed": AXES
+    | {"batching": {"type": "packed", "tokens_per_batch": 48}, "memory": {"activation_offloading": True}},
 }
 ATTENDED = {"training": AXES["training"] | {"max_steps": 40}, "checkpoint": {"type": "disk", "save_steps": 5}}
 

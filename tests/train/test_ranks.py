@@ -40,11 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
         "method": {"type": "qlora", "r": 4},
         "optimizer": {"learning_rate": 1e-2},
         "batching": {"type": "packed", "tokens_per_batch": 64},
+        "memory": {"gradient_checkpointing": "selective"},
     },
     "lora, tokens": {
         "method": {"type": "lora", "r": 4},
         "optimizer": {"learning_rate": 1e-2},
         "batching": {"type": "tokens", "tokens_per_batch": 64},
+        "memory": {"activation_offloading": True},
     },
 }
 RESUMED: dict[str, Any] = {
