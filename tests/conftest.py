@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import models as tiny_models
 from tests.support import postgres
 
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that: `eft` would not hear it.
@@ -51,10 +52,12 @@ def smollm2_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 0.2 million random weights with a byte-level tokenizer and a chat template."""
-    from tests.support.tiny_model import make
+def models() -> Path:
+    """A folder with the tiny model in it, `tiny`: for EFT_MODEL_ROOTS."""
+    return tiny_models.folder()
 
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    make(folder)
-    return folder
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    """A Llama of 0.2 million random weights with a byte-level tokenizer and a chat template."""
+    return tiny_models.folder() / "tiny"

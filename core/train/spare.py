@@ -29,8 +29,7 @@ def main() -> int:
     await_order()
     with trainer.importing():
         imports()
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # it has the time
     os.write(STDOUT, SPARE_READY)
     line = _read_line()
     if line is None:  # the worker is gone; there is nothing to tidy up, and torch's own goodbye takes a while

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,16 +15,9 @@ from typing import Any
 import pytest
 
 from core.jobs.states import TRANSITIONS, Status
-from tests.support.service import ROOT, SHORT, Service, running, wait_for
+from tests.support.service import SHORT, Service, running, wait_for
 
 STEPS = 80
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

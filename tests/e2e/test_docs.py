@@ -118,11 +118,10 @@ def test_the_reference_of_the_api_is_fresh() -> None:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("docs")
-    making = subprocess.Popen([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT)
     with serving() as hub:
-        hub.repo = MODEL
+        hub.repo, hub.files = MODEL, {path.name: path.read_bytes() for path in tiny_dir.iterdir()}
         settings = {
             "HF_ENDPOINT": hub.url,
             "EFT_NODE": "box-1",
@@ -130,10 +129,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             "EFT_CPU_SLOTS": "2",
             "EFT_WEBHOOK_ALLOW": "127.0.0.1",
         }
-        for started in running(folder, settings):
-            assert making.wait(120) == 0
-            hub.files = {path.name: path.read_bytes() for path in (folder / "tiny").iterdir()}
-            yield started
+        yield from running(folder, settings)
 
 
 @pytest.fixture

@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.service import ROOT, Service, running, wait_for
+from tests.support.service import Service, running, wait_for
 from worker import processes
 
 STEPS = 30
 """A few of them are done when the rank is killed."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.client import EFT
 from tests.support.hub import Hub, serving
-from tests.support.service import ROOT, Service, running
+from tests.support.service import Service, running
 
 TRAINING = {"max_steps": 4, "per_device_train_batch_size": 4, "max_length": 64}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

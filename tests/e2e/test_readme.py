@@ -37,10 +37,9 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("readme")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=ROOT, check=True)
-    files = {path.name: path.read_bytes() for path in (folder / "tiny").iterdir()}
+    files = {path.name: path.read_bytes() for path in tiny_dir.iterdir()}
     with serving() as hub:
         hub.repo, hub.files = MODEL, files
         yield from running(folder, {"HF_ENDPOINT": hub.url, "EFT_NODE": "readme"})

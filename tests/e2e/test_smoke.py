@@ -32,11 +32,9 @@ def parts(into: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in report["parts"]} | {"": {"ok": report["ok"]}}
 
 
-def test_smoke_ends_well_and_leaves_a_report(tmp_path: Path) -> None:
-    model = tmp_path / "models" / "tiny"
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(model)], cwd=ROOT, check=True)
+def test_smoke_ends_well_and_leaves_a_report(tiny_dir: Path, tmp_path: Path) -> None:
     into = tmp_path / "report"
-    code, told = smoke(model, into, "--epochs", "8", "--skip", "bench")
+    code, told = smoke(tiny_dir, into, "--epochs", "8", "--skip", "bench")
     assert code == 0, told
     found = parts(into)
     assert found["train, killed in the middle"]["resumed_at_step"] >= [5]

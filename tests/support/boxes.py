@@ -215,8 +215,8 @@ class Lab:
             url = URL.create(url.drivername, username=url.username, host=address, port=self.port, database=url.database)
         found = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")} | SHORT
         found |= {
-            "EFT_LEASE_SECONDS": "6",  # of a box without power, which the tests wait for
-            "EFT_FENCE_SECONDS": "4",
+            "EFT_LEASE_SECONDS": "10",  # of a box without power, which the tests wait for
+            "EFT_FENCE_SECONDS": "8",
             "EFT_DATABASE_URL": url.render_as_string(hide_password=False),
             "EFT_BROKER_URL": f"redis://:{PASSWORD}@{address}:{self.broker_port}/0",
             "EFT_RATE_STRANGERS_PER_MINUTE": "0",
@@ -273,14 +273,17 @@ class Lab:
 
         return wait_for(look, 90, f"box-{box}", self.logs)
 
-    def freeze(self, job_id: str) -> None:
-        """Its trainer does nothing more, and its worker keeps the lease."""
+    def freeze(self, job_id: str) -> bool:
+        """Its trainer does nothing more, and its worker keeps the lease. False: it had come to its end."""
         with self.database.read() as session:
             query = select(Attempt.pid).where(Attempt.job_id == job_id).order_by(Attempt.attempt.desc()).limit(1)
             pid = session.execute(query).scalar_one()
         assert pid is not None
-        os.killpg(pid, signal.SIGSTOP)
-        self.frozen.append(pid)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGSTOP)
+            self.frozen.append(pid)
+            return self.job(job_id).status == "running"
+        return False
 
     def kill(self, job_id: str) -> str:
         """The box that has the job loses its power: worker and trainer at once. Its name."""

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.support import models as tiny_models
 from tests.support.chaos import history as histories
 from tests.support.chaos import look, script, specs
 from tests.support.chaos.history import History, Result
 from tests.support.chaos.invariants import Check, check_all
 from tests.support.chaos.look import Observer, Trainer
 from tests.support.chaos.people import WAITING, People
-from tests.support.chaos.processes import ROOT, Installation, Member, wait_until
+from tests.support.chaos.processes import Installation, Member, wait_until
 from tests.support.chaos.script import Action
 
 TICK_SECONDS = 0.05
@@ -96,7 +96,7 @@ class Run:
         """Launchers that were stopped (descriptors that the kernel gives to nobody else), and until when."""
         self._next_line = 0.0
         models = self.folder / "models"
-        subprocess.run([sys.executable, "-m", "tests.support.tiny_model", models / "tiny"], cwd=ROOT, check=True)
+        shutil.copytree(tiny_models.folder(), models)
         self.inst = Installation(
             self.folder,
             plan.database,
