@@ -63,6 +63,9 @@ class Numbers:
     fused: bool = False
     """Base and adapter in one operator (packed weights)."""
     attention: Attention = "flash"
+    cpu: bool = False
+    whole: bool = False
+    """Logits are made whole, however many they are."""
 
 
 def role(weight: Weight) -> Role:
@@ -130,11 +133,14 @@ def ended(shape: Shape, numbers: Numbers, n: int) -> int:
 
 def _norms(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) -> int:
     per_number = 8 if numbers.trained else 4
-    total = 0
+    total, names = 0, {weight.name for weight in block}
     for weight in block:
         if not weight.name.endswith("weight") or not ("norm" in weight.name or weight.name.startswith("ln_")):
             continue
         width = weight.shape[0]
+        if f"{weight.module}.bias" in names:  # a LayerNorm keeps its input, which autocast on a GPU makes float32
+            total += ((numbers.residual if numbers.cpu else 4) * width + 8) * n
+            continue
         if weight.module.endswith(("q_norm", "k_norm")) and width == shape.head_dim:
             width *= shape.heads if weight.module.endswith("q_norm") else shape.kv_heads
         total += (per_number * width + 4) * n
@@ -161,9 +167,10 @@ def _attention(shape: Shape, numbers: Numbers, what: Pass) -> int:
         case "flash":
             return c * (2 * queries + 2 * keys) * n + 4 * shape.heads * n
         case "math":  # in float32; every head of the queries has its own copy of the keys and values
-            return (4 * 3 * queries + c * queries) * n + 4 * shape.heads * what.scores
+            scores = (12 if shape.own_dropout else 4) * shape.heads * what.scores
+            return (4 * 3 * queries + c * queries) * n + scores
         case "eager":  # the softmax in float32, and as the product with the values takes it
-            scores = (4 + (c if c < 4 else 0)) * shape.heads * what.scores
+            scores = (4 + (c if c < 4 else 0) + (c if shape.scores_capped else 0)) * shape.heads * what.scores
             return c * 4 * queries * n + scores
 
 
@@ -173,7 +180,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
     if any(weight.kind == "experts" for weight in block):
         routed = n * shape.experts_per_token
         return routed * (2 * c * shape.hidden + 4 * c * shape.inner)
-    return (3 if shape.gated else 1) * c * shape.inner * n
+    masks = 2 * (c if numbers.cpu else 1) * shape.hidden * n if shape.own_dropout else 0
+    return (3 if shape.gated else 4 if shape.plain_gelu else 1) * c * shape.inner * n + masks
 
 
 def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:

@@ -43,6 +43,8 @@ class Device:
     """Instructions for bfloat16."""
     context: bool = False
     """The driver's own share (CONTEXT_BYTES) has still to come out of `memory`."""
+    products: Dtype | None = None
+    """What products are computed in, where that is settled: by the self-test, say. None: what the architecture has."""
 
     @property
     def one_memory(self) -> bool:
@@ -58,6 +60,8 @@ class Device:
 
     def precision(self, training: Training) -> Dtype:
         """Of matrix products (`fp8` counts as bf16: what is kept is as wide)."""
+        if self.products is not None:
+            return self.products
         wanted = "bf16" if training.precision == "fp8" else training.precision
         return choose_precision(wanted, self.arch, fast_bf16=self.bf16)[0]
 

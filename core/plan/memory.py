@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, worked
 from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
-from core.plan.shape import Selected, Shape, Weight
+from core.plan.shape import ADAPTABLE, Selected, Shape, Weight
 from core.plan.stream import MARGIN, Decision, Free, Need, settle
 from core.spec.job import JobSpec
 from core.spec.runtime import (
@@ -32,7 +32,7 @@ ALIGNMENT = 256
 """Between the streamed tensors of a block (core/train/memory/blocks.py)."""
 WHOLE_LOGITS_BYTES = 256 << 20
 """Float32 logits up to which a trained head runs on all label tokens at once (core/train/stages/sft.py)."""
-STAGING_BYTES = 128 << 20
+STAGING_BYTES = 64 << 20
 """Of the host, for what travels between it and the device while the optimizer's state is there
 (core/train/memory/offload.py)."""
 PROCESS_BYTES = 1536 << 20
@@ -194,6 +194,8 @@ class _Held:
     """The largest of them."""
     adapted: tuple[frozenset[str], ...]
     """Of each block, the linear layers with an adapter."""
+    head: bool
+    """The output head has one: its logits are made whole."""
 
     @property
     def gradients(self) -> int:
@@ -240,7 +242,7 @@ def _held(spec: JobSpec, shape: Shape, device: Device) -> _Held:
         targets = shape.targets(method)
         for part, names in zip((shape.outside, *shape.blocks), (targets[0], *targets[1]), strict=True):
             for weight in part:
-                if weight.kind == "linear" and weight.module in names:
+                if weight.kind in ADAPTABLE and weight.module in names:
                     count += method.r * (weight.inputs + weight.outputs) + (weight.outputs if method.use_dora else 0)
                     tensors += 3 if method.use_dora else 2
     return _Held(
@@ -254,6 +256,7 @@ def _held(spec: JobSpec, shape: Shape, device: Device) -> _Held:
         dense=sum(part.dense for part in (outside, *blocks)),
         largest_dense=max(part.largest_dense for part in (outside, *blocks)),
         adapted=targets[1],
+        head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
     )
 
 
@@ -324,7 +327,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     held = _held(spec, shape, device)
     tokens, field = training_pass(spec, longest)
     what, streams = Pass(tokens, longest), stream.where != "none"
-    numbers = _numbers(spec, device, frozenset())
+    numbers = replace(_numbers(spec, shape, device, frozenset()), whole=held.head)
     kept_ = _kept(spec, shape, held, device, what, streams=streams)
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
     state = _state(spec, shape, held, device, stream)
@@ -405,7 +408,7 @@ def _kept(spec: JobSpec, shape: Shape, held: _Held, device: Device, what: Pass, 
     cached: dict[tuple[int, frozenset[str]], tuple[int, int, int]] = {}
     for number, names in zip(shape.order, held.adapted, strict=True):
         if (number, names) not in cached:
-            block, numbers = shape.patterns[number], _numbers(spec, device, names)
+            block, numbers = shape.patterns[number], _numbers(spec, shape, device, names)
             cached[number, names] = (
                 kept(shape, block, numbers, what),
                 worked(shape, block, numbers, what),
@@ -416,7 +419,7 @@ def _kept(spec: JobSpec, shape: Shape, held: _Held, device: Device, what: Pass, 
         everything, chosen = everything + whole, chosen + some
     how = spec.memory.gradient_checkpointing
     offloads = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
-    entry = _numbers(spec, device, frozenset()).residual * shape.hidden * what.tokens
+    entry = _numbers(spec, shape, device, frozenset()).residual * shape.hidden * what.tokens
     if not how and not streams and not offloads:
         return _Kept(everything, everything + work, one + work, f"what every block keeps, {what.tokens} tokens")
     inputs = shape.layers * entry
@@ -435,12 +438,16 @@ def _kept(spec: JobSpec, shape: Shape, held: _Held, device: Device, what: Pass, 
     )
 
 
-def _numbers(spec: JobSpec, device: Device, adapted: frozenset[str]) -> Numbers:
+def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str]) -> Numbers:
     computed = 4 if device.precision(spec.training) == "fp32" else 2
-    attention = device.attention(spec.training)
+    cpu, attention = device.kind == "cpu", device.attention(spec.training)
+    if shape.scores_capped:
+        attention = "eager"
+    elif shape.own_dropout and cpu and attention == "flash":  # torch's flash attention for CPUs has no dropout
+        attention = "math"
     match method_of(spec):
         case Full():
-            return Numbers(computed, 4, True, adapted, attention=attention)
+            return Numbers(computed, 4, True, adapted, attention=attention, cpu=cpu)
         case LoRA() | QLoRA() as method:
             return Numbers(
                 computed,
@@ -452,6 +459,7 @@ def _numbers(spec: JobSpec, device: Device, adapted: frozenset[str]) -> Numbers:
                 dora=method.use_dora,
                 fused=spec.quantization is not None and not isinstance(spec.quantization, NoQuantization),
                 attention=attention,
+                cpu=cpu,
             )
         case _ as never:
             assert_never(never)
@@ -477,6 +485,8 @@ def _travelling(shape: Shape, held: _Held, numbers: Numbers) -> int:
 
 def _chunked(shape: Shape, numbers: Numbers, tokens: int) -> bool:
     """Whether the loss makes its logits chunk by chunk (core/train/stages/sft.py)."""
+    if numbers.whole:
+        return False
     return not numbers.trained or 4 * shape.vocab * tokens > WHOLE_LOGITS_BYTES
 
 
@@ -487,7 +497,8 @@ def _logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     if not _chunked(shape, numbers, tokens):
         return 12 * shape.vocab * tokens
     product = 4 if numbers.trained else numbers.computed
-    wide = 4 if device.kind == "cpu" and product == 4 else 0
+    wide = 8 if shape.logits_capped else 4 if product == 4 else 0
+    wide = wide if device.kind == "cpu" else 0
     counted = product if device.kind == "gpu" else 4
     rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * shape.vocab) // 32 * 32))
     return rows * shape.vocab * (product + wide) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
@@ -523,7 +534,8 @@ def _host(spec: JobSpec, held: _Held, device: Device, stream: Decision) -> Itera
         yield Item("process", PROCESS_BYTES, "Python, torch, transformers")
     if isinstance(spec.memory.offload_optimizer, HostOffload):
         yield Item("optimizer", 16 * held.trained, "weights, AdamW's means and the gradient, all in float32")
-        yield Item("staging", STAGING_BYTES, "gradients and weights on their way")
+        if not device.one_memory:
+            yield Item("staging", STAGING_BYTES, "gradients and weights on their way")
     match stream.where:
         case "none":
             if not device.one_memory:

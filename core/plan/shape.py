@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,9 @@ _CONV1D = frozenset({"gpt2", "imagegpt", "openai-gpt"})
 """Families whose linear layers are transposed (transformers' Conv1D)."""
 
 Kind = Literal["linear", "embedding", "head", "experts", "other"]
+LINEAR: tuple[Kind, ...] = ("linear",)
+ADAPTABLE: tuple[Kind, ...] = ("linear", "embedding", "head")
+"""What may have an adapter when it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,14 @@ class Shape:
     """Blocks that differ, each by its parameters."""
     order: tuple[int, ...]
     """Of each block, which pattern it has."""
+    scores_capped: bool = False
+    """Attention's scores go through a tanh (Gemma 2), which transformers computes in plain operations."""
+    logits_capped: bool = False
+    """So do the logits."""
+    own_dropout: bool = False
+    """The model drops out by itself while it trains (GPT-2): attention's scores, and what each block adds."""
+    plain_gelu: bool = False
+    """GELU of single operations, each of which keeps something."""
 
     # --- where from ----------------------------------------------------------------------------------
 
@@ -171,6 +182,10 @@ class Shape:
             outside=outside,
             patterns=patterns,
             order=tuple(patterns.index(block) for block in blocks),
+            scores_capped=text.get("attn_logit_softcapping") is not None,
+            logits_capped=text.get("final_logit_softcapping") is not None,
+            own_dropout=any(_above_zero(text.get(name)) for name in ("attention_dropout", "attn_pdrop")),
+            plain_gelu=text.get("activation_function") == "gelu_new" or text.get("hidden_act") == "gelu_new",
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -228,10 +243,9 @@ class Shape:
             case "all-linear":
                 return self._select(lambda full: True)
             case "attention":
-                names = ATTENTION
+                found = self._select(lambda full: any(_is(full, name) for name in ATTENTION))
             case names:
-                pass
-        found = self._select(lambda full: any(_is(full, name) for name in names))
+                found = self._select(lambda full: any(_is(full, name) for name in names), ADAPTABLE)
         if not any((found[0], *found[1])):
             known = sorted({weight.module.rpartition(".")[2] for part in self.patterns for weight in _linear(part)})
             raise SpecError(
@@ -245,15 +259,18 @@ class Shape:
         names = list(skip)
         return self._select(lambda full: not any(_is(full, name) for name in names))
 
-    def _select(self, wanted: Callable[[str], bool]) -> Selected:
-        """Of the linear layers; the output head is none."""
+    def _select(self, wanted: Callable[[str], bool], kinds: Collection[Kind] = LINEAR) -> Selected:
+        """Modules of these kinds; the output head is no linear layer."""
         blocks = tuple(
             frozenset(
-                weight.module for weight in _linear(block) if wanted(f"{self.list_name}.{number}.{weight.module}")
+                weight.module
+                for weight in block
+                if weight.kind in kinds and wanted(f"{self.list_name}.{number}.{weight.module}")
             )
             for number, block in enumerate(self.blocks)
         )
-        return frozenset(weight.module for weight in _linear(self.outside) if wanted(weight.module)), blocks
+        outside = (weight.module for weight in self.outside if weight.kind in kinds)
+        return frozenset(module for module in outside if wanted(module)), blocks
 
 
 def _linear(part: Iterable[Weight]) -> Iterator[Weight]:
@@ -329,3 +346,7 @@ def _packed_shapes(path: Path, places: Mapping[str, tuple[Tensor, int]]) -> dict
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0

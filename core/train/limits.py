@@ -8,7 +8,7 @@ are made in parts (core/train/kernels/parts.py), through the same operators.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,9 +18,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from core.hardware.faults import Limits
+from core.plan.memory import largest_pass
 from core.spec.job import JobSpec
-from core.spec.runtime import HeldOut
-from core.spec.training import Packed, Rows, Tokens
 from core.train.kernels.parts import Parts
 
 # --- ranks -----------------------------------------------------------------------------------------------
@@ -140,21 +139,6 @@ def tell_parts(
         f"on this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md), so products of more "
         f"than {fits:,} rows are made in parts"
     )
-
-
-def largest_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
-    """(tokens of the largest forward pass, padding counted; the field that says so)."""
-    match spec.batching:
-        case Rows():
-            train = spec.training.per_device_train_batch_size * longest, "training.per_device_train_batch_size"
-        case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
-            train = max(budget, longest), "batching.tokens_per_batch"
-        case _ as never:
-            assert_never(never)
-    if isinstance(spec.evaluation, HeldOut):
-        held_out = spec.evaluation.per_device_eval_batch_size * longest, "evaluation.per_device_eval_batch_size"
-        return max(train, held_out)
-    return train
 
 
 def widest(model: nn.Module, *, head: bool) -> int:

@@ -11,13 +11,15 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from core.plan.compatibility import check
+from core.plan.device import Device
+from core.plan.memory import need as need_of
+from core.plan.shape import Shape
 from core.plan.stream import Free, settle
 from core.spec.load import parse_job
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.runtime import AutoStream
 from core.train.lifeline import Stop
 from core.train.memory.blocks import lay_out
-from core.train.memory.choice import measure
 from core.train.quant.model import QuantOptions, load_quantized
 from core.train.recipe import run
 from tests.support import tiny_model
@@ -183,16 +185,16 @@ def test_what_auto_counts_is_what_is_there(place: Path, method: str, options: Qu
         {"model": str(place / "model"), "data": str(place / "train.jsonl"), "method": {"type": method, "r": 4},
          "quantization": "none" if options is None else "nf4", "memory": {"stream": "auto"}}
     )  # fmt: skip
-    need = measure(spec, place / "model", torch.bfloat16, 64)
+    need = need_of(spec, Shape.of_folder(place / "model"), longest=64, device=Device("cpu", products="bf16"))
     assert need is not None
     if options is None:
         model: Any = LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
     else:
         model, _ = load_quantized(place / "model", torch.bfloat16, options)
     blocks = lay_out(model, trained=False)
-    there = sum(part.nbytes for block in blocks for part in block.parts)
     assert need.of == BLOCKS
-    assert need.blocks == pytest.approx(there, rel=0.05)
+    for planned, there in ((need.blocks, sum(b.nbytes for b in blocks)), (need.largest_block, blocks[0].nbytes)):
+        assert 0 <= planned - there <= 256 * BLOCKS  # the last tensor of a block needs no gap behind it
     free = Free(device=need.blocks // 2, host=None, one_memory=False)
     assert settle(AutoStream(), need, free).where == "host"
 
