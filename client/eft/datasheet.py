@@ -56,11 +56,12 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         _histogram(tokens, limit, console)
     if epoch := found.get("epoch"):
         share = epoch["label_tokens"] / max(1, epoch["tokens"])
+        streamed = f"; streamed in {epoch['blocks']} blocks of {epoch['block_rows']} rows" if "blocks" in epoch else ""
         _line(
             console,
             Text(
                 f"an epoch: {epoch['tokens']} tokens, {share:.0%} of them learned; {epoch['steps']} steps, "
-                f"{epoch['padding_share']:.1%} padding; {epoch['total_steps']} steps in all"
+                f"{epoch['padding_share']:.1%} padding; {epoch['total_steps']} steps in all{streamed}"
             ),
         )
     if (doubles := found.get("duplicates")) and doubles["rows"]:

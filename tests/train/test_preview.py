@@ -10,9 +10,12 @@ import pytest
 
 from core.errors import DataError, SpecError
 from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
+from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
+from core.train.data.streaming import StreamFeed
 from core.train.load import load_tokenizer
 from core.train.recipe import run
+from core.train.render.renderer import renderer_of
 from tests.support.trainer import chats, events, pairs, write_rows, write_run
 
 
@@ -55,6 +58,53 @@ def test_training_does_what_was_said(tiny_dir: Path, tokenizer: Any, tmp_path: P
     assert said["tokens"] == result["result"]["total_tokens"]
     padding = [event["values"]["padding_share"] for event in events(run_dir, "metrics")]
     assert min(padding) <= said["padding_share"] <= max(padding)
+
+
+@pytest.mark.parametrize(
+    ("batching", "gpus"),
+    [
+        (None, 1),
+        ({"type": "tokens", "tokens_per_batch": 96}, 2),
+        ({"type": "packed", "tokens_per_batch": 96}, 1),
+    ],
+    ids=["rows", "tokens", "packed"],
+)
+def test_a_stream_is_counted_in_the_blocks_that_training_takes(
+    tiny_dir: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: Any, gpus: int
+) -> None:
+    """Against the feed of every rank: 45 rows in blocks of 10, each with a smaller last step of its own."""
+    monkeypatch.setattr(streaming, "BLOCK_ROWS", 10)
+    path = tmp_path / "preview.jsonl"
+    axes: dict[str, Any] = {
+        "data": {"train": str(path), "streaming": True},
+        "resources": {"gpus": gpus, "accelerator": "cpu"},
+        "training": {
+            "max_length": 24, "per_device_train_batch_size": 3, "max_steps": 100, "truncation": "split",
+            "precision": "fp32",
+        },
+    }  # fmt: skip
+    axes |= {} if batching is None else {"batching": batching}
+    said = look(tmp_path / "preview", tiny_dir, tokenizer, pairs(45), **axes)["epoch"]
+    order = RunOrder.model_validate_json((tmp_path / "preview" / ORDER_FILE).read_bytes())
+    tokens = slots = batches = 0
+    for rank in range(gpus):
+        feed = StreamFeed(
+            order.train, order.spec, lambda kind: renderer_of(order.spec, kind, tokenizer), between=lambda: None,
+            rank=rank, world=gpus,
+        )  # fmt: skip
+        steps = 0
+        while feed.epochs_after(steps) < 1:
+            made = [batch_of() for batch_of in feed.window(steps).batches]
+            if feed.epochs_after(steps) >= 1:
+                break
+            steps += 1
+            real = [batch for batch in made if batch.label_tokens]
+            batches += len(real)
+            tokens += sum(batch.tokens for batch in real)
+            slots += sum(batch.slots for batch in real)
+        assert said["steps"] == steps
+    assert (said["blocks"], said["batches"], said["tokens"], said["total_steps"]) == (5, batches, tokens, 100)
+    assert said["padding_share"] == pytest.approx(1 - tokens / slots, abs=1e-4)
 
 
 def test_every_row_that_would_be_refused_is_listed(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from core.errors import EftError
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
 from core.spec.training import Packed
+from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.tokens import OnRows, TokenReader
@@ -49,9 +50,10 @@ def preview(
     if not len(whole):
         counts = {"file": tokens.rows, "refused": len(faults)}
         return {"format": tokens.format, "ok": False, "rows": counts} | _told(faults)
-    used, report, limit_fault = None, None, None
+    used, report, batches, limit_fault = None, None, {}, None
     try:
         used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
+        batches = _batches(spec, used, whole)
     except EftError as error:
         limit_fault = {"line": None, "field": error.field, "message": error.message}
     document: dict[str, Any] = {
@@ -76,12 +78,12 @@ def preview(
         "tokens": _lengths(np.asarray(whole.lengths)),
         "duplicates": _duplicates(whole),
     }
-    if used is not None and report is not None:
+    if used is not None and report is not None and batches:
         document["epoch"] = {
             "tokens": report.tokens,
             "label_tokens": report.label_tokens,
             "lost_tokens": sum(whole.lengths) - report.tokens if spec.training.truncation != "split" else 0,
-            **_batches(spec, used),
+            **batches,
         }
         document["samples"] = _samples(used, whole, tokenizer)
     return document | _told([*([limit_fault] if limit_fault else []), *faults])
@@ -136,23 +138,41 @@ def _duplicates(whole: TokenDataset) -> dict[str, Any]:
     }
 
 
-def _batches(spec: JobSpec, used: TokenDataset) -> dict[str, Any]:
-    """Of the first epoch: steps, batches, and how much of them is padding; and the steps of the whole run."""
-    order = build_order(spec, used.lengths)
-    packed = isinstance(spec.batching, Packed)
-    batches = slots = 0
-    steps = order.steps_of(0)
-    for step in range(steps):
-        for rows in order.window(step):
+def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str, Any]:
+    """Of the first epoch on all ranks: steps, batches, and how much of them is padding; and the steps of the whole run.
+    A stream is cut into steps block by block, as training does it, and its epoch is its first pass."""
+    packed, ranks = isinstance(spec.batching, Packed), range(spec.resources.gpus)
+    steps = batches = slots = tokens = 0
+    parts = _blocks(spec, whole) if spec.data.streaming else [used]
+    for number, part in enumerate(parts):
+        if spec.data.streaming:
+            orders = [streaming.order_of(spec, part, number, rank=rank, world=len(ranks)) for rank in ranks]
+        else:
+            orders = [build_order(spec, part.lengths, rank=rank, world=len(ranks)) for rank in ranks]
+        here = orders[0].steps_of(0)
+        steps += here
+        tokens += sum(part.lengths)
+        for rows in (rows for order in orders for step in range(here) for rows in order.window(step) if rows):
             batches += 1
-            tokens = [used.lengths[row] for row in rows]
-            slots += sum(tokens) if packed else len(rows) * max(tokens)
-    return {
+            lengths = [part.lengths[row] for row in rows]
+            slots += sum(lengths) if packed else len(rows) * max(lengths)
+    found = {
         "steps": steps,
         "batches": batches,
-        "padding_share": round(1 - sum(used.lengths) / slots, 4),
-        "total_steps": order.total_steps(spec.training.num_train_epochs, spec.training.max_steps),
+        "padding_share": round(1 - tokens / slots, 4),
+        "total_steps": orders[0].total_steps(spec.training.num_train_epochs, spec.training.max_steps),
     }
+    return found | ({"blocks": len(parts), "block_rows": streaming.BLOCK_ROWS} if spec.data.streaming else {})
+
+
+def _blocks(spec: JobSpec, whole: TokenDataset) -> list[TokenDataset]:
+    """The rows in use of each block of a stream. DataError when one has nothing to learn: training would end there."""
+    found = []
+    for start in range(0, len(whole), streaming.BLOCK_ROWS):
+        part = slice(start, start + streaming.BLOCK_ROWS)
+        block = TokenDataset(whole.ids, whole.learned, whole.starts[part], whole.ends[part], whole.lines[part])
+        found.append(truncate(block, spec.training.max_length, spec.training.truncation)[0])
+    return found
 
 
 # --- samples -----------------------------------------------------------------------------------------------

@@ -137,18 +137,23 @@ class StreamFeed:
 
     def _taken(self, made: _Made, place: _Place) -> _Block:
         """A block, and the next one begun."""
-        training = self._spec.training
         refuse_mixed(made.formats | {self.format})
         writer = TokenWriter()
         writer.extend(made.part)
-        dataset, report = truncate(writer.dataset(), training.max_length, training.truncation)
+        dataset, report = truncate(writer.dataset(), self._spec.training.max_length, self._spec.training.truncation)
         report.cut_prompts = writer.cut_prompts
-        order = build_order(self._spec, dataset.lengths, rank=self._rank, world=self._world)
-        text = f"block {training.seed} {place.number}"
-        order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        order = order_of(self._spec, dataset, place.number, rank=self._rank, world=self._world)
         if self._helpers is not None:
             self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)
         return _Block(place, made.end, dataset, report, order)
+
+
+def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, world: int = 1) -> Order:
+    """The order of a block's rows: that of an epoch, with a seed of its own."""
+    order = build_order(spec, block.lengths, rank=rank, world=world)
+    text = f"block {spec.training.seed} {number}"
+    order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return order
 
 
 @dataclass(frozen=True, slots=True)
