@@ -218,6 +218,26 @@ FAILURES: dict[str, Code] = {
         "The ranks no longer hold the same weights.",
         "A defect or a faulty card: `eft doctor`; report it.",
     ),
+    "data_root_lost": (
+        "The folder of its run is gone with the data root that held it.",
+        "Mount it again; it is tried again by itself.",
+    ),
+    "blocks_not_found": (
+        "The model has no list of frozen blocks that could be streamed.",
+        "Leave `memory.stream` out: docs/memory.md.",
+    ),
+    "blocks_shared": (
+        "Blocks of the model are one module, share weights, or write to what others read.",
+        "Leave `memory.stream` out: docs/memory.md.",
+    ),
+    "blocks_do_not_fit": (
+        "The host's memory does not hold the streamed blocks.",
+        "Set `memory.stream` to `disk`.",
+    ),
+    "more_slots_than_blocks": (
+        "More slots than the model has blocks.",
+        "Lower `memory.stream.slots`, or leave `memory.stream` out.",
+    ),
     "slots_do_not_fit": (
         "The slots of layer streaming do not fit the card.",
         "Lower `memory.stream.slots`: docs/memory.md.",

@@ -7,7 +7,14 @@ from typing import Any
 
 from core.jobs import adjust
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, Succeeded
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE, EXIT_OK
+from core.spec.run import (
+    EXIT_CHECKPOINTED,
+    EXIT_DATA_ROOT_LOST,
+    EXIT_FAILED,
+    EXIT_FENCED,
+    EXIT_NO_SPACE,
+    EXIT_OK,
+)
 
 CRASHES = {
     signal.SIGSEGV: ("segfault", "it crashed in native code (SIGSEGV, a bad memory access)"),
@@ -44,6 +51,9 @@ def read(
             if last is None or kind != "error":
                 return NoRoom("no space left, not even to say so")
             return NoRoom(last["message"], last.get("needs_bytes"))
+        case _ if code == EXIT_DATA_ROOT_LOST:
+            words = "the folder of its run is gone: the data root was unmounted, moved or deleted; bring it back"
+            return Failed("machine", "data_root_lost", f"{words} (`eft doctor` of that box looks for it)")
         case _ if code == EXIT_CHECKPOINTED:
             return HandedBack(asked or "its process was told to stop by somebody else")
         case _ if code == EXIT_FENCED:

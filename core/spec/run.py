@@ -35,6 +35,8 @@ from core.spec.model import Model
 EXIT_OK = 0
 EXIT_FAILED = 1
 """After an error event."""
+EXIT_DATA_ROOT_LOST = 73
+"""The run's folder is gone with what held it, so that no event can say so. Tried again, perhaps on another box."""
 EXIT_NO_SPACE = 74
 """A disk is full: there may be no error event, since that could not be written either. Goes on when there is room."""
 EXIT_CHECKPOINTED = 75

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import NoSpace
-from core.spec.run import EXIT_FAILED, EXIT_NO_SPACE
+from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
 from core.train.events import EventWriter
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -40,9 +40,12 @@ def no_room_for_checkpoint(needs: int, why: str) -> NoSpace:
 
 
 def tell_failure(error: Exception, events: EventWriter, payload: dict[str, Any]) -> int:
-    """Traceback to the log, `payload` as the error event; the exit code. On a full disk the code alone must do."""
+    """Traceback to the log, `payload` as the error event; the exit code. On a full disk the code alone must do, and
+    where the data root is gone: an event would go to a file that nobody finds."""
     try:
         traceback.print_exception(error, file=sys.stderr)
+        if not events.path.exists():
+            return EXIT_DATA_ROOT_LOST
         events.write("error", **payload)
     except OSError as second:
         if not disk_full(second):

@@ -105,6 +105,14 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"no blocks are found in {type(base).__name__}: it has no list of layers that transformers marks as blocks"
             f"; {_OUT}",
             field=FIELD,
+            code="blocks_not_found",
+        )
+    if hasattr(base.get_submodule(base.base_model_prefix or ""), "_rescale_layers"):
+        raise ModelError(
+            f"{type(base).__name__} rewrites weights of its blocks where it evaluates (`rescale_every`), and what is "
+            f"streamed is never copied back: {_OUT}",
+            field=FIELD,
+            code="blocks_shared",
         )
     name, found = max(lists, key=lambda item: sum(_numel(module) for module in item[1]))
     return [(f"{name}.{number}", module) for number, module in enumerate(found)]
@@ -142,7 +150,11 @@ def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> Block:
         places.append(place)
         offset += -(-parts[-1].nbytes // ALIGNMENT) * ALIGNMENT
     if not parts:
-        raise ModelError(f"nothing of {name} is frozen, so nothing of it can be streamed: {_OUT}", field=FIELD)
+        raise ModelError(
+            f"nothing of {name} is frozen, so nothing of it can be streamed: {_OUT}",
+            field=FIELD,
+            code="blocks_not_found",
+        )
     return Block(name, module, tuple(parts), tuple(places))
 
 
@@ -166,6 +178,7 @@ def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) ->
             raise ModelError(
                 f"{name} is the same block as {first[id(module)]}: shared blocks cannot be streamed; {_OUT}",
                 field=FIELD,
+                code="blocks_shared",
             )
         first[id(module)] = name
     owner: dict[tuple[str, int], str] = {}
@@ -176,16 +189,19 @@ def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) ->
         other = owner.setdefault(key, name)
         if other != name and tensor.numel():
             raise ModelError(
-                f"{name} shares a weight with {other}: tied blocks cannot be streamed; {_OUT}", field=FIELD
+                f"{name} shares a weight with {other}: tied blocks cannot be streamed; {_OUT}",
+                field=FIELD,
+                code="blocks_shared",
             )
 
 
 def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Tensor]:
-    inside = {id(module) for block in blocks for module in block.modules()}
-    return [
-        parameter
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
+    """Parameters of all that can be reached past the blocks: a module may be in a block and outside as well."""
+    seen, ahead, found = {id(block) for block in blocks}, [model], list[Tensor]()
+    while ahead:
+        module = ahead.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found += [parameter for parameter in module._parameters.values() if parameter is not None]
+            ahead += module.children()
+    return found

@@ -39,7 +39,7 @@ def unlock(buffer: Tensor) -> None:
 
 def refused(nbytes: int, why: str, field: str = FIELD) -> PinnedRefused:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "" if soft == resource.RLIM_INFINITY else f"; its limit on locked memory is {soft >> 20} MiB"
+    limit = "" if soft == resource.RLIM_INFINITY else f"; its limit on locked memory is {soft >> 10} KiB"
     return PinnedRefused(
         f"the system refuses to lock {(nbytes >> 20) + 1} MiB more of this box's memory for copies to the GPU "
         f"({why}{limit}): raise the limit (`ulimit -l`, LimitMEMLOCK= of the service), or set "

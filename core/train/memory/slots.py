@@ -190,7 +190,13 @@ class SideStream:
         self._pool: ThreadPoolExecutor | None = None
         self._stages: list[_Stage] = []
         if not isinstance(source, HostBlocks):
-            self._stages = [_Stage(largest, pinned) for _ in range(2)]
+            try:
+                for _ in range(2):
+                    self._stages.append(_Stage(largest, pinned))
+            except BaseException:
+                for stage in self._stages:
+                    stage.close()
+                raise
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="eft-stream")
 
     def start(self, slot: Slot, block: int, nbytes: int) -> None:

@@ -84,18 +84,22 @@ class HostBlocks:
 
 def _buffer(block: Block, pinned: bool) -> Tensor:
     if (free := available_bytes()) is not None and free < block.nbytes:
-        raise _no_host_memory(block, free)
-    buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+        raise _no_host_memory(block, f"{free >> 20} MiB are free")
+    try:
+        buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # of the allocator: its words differ
+        raise _no_host_memory(block, "the system gives no more") from error
     if pinned:
         page_lock(buffer)
     return buffer
 
 
-def _no_host_memory(block: Block, free: int) -> ModelError:
+def _no_host_memory(block: Block, why: str) -> ModelError:
     return ModelError(
-        f"this box has no memory left for the frozen blocks ({free >> 20} MiB free at {block.name}, which takes "
-        f"{(block.nbytes >> 20) + 1}): set `memory.stream` to `disk`",
+        f"this box has no memory left for the frozen blocks ({why} at {block.name}, which takes "
+        f"{(block.nbytes >> 20) + 1} MiB): set `memory.stream` to `disk`",
         field=FIELD,
+        code="blocks_do_not_fit",
     )
 
 

@@ -60,6 +60,7 @@ class Streamed:
                 f"`slots: {slots}` for a model of {len(self.blocks)} blocks: all of it would be on the device; leave "
                 "`memory.stream` out, or take fewer",
                 field=f"{FIELD}.slots",
+                code="more_slots_than_blocks",
             )
         self._move(model)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -173,7 +174,11 @@ def stream_from_host(
     """Stream a model that is in host memory. ModelError, SpecError and PinnedRefused as above and in source.py."""
     blocks = lay_out(model)
     source = HostBlocks(blocks, pinned=pinned and device.type == "cuda")
-    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
+    try:
+        return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
+    except BaseException:
+        source.close()  # what is page-locked is unlocked before it is freed
+        raise
 
 
 def stream_from_files(

@@ -41,6 +41,7 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 f"the blocks of this model share `{name}`, which they write to: such blocks cannot be streamed; leave "
                 "`memory.stream` out",
                 field="memory.stream",
+                code="blocks_shared",
             )
 
 
