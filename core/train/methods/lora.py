@@ -10,10 +10,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from core.errors import SpecError
+from core.plan.shape import ATTENTION
 from core.spec.training import LowRank
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
-"""Names of attention projections over the model families; those that a model has are taken."""
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
