@@ -19,7 +19,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test smoke kernels chaos check fmt docs lock clean
+.PHONY: help demo up test smoke kernels chaos check check-style check-types fmt docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,10 +74,14 @@ chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUT
 smoke: $(VENV)/.test ## EFT_HARDWARE_SMOKE=1: five minutes of real training on this box's card, and a report to send in
 	@$(BIN)/python -m bench.smoke
 
-check: $(VENV)/.test ## lint, types, import rules, stale docs
+check: check-style check-types ## lint, types, import rules, stale docs
+
+check-types: $(VENV)/.test
+	@$(BIN)/mypy
+
+check-style: $(VENV)/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m core.docs --check
 	@$(BIN)/python -m api.auth.table --check
