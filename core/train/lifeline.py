@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -130,32 +131,46 @@ def _raise_fence(
 ) -> None:
     if os.getppid() != parent:
         os._exit(EXIT_FENCED)
-    last = boottime() if held_at is None else held_at
-    if boottime() - last >= fence_seconds:
-        _fence(f"no heartbeat for {boottime() - last:.0f} s, since before it was started")
-    about = (fence_seconds, parent, last, on_fence, on_beat)
-    threading.Thread(target=_watch, args=about, name="eft-fence", daemon=True).start()
+    heart = _Heart(boottime() if held_at is None else held_at, on_fence, on_beat)
+    heart.listen(0.0)  # what came while this process was being started
+    if (silent := boottime() - heart.held_at) >= fence_seconds:
+        _fence(f"no heartbeat for {silent:.0f} s, since before it was started", on_fence)
+    threading.Thread(target=_watch, args=(fence_seconds, parent, heart), name="eft-fence", daemon=True).start()
 
 
-def _watch(
-    fence_seconds: float, parent: int, last: float, on_fence: Callable[[], None], on_beat: Callable[[float], None]
-) -> None:
-    unread = b""
+def _watch(fence_seconds: float, parent: int, heart: _Heart) -> None:
     while True:
-        silent = boottime() - last
+        silent = boottime() - heart.held_at
         if silent >= fence_seconds:
-            _fence(f"no heartbeat for {silent:.0f} s", on_fence)
-        readable, _, _ = select.select([STDIN], [], [], min(1.0, fence_seconds - silent))
-        if readable:
-            if not (part := os.read(STDIN, 4096)):
-                _fence("the worker closed the heartbeat", on_fence)
-            heard = [boottime()] if b"." in part else []  # of a worker that runs since before heartbeats told the time
-            *lines, unread = (unread + part.replace(b".", b"")).split(b"\n")
-            if heard := heard + [_held_at(line) for line in lines]:
-                last = max(last, *heard)
-                on_beat(last)
+            _fence(f"no heartbeat for {silent:.0f} s", heart.on_fence)
+        heart.listen(min(1.0, fence_seconds - silent))
         if os.getppid() != parent:
-            _fence("the worker is gone", on_fence)
+            _fence("the worker is gone", heart.on_fence)
+
+
+@dataclass(slots=True)
+class _Heart:
+    """What has come on stdin."""
+
+    held_at: float
+    """When the lease was held, as far as it was told."""
+    on_fence: Callable[[], None]
+    on_beat: Callable[[float], None]
+    _unread: bytes = b""
+    """The beginning of a line."""
+
+    def listen(self, seconds: float) -> None:
+        """Hear what is there, or wait for it so long. Does not return at end of file."""
+        readable, _, _ = select.select([STDIN], [], [], seconds)
+        if not readable:
+            return
+        if not (part := os.read(STDIN, 65536)):
+            _fence("the worker closed the heartbeat", self.on_fence)
+        heard = [boottime()] if b"." in part else []  # of a worker that runs since before heartbeats told the time
+        *lines, self._unread = (self._unread + part.replace(b".", b"")).split(b"\n")
+        if heard := heard + [_held_at(line) for line in lines]:
+            self.held_at = max(self.held_at, *heard)
+            self.on_beat(self.held_at)
 
 
 def _held_at(line: bytes) -> float:

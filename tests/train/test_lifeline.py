@@ -138,14 +138,17 @@ def test_what_is_no_heartbeat_ends_it() -> None:
 def test_silence_counts_from_when_the_lease_was_last_held() -> None:
     """A worker that slept between its claim and the child's start: nobody owns the attempt any more."""
     code = "import sys; from core.train.lifeline import arm; arm(900, held_at=float(sys.argv[1])); print('armed')"
-    now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    for held_at, expected in ((now - 901, EXIT_FENCED), (now - 300, 0)):
+    now = boottime()
+    for held_at, waiting, expected in (
+        (now - 901, b"", EXIT_FENCED), (now - 300, b"", 0), (now - 901, heartbeat(now), 0),
+    ):  # fmt: skip
         command = [sys.executable, "-c", code, str(held_at)]
-        heartbeat, held_open = os.pipe()  # not closed by us while the child runs: that too would fence it
+        stdin, held_open = os.pipe()  # not closed by us while the child runs: that too would fence it
         try:
-            done = subprocess.run(command, stdin=heartbeat, capture_output=True, check=False)
+            os.write(held_open, waiting)  # the last one: it took its time to start, and the lease is held
+            done = subprocess.run(command, stdin=stdin, capture_output=True, check=False)
         finally:
-            os.close(heartbeat)
+            os.close(stdin)
             os.close(held_open)
         assert done.returncode == expected, done.stderr
         assert (b"since before it was started" in done.stderr) == (expected == EXIT_FENCED)
