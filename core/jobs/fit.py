@@ -22,11 +22,12 @@ from core.plan.rungs import rungs
 from core.plan.shape import Shape
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
-from core.spec.runtime import AutoStream, DiskStream
+from core.spec.runtime import AutoStream, DiskStream, HostStream
 from core.spec.training import NF4, Auto, Full, LoRA, QLoRA
 
 GPU, CPU = Slot("", "gpu", "amd", "gfx942"), Slot("", "cpu")
 """What is planned for where no such slot is known."""
+FEWER_SLOTS = "`memory.stream.slots: 1`"
 SHORTEST = 64
 """Tokens; no shorter rows are proposed."""
 PASSING = ("process", "loading")
@@ -108,15 +109,17 @@ def _in_files(spec: JobSpec) -> JobSpec:
 # --- refusals --------------------------------------------------------------------------------------------
 
 
-def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> FitsNowhere | None:
-    """Why the job fits none of the slots that have all else that it asks for, with what would make it fit; None where
-    one may take it, or none is there at all. SpecError as of `plan`."""
+def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> SpecError | None:
+    """Why the job cannot run with this model, or fits none of the slots that have all else that it asks for, with what
+    would make it fit; None where one may take it, or none is there at all. SpecError as of `plan`."""
+    if (wrong := _wrong_stream(spec, shape)) is not None:
+        return wrong
     asks, there = Needs.of(spec.resources), [seat for seat in seats if seat.slot.phase == "train"]
     able = [seat for seat in there if not asks.missing(seat.slot)]
     takes = needs(spec, shape, longest, [seat.slot for seat in there])
     if takes is None:
         why = next((why for rung in rungs(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
-        return FitsNowhere(f"{why}; train adapters over them (`method: qlora`)", field="method")
+        return SpecError(f"{why}; train adapters over them (`method: qlora`)", field="method")
     if not able or any(not takes.missing(seat.slot) for seat in able):
         return None
     most = max(able, key=lambda seat: seat.slot.device_bytes)
@@ -125,12 +128,36 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) ->
     has = f"{which} has {_gb(most.slot.device_bytes)} ({most.label})"
     if len(able) > 1:
         has = f"{which} has that; {most.label}, the largest, has {_gb(most.slot.device_bytes)}"
-    ways = ", or ".join([*proposals(spec, shape, longest, able), f"a slot with {lacks.replace(' by its plan', '')}"])
+    found = proposals(spec, shape, longest, able)
+    ways = ", or ".join([*found, f"a slot with {lacks.replace(' by its plan', '')}"])
+    fewer = FEWER_SLOTS in found
     return FitsNowhere(
         f"this job needs {lacks}, and {has}. What would fit: {ways}. A plan is an estimate: "
         "EFT_MEMORY_CHECK=false, set by who runs eft, lets jobs try",
-        field="memory" if spec.method.type in ("qlora", "auto") else "method",
+        field="memory.stream.slots" if fewer else "memory" if spec.method.type in ("qlora", "auto") else "method",
+        code="slots_do_not_fit" if fewer else None,
     )
+
+
+def _wrong_stream(spec: JobSpec, shape: Shape) -> SpecError | None:
+    """What about the model's blocks rules out the streaming that is asked for; the trainer would find the same."""
+    stream = spec.memory.stream
+    if not isinstance(stream, HostStream | DiskStream):
+        return None
+    if not shape.layers:
+        return SpecError(
+            "the model has no list of blocks that could be streamed; leave `memory.stream` out",
+            field="memory.stream",
+            code="blocks_not_found",
+        )
+    if stream.slots > shape.layers:
+        return SpecError(
+            f"the model has {shape.layers} blocks, and {stream.slots} slots would hold more than all of them; take "
+            "fewer, or leave `memory.stream` out",
+            field="memory.stream.slots",
+            code="more_slots_than_blocks",
+        )
+    return None
 
 
 def proposals(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> list[str]:
@@ -164,13 +191,21 @@ def _other_memory(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
         less = memory.model_copy(update={"gradient_checkpointing": True})
         yield "`memory.gradient_checkpointing: true`", spec.model_copy(update={"memory": less})
     words, smaller = [], spec
+    if isinstance(memory.stream, HostStream | DiskStream) and memory.stream.slots > 1:
+        one = memory.stream.model_copy(update={"slots": 1})
+        smaller = _with(spec, memory=memory.model_copy(update={"stream": one}))
+        yield FEWER_SLOTS, smaller
+    if isinstance(memory.stream, HostStream):
+        files = DiskStream(slots=1, pinned=memory.stream.pinned)
+        smaller = _with(spec, memory=memory.model_copy(update={"stream": files}))
+        yield "`memory.stream: disk`", smaller
     if isinstance(method, Full):
         smaller = _with(spec, method=LoRA())
         yield "`method: lora`", smaller
     if isinstance(method, Full | LoRA):
         words = ["`method: qlora`"]
         options = {} if isinstance(method, Full) else method.model_dump(exclude={"type"})
-        smaller = _with(spec, method=QLoRA(**options), quantization=NF4())
+        smaller = _with(smaller, method=QLoRA(**options), quantization=NF4())
         yield words[0], smaller
     if memory.stream.type == "none":
         words.append("`memory.stream: auto`")

@@ -12,7 +12,6 @@ from core.db.engine import db_now
 from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs import fit, lengths, places, settle, shapes
-from core.jobs.fit import FitsNowhere
 from core.jobs.places import Seat
 from core.jobs.slots import Key, Slot
 from core.plan.shape import Shape
@@ -53,7 +52,7 @@ def ready(session: Session, job: Job, prepared: dict[str, Any], *, memory_check:
     return Ready(kept, str(key), None)
 
 
-def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None) -> FitsNowhere | None:
+def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None) -> SpecError | None:
     """The same before it is accepted; None where the shape of its model is not known yet. SpecError as of `plan`."""
     if shape is None:
         return None

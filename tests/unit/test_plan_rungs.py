@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,7 +129,8 @@ def test_nothing_fits_and_the_least_is_taken() -> None:
 @pytest.mark.parametrize(("shape", "slot"), [(None, gpu(80)), (LLAMA_8B, Slot("cpu", "cpu"))], ids=["shape", "memory"])
 def test_where_nothing_is_known_it_is_lora(shape: Any, slot: Slot) -> None:
     found = settle.settle(job(), shape, LENGTH, slot)
-    assert (found.rung.name, found.plan) == ("lora", None) and "known" in found.reason or "knows" in found.reason
+    assert (found.rung.name, found.plan) == ("lora", None)
+    assert "known" in found.reason or "knows" in found.reason
     dense = settle.settle(job(quantization="nf4"), shape, LENGTH, slot)
     assert dense.spec.method.type == "qlora"
 
@@ -148,7 +150,7 @@ def test_what_was_settled_is_put_into_the_job() -> None:
 def test_a_packed_model_has_fewer_rungs() -> None:
     packed = Shape.from_dict(LLAMA_8B.as_dict() | {"packed": True})
     found = settle.settle(job(), packed, LENGTH, gpu(1000))
-    assert [name for name, _ in found.rejected][0] == "full" and "packed" in found.rejected[0][1]
+    assert found.rejected[0][0] == "full" and "packed" in found.rejected[0][1]
     assert found.rung.name == "lora"
 
 
@@ -204,6 +206,29 @@ def test_what_may_fit_somewhere_is_not_refused() -> None:
     assert fit.refusal(full, LLAMA_8B, LENGTH, [seat(gpu(8)), seat(Slot("cpu", "cpu"))]) is None, "nobody knows"
     asks = job(method="full", resources={"requirements": {"arch": ["gfx950"]}})
     assert fit.refusal(asks, LLAMA_8B, LENGTH, [seat(gpu(8))]) is None, "it waits for a card that may come"
+
+
+@pytest.mark.parametrize(
+    ("stream", "shape", "gigabytes", "code", "field"),
+    [
+        ({"type": "host", "slots": 33}, LLAMA_8B, 80, "more_slots_than_blocks", "memory.stream.slots"),
+        ("disk", replace(LLAMA_8B, order=()), 80, "blocks_not_found", "memory.stream"),
+        ({"type": "host", "slots": 32}, LLAMA_8B, 6, "slots_do_not_fit", "memory.stream.slots"),
+        ({"type": "host", "slots": 1}, LLAMA_8B, 2, "fits_nowhere", "memory"),
+    ],
+    ids=["slots", "blocks", "room", "card"],
+)
+def test_streams_that_cannot_be_are_refused(stream: Any, shape: Shape, gigabytes: float, code: str, field: str) -> None:
+    spec = job(method="qlora", memory={"stream": stream})
+    refused = fit.refusal(spec, shape, LENGTH, [seat(gpu(gigabytes))])
+    assert refused is not None
+    assert (refused.code, refused.field) == (code, field), refused.message
+
+
+def test_a_box_without_memory_for_the_blocks_is_told_of_disks() -> None:
+    spec = job(method="lora", memory={"stream": "host"})
+    refused = fit.refusal(spec, LLAMA_8B, LENGTH, [seat(gpu(24, host=4))])
+    assert refused is not None and "host memory" in refused.message and "`memory.stream: disk`" in refused.message
 
 
 def test_modules_that_the_model_does_not_have_are_refused() -> None:
