@@ -109,6 +109,11 @@ class Pool:
         self._free: list[Tensor] = []
         self._closed = False
 
+    @property
+    def in_use(self) -> int:
+        """Bytes of the buffers that inputs lie in now."""
+        return self.nbytes - sum(buffer.nbytes for buffer in self._free)
+
     def take(self, nbytes: int) -> Tensor:
         """uint8 [at least nbytes]. PinnedRefused when the system locks no more memory, MemoryError when there is
         none."""
