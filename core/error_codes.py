@@ -243,6 +243,10 @@ FAILURES: dict[str, Code] = {
         "Lower `memory.stream.slots`: docs/memory.md.",
     ),
     "pinned_memory_refused": ("The system gives no pinned memory.", "Raise RLIMIT_MEMLOCK, or set `pinned: false`."),
+    "offload_does_not_fit": (
+        "Host memory has no room for what `memory.offload_optimizer` moves there.",
+        "Leave it out, train adapters, or give the job's slot more memory: docs/memory.md.",
+    ),
     "blocks_lost": (
         "A file of streamed weights is not readable any more.",
         "Is the data root there? It is tried again.",

@@ -388,6 +388,7 @@ def _no_room(why: str) -> ModelError:
         f"this box has no memory left for what the optimizer keeps in it, {HOST_BYTES} bytes for every trained "
         f"parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters (`method: lora`)",
         field=FIELD,
+        code="offload_does_not_fit",
     )
 
 
