@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.service import Service, running, wait_for
-
-MMAPS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Every tensor of any size is mapped by itself and given back to the kernel with its last reference (mallopt(3))."""
-ROOM = 32 << 20
-"""For whatever else a trainer does; a third of what a step needs."""
+from tests.support.squeeze import MMAPS, squeeze
 
 
 @pytest.fixture(scope="module")
@@ -130,20 +123,12 @@ def events_of(service: Service, job_id: str) -> list[dict[str, Any]]:
 
 
 def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Path) -> None:
-    """A step maps and gives back 100 MiB (MMAPS). From the first step on the trainer may never map more than the least
-    that it is seen with and a third of that, so that one of its next steps finds no room, however slow anybody is."""
     rows = service.folder / "long.jsonl"
     rows.write_text((json.dumps({"prompt": "a", "completion": " " + "x" * 240}) + "\n") * 64)
     job_id = job(service, models, service.upload(rows), batch=64, checkpoint={"type": "disk", "save_steps": 1})
     service.wait_for_step(job_id, 1)
     (pid,) = service.trainers(job_id)
-    least = sys.maxsize
-    while (mapped := address_space(pid)) is not None:
-        if mapped + ROOM < least:
-            least = mapped + ROOM
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_AS, (least, least))
-        time.sleep(0.001)
+    squeeze(pid)
     wait_for(lambda: events(service, job_id, "out_of_memory"), 200, "memory", lambda: service.describe(job_id))
     before = steps(service, job_id)[-1]
     service.wait_for_step(job_id, before + 2)  # by another one, without that limit
@@ -156,15 +141,6 @@ def test_out_of_memory_goes_on_with_half_the_batch(service: Service, models: Pat
     assert told["to"] == "queued" and f"{batch} = 32" in told["reason"]
     done = steps(service, job_id)
     assert done == list(range(1, len(done) + 1)) and len(done) >= before + 2, "each step once"
-
-
-def address_space(pid: int) -> int | None:
-    """Bytes that a process has mapped; None where it has ended."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return pages * resource.getpagesize() or None
 
 
 def test_a_full_disk_waits_and_goes_on(service: Service, models: Path, file: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -22,6 +21,7 @@ from core.train.data.order import BatchOrder
 from core.train.failures import describe
 from core.train.lifeline import Stop
 from core.train.recipe import run
+from tests.support.squeeze import MMAPS, squeeze
 from tests.support.trainer import ENVIRONMENT, ROOT, events, log, pairs, start, wait_until, write_rows, write_run
 
 LOSS_TOLERANCE = 2e-5
@@ -122,21 +122,19 @@ def losses(run_dir: Path) -> dict[int, float]:
 # -- memory
 
 
-def test_the_allocators_words_are_out_of_memory(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_allocators_words_are_out_of_memory(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real allocation that fails: a forward pass needs more than the address space that is left."""
-    train = write_rows(tmp_path / "train.jsonl", [{"prompt": "a", "completion": " " + "x" * 400}] * 64)
-    sizes = {"max_length": 512, "per_device_train_batch_size": 64, "max_steps": 100, "precision": "fp32"}
+    for name, value in MMAPS.items():
+        monkeypatch.setenv(name, value)
+    train = write_rows(tmp_path / "train.jsonl", [{"prompt": "a", "completion": " " + "x" * 240}] * 64)
+    sizes = {"max_length": 256, "per_device_train_batch_size": 64, "max_steps": 100_000, "precision": "fp32"}
     run_dir = write_run(tmp_path / "run", tiny_dir, train, training=sizes)
     process = start(run_dir)
-    wait_until(lambda: "training" in [event["phase"] for event in events(run_dir, "phase")], process)
-    lowest = 1 << 62
-    while process.poll() is None:  # it may map no more than the least that it is seen with, and a little
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError, IndexError):
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
-            if 0 < pages * resource.getpagesize() + (16 << 20) < lowest:
-                lowest = pages * resource.getpagesize() + (16 << 20)
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (lowest, lowest))
-        time.sleep(0.002)
+    wait_until(lambda: bool(events(run_dir, "metrics")), process)
+    while process.poll() is None:  # until then the kernel keeps its number
+        squeeze(process.pid)
     assert process.wait() == EXIT_FAILED, log(run_dir)[-2000:]
     error = events(run_dir)[-1]
     assert (error["failure"], error["code"], error["field"]) == (
