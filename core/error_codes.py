@@ -264,6 +264,14 @@ NOTICES: dict[str, Code] = {
     "rows_truncated": ("Rows were longer than `max_length`.", "`training.truncation` says what becomes of them."),
     "rows_over_budget": ("Rows longer than the batch's budget have a batch of their own.", "Raise `tokens_per_batch`."),
     "prompt_boundary": ("Prompt and completion share a token.", "End prompts without a space."),
+    "products_in_parts": (
+        "Products that this card's libraries compute wrongly when they are large are made in parts.",
+        "Nothing; smaller micro-batches, or bf16 where float32 is the trouble, need no parts.",
+    ),
+    "activation_offloading": (
+        "The job trains on a CPU, whose memory is the host's: inputs are copied for nothing.",
+        "Leave `memory.activation_offloading` out there.",
+    ),
     "step_skipped": ("A step in fp16 was not finite; the loss scale was lowered.", "Normal at the start; else bf16."),
     "early_stopping": ("The held-out loss no longer fell.", "What you asked for; the best weights are handed back."),
     "best_restored": ("The best step's weights are handed back.", "Nothing."),
