@@ -94,7 +94,7 @@ def _warm(device: torch.device) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder, "model")
-        shape = SHAPES["llama-8m"] | {"num_hidden_layers": 2}
+        shape = SHAPES["llama-10m"] | {"num_hidden_layers": 2}
         model: Any = LlamaForCausalLM(LlamaConfig(**shape))
         model.to(torch.bfloat16).save_pretrained(small)
         for how in ("resident", "disk"):

@@ -176,7 +176,9 @@ def _hooked(model: Any, device: torch.device) -> Any:
     frozen = [module for name, module in model.named_modules() if name.endswith(".base_layer")]
     for module in frozen:
         cpu_offload(module, execution_device=device)
-    model.to(device)  # what is hooked is on the meta device now, and stays there
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:  # what is hooked is on the meta device now, and stays there
+            tensor.data = tensor.data.to(device)
     return model
 
 

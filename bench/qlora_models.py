@@ -24,9 +24,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256,
     },
-    # Shapes of bench/memory.py for a CPU: two of sixteen blocks are an eighth; 16k tokens go through one in seconds
-    "llama-8m": {
-        "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 16, "num_attention_heads": 6,
+    # Shapes of bench/memory.py for a CPU: two of twenty blocks are a tenth; 16k tokens go through one in seconds
+    "llama-10m": {
+        "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 20, "num_attention_heads": 6,
         "num_key_value_heads": 6, "vocab_size": 2048,
     },
     "llama-200m": {
