@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import math
 import os
 import signal
 import socket
@@ -36,7 +37,8 @@ from core.storage.layout import HalfRestored, Layout
 LOOK_SECONDS = 0.1
 MAX_FAILURES = 5
 SOON_SECONDS = 10.0
-"""A process that ends sooner than this after its start has failed to start."""
+"""A process that ends sooner than this after its start has failed to start; or sooner than the first start of all took,
+twice over, on a box that is slow; and until all have started once, whenever it ends."""
 MAX_BACKOFF_SECONDS = 10.0
 READY_SECONDS = 120.0
 EXIT_NOT_NOW = 75
@@ -70,6 +72,7 @@ class Supervisor:
         }
         self.members: list[Member] = []
         self._log_look = 0.0
+        self._soon = math.inf
         self._since = 0.0
         """This start, by the database's clock."""
         self._slots: list[Any] | None = None
@@ -201,7 +204,7 @@ class Supervisor:
         assert member.process is not None
         code = member.process.returncode
         member.process = None
-        member.failures = member.failures + 1 if now - member.began < SOON_SECONDS else 1
+        member.failures = member.failures + 1 if now - member.began < self._soon else 1
         if code == EXIT_CONFIG or (member.failures >= MAX_FAILURES and code != EXIT_NOT_NOW):
             times = "" if code == EXIT_CONFIG else f" {MAX_FAILURES} times in a row, each soon after its start"
             raise GivesUp(
@@ -214,7 +217,8 @@ class Supervisor:
     def _wait_until_ready(self) -> bool:
         """False: told to stop meanwhile."""
         database = Database(self.settings.sqlalchemy_url)
-        deadline = time.monotonic() + READY_SECONDS
+        began = time.monotonic()
+        deadline = began + READY_SECONDS
         try:
             while not (self._api_answers() and self._worker_serves(database)):
                 if self.stops:
@@ -225,6 +229,7 @@ class Supervisor:
                 time.sleep(LOOK_SECONDS)
         finally:
             database.dispose()
+        self._soon = max(SOON_SECONDS, 2 * (time.monotonic() - began))
         return True
 
     def _api_answers(self) -> bool:
