@@ -141,8 +141,8 @@ def test_no_claim_begins_once_a_drain_is_answered(database: Database, make_job: 
 
     with ThreadPoolExecutor(4) as pool:
         results = [pool.submit(work, number) for number in range(3)]
-        pool.submit(stop).result(60)
-        won = [pair for result in results for pair in result.result(60)]
+        pool.submit(stop).result(250)
+        won = [pair for result in results for pair in result.result(250)]
     assert [began for _, began in won if began > answered[0]] == []
     with database.read() as session:
         assert {claims.stop_requested(session, claim.token) for claim, _ in won} <= {"drain"}

@@ -175,7 +175,7 @@ def test_reapers_and_a_renewal_at_once(database: Database, make_job: Make, row: 
 
     with ThreadPoolExecutor(3) as pool:
         renewing, one, other = pool.submit(renew), pool.submit(reap), pool.submit(reap)
-        kept, taken = renewing.result(30), one.result(30) + other.result(30)
+        kept, taken = renewing.result(250), one.result(250) + other.result(250)
     assert len(taken) == len(set(taken)), "each lease is taken back once"
     kept_jobs = {claim.token.job_id for claim, holds in zip(held, kept, strict=True) if holds}
     assert kept_jobs.isdisjoint(job_id for job_id, _ in taken)

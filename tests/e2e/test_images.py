@@ -118,7 +118,7 @@ class Deployment:
     def stop(self, service: str) -> int:
         process = self.running.pop(service)
         process.send_signal(signal.SIGTERM)
-        return process.wait(60)
+        return process.wait(200)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_from_post_to_a_merged_model(service: Service, models: Path, hub: Hub, t
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     environment = clean | {"EFT_URL": service.note()["url"], "EFT_API_KEY": service.key}
     line = [EFT, "download", job_id, "merged", "adapter", "--output", str(tmp_path)]
-    subprocess.run(line, env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run(line, env=environment, check=True, capture_output=True, timeout=250)
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     AutoTokenizer.from_pretrained(tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(models / "tiny")

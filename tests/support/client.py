@@ -24,7 +24,7 @@ def environment(api: Any, **more: str) -> dict[str, str]:
 
 def eft(api: Any, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [EFT, *arguments], env=environment(api, **more), capture_output=True, text=True, check=False, timeout=60
+        [EFT, *arguments], env=environment(api, **more), capture_output=True, text=True, check=False, timeout=200
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done

@@ -70,7 +70,7 @@ class Service:
         assert self.process.poll() is None, self.log()
         self.key = key_file.read_text().strip()
         self.client = httpx.Client(
-            base_url=self.note()["url"], headers={"Authorization": f"Bearer {self.key}"}, timeout=30, trust_env=False
+            base_url=self.note()["url"], headers={"Authorization": f"Bearer {self.key}"}, timeout=120, trust_env=False
         )
         return self
 

@@ -95,5 +95,5 @@ class Terminal:
             self.process.kill()
             self.process.wait()
         os.close(self._far)
-        self._reader.join(10)
+        self._reader.join(60)
         os.close(self._near)

@@ -73,10 +73,10 @@ def test_events_from_threads_are_whole_and_in_order(tmp_path: Path) -> None:
 
 
 def test_end_of_file_fences() -> None:
-    child = start("60")
+    child = start("900")
     assert child.stdin is not None
     child.stdin.close()
-    assert child.wait(30) == EXIT_FENCED
+    assert child.wait(250) == EXIT_FENCED
 
 
 def test_silence_fences_and_heartbeats_do_not() -> None:
@@ -94,7 +94,7 @@ def test_silence_fences_and_heartbeats_do_not() -> None:
             now = time.monotonic()
             longest, last = max(longest, now - last), now
         alive = child.poll() is None
-        assert child.wait(30) == EXIT_FENCED
+        assert child.wait(250) == EXIT_FENCED
         if alive and longest < fence / 2:
             return
     pytest.fail(f"fenced in spite of heartbeats, the last time of {fence:g} s at most {longest:.2f} s apart")
@@ -115,7 +115,7 @@ def test_heartbeats_that_waited_in_the_pipe_are_as_old_as_they_are() -> None:
     while boottime() < held_at + 1.1:
         time.sleep(0.05)
     child.send_signal(signal.SIGCONT)
-    assert child.wait(60) == EXIT_FENCED
+    assert child.wait(250) == EXIT_FENCED
     assert b"no heartbeat for" in child.stderr.read()
 
 
@@ -127,11 +127,11 @@ def thread_states(pid: int) -> list[str]:
 
 
 def test_what_is_no_heartbeat_ends_it() -> None:
-    child = start("60")
+    child = start("900")
     assert child.stdin is not None and child.stderr is not None
     child.stdin.write(b"tomorrow\n")
     child.stdin.flush()
-    assert child.wait(60) == EXIT_FENCED
+    assert child.wait(250) == EXIT_FENCED
     assert b"no heartbeat: b'tomorrow'" in child.stderr.read()
 
 
@@ -156,18 +156,18 @@ def test_silence_counts_from_when_the_lease_was_last_held() -> None:
 
 def test_it_leaves_at_once_with_all_told() -> None:
     """Whatever libraries want to do at the end: the fence would not hold meanwhile."""
-    code = "import atexit, time; from core.train import lifeline; atexit.register(time.sleep, 60); print(1); "
+    code = "import atexit, time; from core.train import lifeline; atexit.register(time.sleep, 900); print(1); "
     code += "lifeline.leave(3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=250)
     assert (done.returncode, done.stdout) == (3, b"1\n")
 
 
-@pytest.mark.parametrize("fence", ["none", "60"])
+@pytest.mark.parametrize("fence", ["none", "900"])
 def test_sigterm_asks_to_stop(fence: str) -> None:
     child = start(fence)
     assert int(Path(f"/proc/{child.pid}/oom_score_adj").read_text()) >= 500
     child.terminate()
-    assert child.wait(30) == 75
+    assert child.wait(250) == 75
 
 
 def test_by_hand_stdin_and_parent_do_not_matter() -> None:
@@ -177,7 +177,7 @@ def test_by_hand_stdin_and_parent_do_not_matter() -> None:
     time.sleep(0.3)
     assert child.poll() is None
     child.terminate()
-    assert child.wait(30) == 75
+    assert child.wait(250) == 75
 
 
 def test_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -185,17 +185,17 @@ def test_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     read, write = os.pipe()
     script = (
         "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}, '60'], stdin={read}, stdout=subprocess.PIPE)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}, '900'], stdin={read}, stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(900)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, pass_fds=[read])
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 250
     while _alive(grandchild) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.close(read)
@@ -221,4 +221,4 @@ def test_sigint_is_reset() -> None:
     )
     assert child.stdout is not None and child.stdout.readline() == b"armed\n"
     child.send_signal(signal.SIGINT)
-    assert child.wait(30) != 0
+    assert child.wait(250) != 0

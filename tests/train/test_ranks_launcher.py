@@ -153,7 +153,7 @@ def test_no_rank_trains_beyond_the_lease_while_its_launcher_stands_still(tiny_di
             assert log(folder).count("fenced: no heartbeat for") == RANKS
             told = events(folder)
             process.send_signal(signal.SIGCONT)
-            assert process.wait(60) == EXIT_FENCED, log(folder)
+            assert process.wait(200) == EXIT_FENCED, log(folder)
             assert events(folder) == told and not events(folder, "error"), "nothing was written after it"
             return
         finally:

@@ -156,7 +156,7 @@ def test_what_could_not_be_tried_is_tried_again_while_the_worker_serves(
     assert not tests.offered("slot-0") and "could not be made" in (tests.choice("slot-0").refused or "")
     selftest.folder(tmp_path).unlink()
     wait_for(lambda: tests.offered("slot-0"), 60, "the verdict")
-    keeper.join(60)
+    keeper.join(250)
     assert not keeper.is_alive() and told[0] is False and told[-1] is True
 
 

@@ -178,7 +178,7 @@ def _store(cache: str, path: str, barrier: Any) -> None:
     dataset = TokenDataset(ids, np.ones(1000, dtype=np.bool_), ends - 10, ends, np.arange(100))
     store = TokenCache(Path(cache))
     source = store.source_key(DataOrder.of(Path(path)))
-    barrier.wait(60)
+    barrier.wait(250)
     for number in range(20):
         kept = store.keep(source, f"fingerprint {number}", Tokens(dataset, "text", 0, 100))
         assert kept.dataset.ids.tolist() == ids.tolist()

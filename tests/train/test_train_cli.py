@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from core.spec.run import EXIT_CHECKPOINTED
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights, write_rows
 
 
@@ -27,15 +27,19 @@ def command(model: Path, train: Path, held: Path, output: Path, steps: int, *mor
 
 def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path) -> None:
     train, held = write_rows(tmp_path / "train.jsonl", chats(20)), write_rows(tmp_path / "held.jsonl", chats(5))
-    output, environment = tmp_path / "out", os.environ | ENVIRONMENT
-    line = command(tiny_dir, train, held, output, 300, "--json")
-    process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_until(lambda: len(events(output, "metrics")) >= 5, process)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    environment = os.environ | ENVIRONMENT
+    for turn in range(10):  # one that ends before it is interrupted has shown nothing
+        output = tmp_path / f"turn-{turn}" / "out"
+        line = command(tiny_dir, train, held, output, 300, "--json")
+        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_until(lambda output=output: len(events(output, "metrics")) >= 5, process)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=250)
+        if process.returncode != EXIT_OK:
+            break
     assert process.returncode == EXIT_CHECKPOINTED, told.decode()
     assert b"the same command goes on" in told
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=200)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()
     answer = json.loads(done.stdout)
     assert answer["steps"] == 300
@@ -46,7 +50,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
     assert sources == ["quantised", "cache"]
 
     other = subprocess.run(
-        command(tiny_dir, train, held, output, 3), cwd=ROOT, env=environment, capture_output=True, timeout=100
+        command(tiny_dir, train, held, output, 3), cwd=ROOT, env=environment, capture_output=True, timeout=250
     )
     assert other.returncode == 1
     assert b"holds another run" in other.stderr
@@ -55,7 +59,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
 def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
         line = [sys.executable, "-m", "core.train.cli", *arguments, "--output", str(tmp_path / "out")]
-        done = subprocess.run(line, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, timeout=100)
+        done = subprocess.run(line, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, timeout=250)
         assert done.returncode == 1
         assert b"Traceback" not in done.stderr
         return " ".join(done.stderr.decode().split())

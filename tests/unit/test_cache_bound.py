@@ -93,7 +93,7 @@ def test_holding_is_using(tmp_path: Path) -> None:
 def _churn(cache: str, seed: int, barrier: object) -> None:
     """Makes, holds and throws away; whatever is held is whole until it is let go."""
     chance, root = random.Random(seed), Path(cache)
-    barrier.wait(60)  # type: ignore[attr-defined]
+    barrier.wait(250)  # type: ignore[attr-defined]
     for turn in range(150):
         folder = root / "packed" / str(chance.randrange(6))
         if (lease := caches.hold(folder / "manifest.json")) is not None:

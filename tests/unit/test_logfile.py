@@ -46,7 +46,7 @@ def test_a_runs_log_is_bounded_and_followed_line_by_line(tmp_path: Path) -> None
             assert path.stat().st_blocks * 512 <= most + 100 * 80 + 4096
     gone += logfile.bound(path, most)
     over.set()
-    follower.join(60)
+    follower.join(250)
     os.close(writer)
     assert gone > 40_000 * 80 - most
     assert path.stat().st_size == 40_000 * 80, "no byte has another place than before"
