@@ -1,0 +1,337 @@
+"""Planned against measured memory: `python -m bench.plan [--device cuda] [--only NAME,…]`.
+
+For each combination of model shape, method, quantisation, batching, checkpointing and streaming a child process loads a
+model of random weights as a trainer does (core/train/build.py), takes two optimizer steps and an evaluation, and says
+how much memory that took; beside it the plan's `peak` for the same job, made before anything was loaded.
+
+Measured is, on a GPU, `torch.cuda.max_memory_allocated`. On a CPU it is the kernel's own figure for the process: the
+high-water mark of its resident set (VmHWM, set back by writing 5 to /proc/self/clear_refs once the model is loaded:
+proc_pid_status(5), proc_pid_clear_refs(5)) above what the process had before it loaded the model, when all code had
+been run once on a small model, so that libraries are loaded and their kernels compiled. An account of tensors would
+leave out what the matrix libraries take for themselves, and that is memory as well.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.report import finish, hardware
+
+MIB = 1 << 20
+STEPS = 2
+"""The first makes the optimizer's state; the second has it from its beginning."""
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""For the child on a CPU: the C library gives every block of 64 KiB or more back to the kernel at once (mallopt(3)).
+By itself it raises that bound to 32 MiB as blocks are freed, and keeps what is below it for later, up to as much again
+as all tensors together, and never the same twice: that is its habit, and no property of the job."""
+WANTED = {"cpu": 0.20, "cuda": 0.10}
+"""Error of the plan that the goal allows."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    # Small shapes of real proportions: a deep one, one whose vocabulary is most of it, and other families.
+    "llama": {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "tie_word_embeddings": True,
+    },
+    "wide": {
+        "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 49152, "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16384,
+        "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 16384,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 8192, "n_positions": 2048},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Combination:
+    name: str
+    model: str
+    job: dict[str, Any]
+    longest: int = 128
+    eval_rows: int = 0
+
+
+def _job(method: Any = "lora", rows: int = 8, **more: Any) -> dict[str, Any]:
+    training = {"per_device_train_batch_size": rows, "precision": "bf16"} | more.pop("training", {})
+    return {"model": "/model", "data": "/rows.jsonl", "method": method, "training": training} | more
+
+
+R16 = {"r": 16}
+CHECKPOINTED = {"gradient_checkpointing": True}
+COMBINATIONS = [
+    Combination("llama lora bf16", "llama", _job({"type": "lora", **R16})),
+    Combination("llama lora bf16 checkpointed", "llama", _job({"type": "lora", **R16}, 16, memory=CHECKPOINTED)),
+    Combination("llama lora bf16 selective", "llama", _job(
+        {"type": "lora", **R16}, 16, memory={"gradient_checkpointing": "selective"})),
+    Combination("llama lora fp32", "llama", _job({"type": "lora", **R16}, training={"precision": "fp32"})),
+    Combination("llama qlora nf4", "llama", _job({"type": "qlora", **R16})),
+    Combination("llama qlora int8 packed", "llama", _job(
+        {"type": "qlora", **R16}, quantization="int8", batching={"type": "packed", "tokens_per_batch": 1024})),
+    Combination("llama qlora nf4 tokens checkpointed", "llama", _job(
+        {"type": "qlora", **R16}, batching={"type": "tokens", "tokens_per_batch": 2048}, memory=CHECKPOINTED)),
+    Combination("llama qlora nf4 from host", "llama", _job({"type": "qlora", **R16}, memory={"stream": "host"})),
+    Combination("llama qlora nf4 from disk", "llama", _job({"type": "qlora", **R16}, memory={"stream": "disk"})),
+    Combination("llama lora bf16 from disk", "llama", _job(
+        {"type": "lora", **R16}, memory={"stream": {"type": "disk", "slots": 1}})),
+    Combination("llama full bf16", "llama", _job("full", 4)),
+    Combination("llama full bf16 checkpointed", "llama", _job("full", 8, memory=CHECKPOINTED)),
+    Combination("llama full bf16 offloaded", "llama", _job("full", 4, memory={"offload_optimizer": "host"})),
+    Combination("llama full fp32 accumulated", "llama", _job(
+        "full", 4, training={"precision": "fp32", "gradient_accumulation_steps": 2})),
+    Combination("wide lora bf16", "wide", _job({"type": "lora", **R16})),
+    Combination("wide full bf16", "wide", _job("full", 4)),
+    Combination("wide lora evaluated", "wide", _job(
+        {"type": "lora", **R16}, 2, evaluation={"type": "held_out", "per_device_eval_batch_size": 4}), eval_rows=4),
+    Combination("llama dora bf16", "llama", _job({"type": "lora", "use_dora": True, **R16})),
+    Combination("llama lora dropout attention", "llama", _job(
+        {"type": "lora", "lora_dropout": 0.1, "target_modules": "attention", **R16})),
+    Combination("llama lora eager", "llama", _job({"type": "lora", **R16}, 4, training={"attention": "eager"}), 256),
+    Combination("llama lora math", "llama", _job({"type": "lora", **R16}, 4, training={"attention": "math"}), 256),
+    Combination("qwen3 lora bf16", "qwen3", _job({"type": "lora", **R16})),
+    Combination("gemma2 lora bf16", "gemma2", _job({"type": "lora", **R16})),
+    Combination("gpt2 lora bf16", "gpt2", _job({"type": "lora", **R16})),
+]  # fmt: skip
+
+
+# --- in the child ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    peak: int
+    stages: dict[str, int] = field(default_factory=dict)
+
+
+def measure(work: Path, combination: Combination, device_name: str, account: bool) -> dict[str, Any]:
+    """The child: run the job on a small model, then on this one; bytes that it took."""
+    import torch
+
+    device = torch.device(device_name)
+    _run(work, combination, device, small=True)
+    before = _resident()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    found = _run(work, combination, device, small=False, account=account)
+    high = {name: value - before for name, value in found.pop("high").items()}
+    if device.type == "cuda":
+        high = {"steps": torch.cuda.max_memory_allocated(device)}
+    return found | {"peak": max(high.values()), **high}
+
+
+def _run(work: Path, combination: Combination, device: Any, *, small: bool, account: bool = False) -> dict[str, Any]:
+    import gc
+
+    import numpy as np
+
+    from bench.qlora_models import tokenizer_for
+    from core.spec.job import JobSpec
+    from core.spec.resolve import resolve
+    from core.spec.settled import method_of
+    from core.spec.training import Packed
+    from core.train.attention.probe import prepare_packing
+    from core.train.build import build_model
+    from core.train.data.dataset import TokenDataset, eval_batches
+    from core.train.engine import Engine
+    from core.train.evaluate import measure as evaluate
+    from core.train.events import Unheard
+    from core.train.load import quiet
+    from core.train.optim.optimizers import build_optimizer
+    from core.train.optim.updates import OnDevice
+    from core.train.placement import place
+    from core.train.stages.sft import choose_sft_loss
+
+    quiet()
+    folder = work / (("small-" if small else "") + combination.model)
+    spec = resolve(JobSpec.model_validate(combination.job | {"resources": {
+        "accelerator": "gpu" if device.type == "cuda" else "cpu"}}))  # fmt: skip
+    placement = place(spec.resources, spec.training, method_of(spec))
+    longest = 16 if small else combination.longest
+    built = build_model(
+        spec, folder, placement, tokenizer_for(folder), cache_dir=work / "cache", longest=longest,
+        events=Unheard(), between=lambda: None,
+    )  # fmt: skip
+    updates = built.offload or OnDevice(built.model)
+    engine = Engine(
+        built.model, build_optimizer(spec.optimizer, updates.parameters), lambda step: 1.0, device=placement.device,
+        autocast=placement.autocast, updates=updates,
+    )  # fmt: skip
+    if isinstance(spec.batching, Packed):
+        prepare_packing(engine)
+    loss = choose_sft_loss(engine)[0]
+    rows = 2 if small else _rows(spec, longest)
+    many = max(rows, combination.eval_rows)
+    ids = (np.arange(many * longest) * 7919 + 11) % 1000
+    ends = np.arange(1, many + 1) * longest
+    data = TokenDataset(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_), ends - longest, ends, np.arange(many))
+    gc.collect()
+    high = {}
+    loaded = _resident()
+    _reset()
+    live: Any = _account(engine, built) if account else None
+    for _ in range(1 if small else STEPS):
+        for _ in range(spec.training.gradient_accumulation_steps):
+            batch = data.pack(range(rows)) if isinstance(spec.batching, Packed) else data.collate(range(rows), 0)
+            engine.backward(engine.forward(batch, loss).total / batch.label_tokens)
+            del batch
+        engine.step()
+    high["steps"] = _high()
+    _reset()
+    if combination.eval_rows and not small:
+        evaluate(engine, eval_batches(data, combination.eval_rows, 0))
+        high["evaluation"] = _high()
+    if live is not None:
+        live.__exit__(None, None, None)
+    for each in (built.streamed, built.offload, built.inputs):
+        if each is not None:
+            each.close()
+    return {"high": high, "loaded": loaded} | ({"tensors": live.peak, "start": live.start} if live else {})
+
+
+def _rows(spec: Any, longest: int) -> int:
+    from core.plan.memory import training_pass
+
+    return int(training_pass(spec, longest)[0]) // longest
+
+
+def _account(engine: Any, built: Any) -> Any:
+    from tests.support.live_bytes import LiveBytes
+
+    held = [*engine.model.parameters(), *engine.model.buffers()]
+    but: list[Any] = []
+    if built.streamed is not None:
+        held += [slot.buffer for slot in built.streamed.ring.slots]
+    live = LiveBytes(held, but)
+    live.__enter__()  # type: ignore[no-untyped-call]
+    return live
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _resident() -> int:
+    return _status("VmRSS")
+
+
+def _high() -> int:
+    return _status("VmHWM")
+
+
+def _reset() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+# --- in the parent ---------------------------------------------------------------------------------------
+
+
+def make(folder: Path, about: dict[str, Any], *, small: bool) -> None:
+    """A model of random weights in bfloat16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    about = dict(about)
+    if small:
+        for name, value in (("hidden_size", 128), ("n_embd", 128), ("num_hidden_layers", 2), ("n_layer", 2),
+                            ("intermediate_size", 256), ("vocab_size", 1024), ("num_attention_heads", 4),
+                            ("num_key_value_heads", 2), ("n_head", 4), ("head_dim", 32)):  # fmt: skip
+            if name in about:
+                about[name] = value
+    config: Any = AutoConfig.for_model(about.pop("model_type"), **about)
+    config.dtype = torch.bfloat16
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
+
+
+def planned(work: Path, combination: Combination, device_name: str) -> Any:
+    from core.plan.device import Device
+    from core.plan.memory import plan
+    from core.plan.shape import Shape
+    from core.spec.job import JobSpec
+    from core.spec.resolve import resolve
+
+    spec = resolve(JobSpec.model_validate(combination.job))
+    here = Device("cpu")
+    if device_name == "cuda":
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        about = torch.cuda.get_device_properties(0)
+        here = Device("gpu", getattr(about, "gcnArchName", "").split(":")[0] or f"sm_{major}{minor}")
+    return plan(spec, Shape.of_folder(work / combination.model), longest=combination.longest, device=here)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", help="names, or parts of them, with commas")
+    parser.add_argument("--account", action="store_true", help="also count tensors (slow), to see what is missing")
+    parser.add_argument("--work", type=Path, help="a folder for the models, to be used again")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        one = next(each for each in COMBINATIONS if each.name == args.child)
+        print(json.dumps(measure(args.work, one, args.device, args.account)))
+        return
+    with tempfile.TemporaryDirectory() as aside:
+        work = args.work or Path(aside)
+        wanted = [
+            each for each in COMBINATIONS if not args.only or any(part in each.name for part in args.only.split(","))
+        ]
+        results = [_compare(work, each, args) for each in wanted]
+    limit = WANTED[args.device]
+    far = [each["name"] for each in results if abs(each["error"]) > limit]
+    missed = f"; not: {', '.join(far)}" if far else ""
+    print(f"{len(results) - len(far)} of {len(results)} within {limit:.0%}{missed}")
+    finish({"plan": {"device": args.device, "hardware": hardware(), "within": limit, "combinations": results}})
+
+
+def _compare(work: Path, combination: Combination, args: argparse.Namespace) -> dict[str, Any]:
+    for small in (True, False):
+        folder = work / (("small-" if small else "") + combination.model)
+        if not folder.is_dir():
+            make(folder, MODELS[combination.model], small=small)
+    expected = planned(work, combination, args.device)
+    command = [sys.executable, "-m", "bench.plan", "--device", args.device, "--work", str(work), "--child",
+               combination.name, *(["--account"] if args.account else [])]  # fmt: skip
+    environment = os.environ | (ALLOCATOR if args.device == "cpu" else {})
+    child = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    found = json.loads(child.stdout.splitlines()[-1])
+    error = expected.peak / found["peak"] - 1
+    print(
+        f"{combination.name:<40} planned {expected.peak / MIB:8.1f} MiB   measured {found['peak'] / MIB:8.1f} MiB   "
+        f"{error:+7.1%}   ({expected.moment})",
+        flush=True,
+    )
+    if args.account:
+        own = expected.peak - expected.bytes.get("slack", 0)
+        for figures in (expected.bytes, expected.moments, found):
+            print("      ", {name: round(count / MIB, 1) for name, count in figures.items()})
+        print(f"       of tensors alone {own / found['tensors'] - 1:+.1%}")
+    return {"name": combination.name, "planned": expected.peak, "measured": found["peak"], "error": error,
+            "bytes": expected.bytes, "moment": expected.moment}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

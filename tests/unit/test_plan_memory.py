@@ -1,0 +1,174 @@
+"""The memory plan: what is known to the byte, what must be less than what, and what lies where."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from core.plan.device import CONTEXT_BYTES, Device
+from core.plan.memory import Plan, fits, need, plan
+from core.plan.shape import Shape
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+
+GIB = 2**30
+CARD = Device("gpu", "gfx942", memory=192 * GIB, host=512 * GIB)
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}  # fmt: skip
+SHAPE = Shape.of_config(LLAMA_8B)
+LINEAR = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+TOTAL = 8_030_261_248
+"""Llama 3.1 8B, as its model card says."""
+
+
+def planned(device: Device = CARD, longest: int = 1024, **axes: Any) -> Plan:
+    job = {"model": "a/b", "data": "rows.jsonl"} | axes
+    return plan(resolve(JobSpec.model_validate(job)), SHAPE, longest=longest, device=device)
+
+
+def test_full_fine_tuning_is_sixteen_bytes_a_parameter() -> None:
+    found = planned(method="full", memory={"gradient_checkpointing": True})
+    assert SHAPE.parameters == found.trained == TOTAL
+    tensors = 32 * 9 + 3
+    assert found.bytes["weights"] == found.bytes["gradients"] == 4 * TOTAL
+    assert found.bytes["optimizer"] == 8 * TOTAL + 4 * tensors
+    assert found.moment == "backward ends", "by then every gradient is there"
+
+
+def test_lora_and_packed_weights() -> None:
+    lora = planned(method={"type": "lora", "r": 16})
+    sides = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert lora.bytes["weights"] == 2 * TOTAL
+    assert lora.bytes["adapter"] == 4 * 16 * sides and lora.trained == 16 * sides
+    dora = planned(method={"type": "lora", "r": 16, "use_dora": True})
+    assert dora.trained - lora.trained == 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    dense = 2 * (TOTAL - LINEAR)
+    layers = 32 * 7
+    nf4 = LINEAR // 2 + LINEAR // 64 + 4 * LINEAR // 64 // 256 + 1028 * layers
+    assert planned(method="qlora").bytes["weights"] == dense + nf4
+    single = {"type": "nf4", "double": False}
+    assert planned(method="qlora", quantization=single).bytes["weights"] == dense + LINEAR // 2 + 4 * LINEAR // 64
+    assert planned(method="qlora", quantization="int8").bytes["weights"] == dense + LINEAR + 4 * LINEAR // 64
+    skipped = planned(method="qlora", quantization={"type": "int8", "skip_modules": ["down_proj"]}).bytes["weights"]
+    kept = 32 * 14336 * 4096
+    assert skipped == dense + 2 * kept + (LINEAR - kept) + 4 * (LINEAR - kept) // 64
+
+
+LORA = {"method": {"type": "lora", "r": 16}}
+QLORA = {"method": {"type": "qlora", "r": 16}}
+FULL = {"method": "full"}
+CHECKPOINTED = {"memory": {"gradient_checkpointing": True}}
+SELECTIVE = {"memory": {"gradient_checkpointing": "selective"}}
+
+
+@pytest.mark.parametrize(
+    "less, more",
+    [
+        (LORA, FULL),
+        (LORA | {"quantization": "int8"}, LORA),
+        (QLORA, LORA | {"quantization": "int8"}),
+        (QLORA | {"memory": {"stream": "host"}}, QLORA),
+        (
+            LORA | {"memory": {"gradient_checkpointing": True}},
+            LORA | {"memory": {"gradient_checkpointing": "selective"}},
+        ),
+        (LORA | {"memory": {"gradient_checkpointing": "selective"}}, LORA),
+        (LORA | {"memory": {"activation_offloading": True}}, LORA | {"memory": {"gradient_checkpointing": True}}),
+        (FULL | {"memory": {"offload_optimizer": "host"}}, FULL),
+        (LORA, LORA | {"training": {"precision": "fp32"}}),
+        (LORA, LORA | {"training": {"attention": "eager"}}),
+        (LORA, LORA | {"training": {"per_device_train_batch_size": 16}}),
+        (LORA | {"batching": {"type": "packed", "tokens_per_batch": 2048}}, LORA),
+        (QLORA | {"memory": {"stream": {"type": "disk", "slots": 1}}}, QLORA | {"memory": {"stream": "disk"}}),
+    ],
+)
+def test_what_takes_less(less: dict[str, Any], more: dict[str, Any]) -> None:
+    assert planned(**less).peak < planned(**more).peak
+
+
+def test_attention_in_plain_operations_grows_with_the_square_of_a_row() -> None:
+    axes: dict[str, Any] = LORA | {"training": {"attention": "eager", "per_device_train_batch_size": 1}}
+    short, long = (planned(longest=length, **axes).bytes["activations"] for length in (2048, 4096))
+    flash = LORA | {"training": {"per_device_train_batch_size": 1}}
+    short_flash, long_flash = (planned(longest=length, **flash).bytes["activations"] for length in (2048, 4096))
+    assert long_flash == pytest.approx(2 * short_flash, rel=0.01)  # but for what autocast keeps of the adapters
+    assert long > 3 * short
+    assert planned(Device("gpu", "gfx908"), **LORA).peak > planned(**LORA).peak, "a card without flash attention"
+
+
+def test_an_evaluation_with_whole_logits_can_be_the_peak() -> None:
+    axes: dict[str, Any] = QLORA | {"memory": {"gradient_checkpointing": True}}
+    without = planned(**axes)
+    found = planned(
+        evaluation={"type": "held_out", "per_device_eval_batch_size": 32},
+        **axes | {"data": {"train": "rows.jsonl", "eval": "held.jsonl"}},
+    )
+    assert found.moment == "evaluation" and found.peak > without.peak
+    assert found.bytes["logits"] == 10 * 128256 * 32 * 1024
+
+
+def test_what_lies_on_the_host_and_on_disk() -> None:
+    host = planned(**QLORA | {"memory": {"stream": "host"}})
+    disk = planned(**QLORA | {"memory": {"stream": "disk"}})
+    on_host, on_disk = ({item.kind: item.bytes for item in found.host} for found in (host, disk))
+    assert on_host["blocks"] == 16 * on_disk["blocks"], "32 blocks against two"
+    assert {item.kind for item in disk.disk} == {"checkpoints", "image", "result"}
+    assert {item.kind for item in host.disk} == {"checkpoints", "packed weights", "result"}
+    checkpoints = {item.kind: item.bytes for item in host.disk}["checkpoints"]
+    assert checkpoints == 16 * host.trained * 3, "two are kept, and the next one is being written"
+    merged = planned(**QLORA | {"export": ["merged"]})
+    assert {item.kind: item.bytes for item in merged.disk}["export"] == 2 * TOTAL
+    full = planned(**FULL | {"memory": {"offload_optimizer": "host"}})
+    assert {item.kind: item.bytes for item in full.host}["optimizer"] == 16 * TOTAL
+    assert full.bytes["weights"] == 4 * TOTAL - 2 * LINEAR, "of linear layers the device has what products take"
+
+
+def test_on_a_cpu_what_is_put_aside_counts() -> None:
+    cpu = Device("cpu", memory=64 * GIB, host=64 * GIB)
+    found = planned(cpu, **QLORA | {"memory": {"stream": "host"}})
+    assert found.one_memory
+    assert found.peak == sum(item.bytes for item in found.device) + found.host_bytes
+    assert not planned(cpu, **QLORA | {"memory": {"stream": "disk"}}).host
+
+
+@pytest.mark.parametrize(
+    "memory, host, where, slots",
+    [(64, 512, "none", 0), (16, 512, "host", 2), (16, 10, "disk", 2), (5, 512, "host", 1)],
+)
+def test_auto_is_settled_by_the_plan(memory: int, host: int, where: str, slots: int) -> None:
+    card = Device("gpu", "gfx1100", memory=memory * GIB, host=host * GIB)
+    training = {"per_device_train_batch_size": 4}
+    found = planned(card, **LORA | {"training": training, "memory": {"stream": "auto"}})
+    assert (found.stream.where, found.stream.slots) == (where, slots), found.stream.reason
+    spec = resolve(JobSpec.model_validate({"model": "a/b", "data": "r.jsonl", "memory": {"stream": "auto"}} | LORA))
+    wanted = need(spec, SHAPE, longest=1024, device=card)
+    assert wanted is not None and wanted.of == 32
+    assert need(resolve(JobSpec.model_validate({"model": "a/b", "data": "r.jsonl"} | FULL)), SHAPE, longest=8,
+                device=card) is None  # fmt: skip
+
+
+def test_it_fits_with_a_tenth_to_spare_and_what_the_driver_takes() -> None:
+    found = planned(**QLORA)
+    assert fits(found, None)
+    assert fits(found, int(found.peak / 0.9) + 1) and not fits(found, int(found.peak / 0.9) - 1)
+    assert Device("gpu", "gfx942", memory=GIB, context=True).usable == GIB - CONTEXT_BYTES
+    assert Device("cpu", memory=GIB, context=True).usable == GIB
+
+
+def test_it_says_which_rows_and_which_field() -> None:
+    rows = planned(**LORA)
+    assert (rows.rows, rows.tokens, rows.field) == (8, 8192, "training.per_device_train_batch_size")
+    packed = planned(**LORA | {"batching": {"type": "packed", "tokens_per_batch": 512}})
+    assert (packed.rows, packed.tokens, packed.field) == (1, 1024, "batching.tokens_per_batch")
+
+
+def test_as_json() -> None:
+    found = planned(**QLORA)
+    about = json.loads(json.dumps(found.as_dict()))
+    assert about["peak"] == found.peak == sum(item["bytes"] for item in about["device"])
+    assert all(item["why"] and item["bytes"] > 0 for part in ("device", "host", "disk") for item in about[part])
