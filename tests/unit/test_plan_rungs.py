@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from core.errors import SpecError
 from core.jobs import fit, settle
 from core.jobs.places import Seat
 from core.jobs.slots import Key, Needs, PlanNeeds, Slot
+from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES
 from core.plan.memory import plan
 from core.plan.rungs import rungs
@@ -75,6 +77,23 @@ def test_what_is_asked_for_leaves_out_rungs(axes: Any, last: tuple[str, str, str
         if rung.spec is not None:  # everything that depends on the method is written out
             assert rung.spec == resolve(rung.spec) and rung.spec.method.type == method_of(rung.spec).type
             assert rung.spec.optimizer.learning_rate == (2e-5 if rung.name.startswith("full") else 2e-4)
+
+
+def test_every_job_that_is_accepted_has_a_rung() -> None:
+    """Over the axes that rules connect with the method; a rule that leaves none would be one for `auto`, too."""
+    cells = product(
+        (None, "none", "nf4", "int8"), ("auto", "fp16", "fp8"), ("none", "host", "auto"), (1, 2), ([], ["merged"])
+    )
+    for packing, precision, stream, gpus, export in cells:
+        spec = job(
+            quantization=packing,
+            training={"precision": precision},
+            memory={"stream": stream},
+            resources={"gpus": gpus},
+            export=export,
+        )
+        if not check(spec):
+            assert taken(spec), spec
 
 
 def test_a_job_that_names_its_method_is_its_only_rung() -> None:
