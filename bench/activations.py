@@ -132,7 +132,7 @@ def ways(args: argparse.Namespace, folder: Path, options: QuantOptions | None, c
     if args.peers:
         found[PEERS[0]] = Way(resident, None, transformers)
     if args.peers and device.type == "cuda":
-        from trl.models import get_act_offloading_ctx_manager
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
         around = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
         found[PEERS[1]] = Way(resident, None, held(Keeps()), lambda: around)
