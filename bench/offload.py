@@ -24,6 +24,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "offloaded": lambda: ours(folder, device, args, offload=True),
         "resident": lambda: ours(folder, device, args, offload=False),
     }
-    wanted |= {name: lambda name=name: peer(name, folder, device, args) for name in args.peers}  # type: ignore[misc]
+    wanted |= {name: partial(peer, name, folder, device, args) for name in args.peers}
     here: dict[str, Contender] = {}
     absent: dict[str, str] = {}
     results: dict[str, Any] = {"hardware": _hardware(device), "tokens": args.tokens, "accumulate": args.accumulate}
