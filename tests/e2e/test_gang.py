@@ -1,4 +1,4 @@
-"""A job of two slots on a real service: one of its ranks dies, and the job goes on from its checkpoint."""
+"""Jobs of two slots on a real service: a rank dies, hangs, or has no memory left, people pause, and the job goes on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.service import Service, running, wait_for
+from tests.support.squeeze import MMAPS, squeeze
 from worker import processes
 
 STEPS = 30
@@ -21,7 +22,8 @@ STEPS = 30
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("gang")
-    yield from running(folder, {"EFT_MODEL_ROOTS": str(models), "EFT_CPU_SLOTS": "2", "EFT_RETRY_BACKOFF_SECONDS": "1"})
+    yield from running(folder, {"EFT_MODEL_ROOTS": str(models), "EFT_CPU_SLOTS": "4", "EFT_RETRY_BACKOFF_SECONDS": "1",
+                                "EFT_HANG_SECONDS_TRAINING": "15", **MMAPS})  # fmt: skip
 
 
 def ranks_of(service: Service, job_id: str) -> list[int]:
@@ -63,9 +65,7 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     assert not told_in(folder, "result") and not told_in(folder, "error"), "rank 0 only lost a peer"
     assert [event["code"] for event in told_in(folder, "notice")] == ["rank_died"]
     assert "rank 1 of 2 was ended by SIGKILL" in told_in(folder, "notice")[0]["message"]
-    reply = service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()
-    changes = [event["data"] for event in reply["data"] if event["type"] == "status"]
-    (failure,) = [change["failure"] for change in changes if change.get("failure")]
+    (failure,) = failures(service, job_id)
     assert (failure["class"], failure["code"]) == ("machine", "killed")
     newest = told_in(folder, "checkpoint")[-1]
     assert not list((folder / "checkpoints").glob("tmp-*")) and not list(folder.glob("ranks-*"))
@@ -75,6 +75,71 @@ def test_a_rank_is_killed_and_the_job_goes_on(service: Service, models: Path) ->
     assert [step for step, _ in metrics["loss"]] == list(range(1, STEPS + 1))
     assert {"memory_bytes_rank_0", "memory_bytes_rank_1"} <= metrics.keys()
     assert json.loads(service.artifact(job_id, "run_record.json"))["ranks"]["world_size"] == 2
+
+
+def test_paused_and_hung_it_is_the_same_to_the_bit_and_without_memory_it_takes_half(
+    service: Service, models: Path
+) -> None:
+    rows = service.folder / "more.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"n {n}", "completion": " " + "x" * 240}) + "\n" for n in range(128)))
+    file = service.upload(rows)
+
+    def submit(steps: int, batch: int) -> str:
+        sizes = {"max_steps": steps, "per_device_train_batch_size": batch, "max_length": 256}
+        return service.submit(
+            {
+                "model": str(models / "tiny"), "data": file, "training": sizes,
+                "method": {"type": "lora", "lora_dropout": 0.1},
+                "checkpoint": {"type": "disk", "save_steps": 4}, "resources": {"gpus": 2, "accelerator": "cpu"},
+            }
+        )  # fmt: skip
+
+    def attempt(job_id: str, number: int) -> Path:
+        return service.data / "runs" / job_id / f"attempt-{number}"
+
+    def until(job_id: str, number: int, type: str) -> None:
+        wait_for(lambda: told_in(attempt(job_id, number), type), 300, type, lambda: service.describe(job_id))
+
+    calm, job_id = submit(100, 4), submit(100, 4)
+    until(job_id, 2, "checkpoint")
+    assert service.client.post(f"/jobs/{job_id}/pause").status_code == 200
+    service.wait(job_id, "paused")
+    left = told_in(attempt(job_id, 2), "checkpoint")[-1]
+    assert not service.trainers(job_id)
+    assert service.client.post(f"/jobs/{job_id}/resume").status_code == 200
+    until(job_id, 3, "checkpoint")
+    (resumed,) = told_in(attempt(job_id, 3), "resumed")
+    assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"]), "where it was paused"
+    os.kill(ranks_of(service, job_id)[1], signal.SIGSTOP)
+
+    # While nobody has noticed that yet, another one: a rank that may map no more than it does now.
+    large = submit(10_000, 32)
+    until(large, 2, "metrics")
+    squeeze(ranks_of(service, large)[1], 16 << 20)
+    wait_for(lambda: failures(service, large), 200, "memory", lambda: service.describe(large))
+    until(large, 3, "metrics")
+    service.client.post(f"/jobs/{large}/cancel")
+    over = service.wait(large, "cancelled")
+    assert [failure["code"] for failure in failures(service, large)] == ["out_of_memory"]
+    assert "rank 1 of 2" in failures(service, large)[0]["message"]
+    batch, accumulation = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+    assert over["adjusted"] == {batch: 16, accumulation: 2}
+
+    for one in (calm, job_id):
+        assert service.wait(one, "succeeded", "failed", timeout=400)["status"] == "succeeded", service.describe(one)
+    assert [failure["code"] for failure in failures(service, job_id)] == ["hung"] and not failures(service, calm)
+    stacks = (attempt(job_id, 3) / "log.txt").read_text()
+    assert "--- rank 0 of 2" in stacks and "most recent call first" in stacks
+    ours, theirs = (service.client.get(f"/jobs/{one}/metrics").json()["loss"] for one in (job_id, calm))
+    assert ours == theirs and len(ours) == 100
+    path = "adapter/adapter_model.safetensors"
+    assert service.artifact(job_id, path) == service.artifact(calm, path)
+
+
+def failures(service: Service, job_id: str) -> list[dict[str, Any]]:
+    reply = service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()
+    changes = [event["data"] for event in reply["data"] if event["type"] == "status"]
+    return [change["failure"] for change in changes if change.get("failure")]
 
 
 def told_in(folder: Path, type: str) -> list[dict[str, Any]]:
