@@ -102,13 +102,12 @@ WIDE = {"training": {"max_steps": 2, "per_device_train_batch_size": 12, "max_len
 @pytest.mark.parametrize(
     "axes",
     [
-        {"method": {"type": "lora", "r": 5, "lora_dropout": 0.1}},
         {"method": {"type": "lora", "r": 5, "use_dora": True}},
         {"method": {"type": "qlora", "r": 5, "lora_dropout": 0.1}},
         {"method": {"type": "qlora", "r": 5, "use_dora": True}},
         {"method": "full", "optimizer": {"learning_rate": 1e-4}},
     ],
-    ids=["lora", "dora", "qlora", "qdora", "full"],
+    ids=["dora", "qlora", "qdora", "full"],
 )
 def test_no_product_has_more_rows_and_nothing_else_changes(
     tmp_path: Path, tiny_dir: Path, long_rows: Path, monkeypatch: pytest.MonkeyPatch, axes: dict[str, Any]
