@@ -1,0 +1,170 @@
+"""The plan against torch: weights, adapters, gradients and optimizer to the byte, and all tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from core.plan.device import Device
+from core.plan.families import FAMILIES
+from core.plan.memory import plan
+from core.plan.shape import Shape
+from core.spec.job import JobSpec
+from core.spec.resolve import resolve
+from core.spec.settled import method_of
+from core.spec.training import Full, LoRA
+from core.train.batch import Batch
+from core.train.engine import Engine
+from core.train.kernels.scratch import clear_scratch
+from core.train.load import load_model
+from core.train.methods.full import adapt_full
+from core.train.methods.lora import adapt_lora
+from core.train.optim.optimizers import build_optimizer
+from core.train.quant.adapters import fuse_adapters
+from core.train.quant.model import QuantOptions, load_quantized
+from core.train.stages.sft import choose_sft_loss
+from tests.support.live_bytes import LiveBytes
+
+CPU = Device("cpu", products="bf16")
+VOCABULARY = 512
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+ROWS, TOKENS = 4, 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("plan") / "llama"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
+    """As core/train/build.py builds it, on the CPU."""
+    options = {"nf4": QuantOptions("nf4"), "int8": QuantOptions("int8"), "none": None}
+    assert spec.quantization is not None
+    packing, method = options[spec.quantization.type], method_of(spec)
+    if isinstance(method, Full):
+        return adapt_full(load_model(folder, torch.float32))
+    if packing is None:
+        return adapt_lora(load_model(folder, torch.bfloat16), method, autocast=True)
+    load_quantized(folder, torch.bfloat16, packing, cache)
+    model = adapt_lora(load_quantized(folder, torch.bfloat16, packing, cache)[0], method, autocast=True)
+    fuse_adapters(model)
+    return model
+
+
+METHODS = [
+    {"method": "full"},
+    {"method": {"type": "lora", "r": 4}},
+    {"method": {"type": "lora", "r": 4, "target_modules": "attention"}},
+    {"method": {"type": "lora", "r": 4, "lora_dropout": 0.5}},
+    {"method": {"type": "lora", "r": 4, "use_dora": True}},
+    {"method": {"type": "qlora", "r": 4}},
+    {"method": {"type": "qlora", "r": 4}, "quantization": "int8"},
+]
+NAMES = ["full", "lora", "attention", "dropout", "dora", "nf4", "int8"]
+
+
+@pytest.mark.parametrize("axes", METHODS, ids=NAMES)
+def test_what_is_held_is_what_was_planned(folder: Path, tmp_path: Path, axes: dict[str, Any]) -> None:
+    spec = resolve(JobSpec.model_validate({"model": str(folder), "data": "rows.jsonl", **axes}))
+    shape = Shape.of_folder(folder)
+    found = plan(spec, shape, longest=TOKENS, device=CPU)
+    model = built(folder, spec, tmp_path)
+    rotary = [buffer for name, buffer in model.named_buffers() if "rotary" in name]
+    held = sum(storages([*model.parameters(), *model.buffers()]).values()) - sum(storages(rotary).values())
+    assert found.bytes["weights"] + found.bytes.get("adapter", 0) == held
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert found.trained == sum(p.numel() for p in trained.values())
+
+    optimizer = build_optimizer(spec.optimizer, trained)
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert sum(p.grad.nbytes for p in trained.values() if p.grad is not None) == 4 * found.trained
+    assert (
+        sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
+        == (found.bytes["optimizer"])
+    )
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["all kept", "checkpointed"])
+@pytest.mark.parametrize("axes", METHODS, ids=NAMES)
+def test_the_most_that_torch_has_at_once(
+    folder: Path, tmp_path: Path, axes: dict[str, Any], checkpointed: bool
+) -> None:
+    """Every tensor of two optimizer steps, counted as long as it lives (tests/support/live_bytes.py); the plan is
+    within a tenth of it."""
+    spec = resolve(
+        JobSpec.model_validate(
+            {
+                "model": str(folder),
+                "data": "rows.jsonl",
+                "training": {"per_device_train_batch_size": ROWS},
+                "memory": {"gradient_checkpointing": checkpointed},
+                **axes,
+            }
+        )
+    )
+    found = plan(spec, Shape.of_folder(folder), longest=TOKENS, device=CPU)
+    model = built(folder, spec, tmp_path)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    engine = Engine(
+        model, build_optimizer(spec.optimizer, trained), lambda step: 1.0, device=torch.device("cpu"),
+        autocast=torch.bfloat16,
+    )  # fmt: skip
+    loss, _ = choose_sft_loss(engine)
+    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % VOCABULARY
+    labels = ids.clone()
+    labels[:, 0] = -100
+    batch = Batch(ids, labels, (TOKENS,) * ROWS, ROWS * (TOKENS - 1))
+    clear_scratch()
+    with LiveBytes([*model.parameters(), *model.buffers()], []) as live:
+        for _ in range(2):
+            engine.backward(engine.forward(batch, loss).total / batch.label_tokens)
+            engine.step()
+    planned = found.peak - found.bytes["slack"]
+    assert -0.10 <= planned / live.peak - 1 <= 0.10, (planned, live.peak, found.moments)
+
+
+# --- from config.json alone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_familys_parameters_are_those_of_its_class(family: str) -> None:
+    """Names, shapes and ties, on the meta device, with the family's own defaults and with other ones."""
+    small: dict[str, Any] = {"num_hidden_layers": 3}
+    for changes in ({}, {"tie_word_embeddings": family in ("llama", "qwen2")}):
+        config: Any = AutoConfig.for_model(family, **small | changes)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        there = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shape = Shape.of_config(config.to_dict())
+        here = {weight.name: weight.shape for weight in shape.outside}
+        for number, block in enumerate(shape.blocks):
+            here |= {f"{shape.list_name}.{number}.{weight.name}": weight.shape for weight in block}
+        assert here == there
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+        outside, blocks = shape.targets(LoRA(target_modules="all-linear"))
+        chosen = {f"{shape.list_name}.{number}.{name}" for number, names in enumerate(blocks) for name in names}
+        assert chosen | outside == linear - head
