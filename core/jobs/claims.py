@@ -167,8 +167,8 @@ def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
     shape, longest = shapes.known(session, spec.model), lengths.rows(session, job.project_id, spec).longest
     found = settle.settle(spec, shape, longest, slot)
     key = Key.parse(job.queue_key)
-    if key.needs.plan is not None and found.plan is not None and shape is not None:  # what it has come to, it stays
-        key = fit.planned(key, found.spec, shape, longest, [slot])
+    if key.needs.plan is not None and found.fits and found.plan is not None and shape is not None:
+        key = fit.planned(key, found.spec, shape, longest, [slot])  # what it has come to, it stays
     smaller = {"adjusted": {**(job.adjusted or {}), **found.adjusted}} if found.adjusted else {}
     return {"settled": found.as_dict(), "queue_key": str(key), **smaller}
 

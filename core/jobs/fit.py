@@ -30,6 +30,9 @@ GPU, CPU = Slot("", "gpu", "amd", "gfx942"), Slot("", "cpu")
 FEWER_SLOTS = "`memory.stream.slots: 1`"
 SHORTEST = 64
 """Tokens; no shorter rows are proposed."""
+DIGITS = 5
+"""Binary digits of a need that count, the rest is cut off: what takes nearly the same (another max_length, another
+file) stands in one line, since a look at the queue costs as much as it has lines."""
 PASSING = ("process", "loading")
 """Host memory of every run, or mapped from the model's files, which the kernel can let go."""
 
@@ -64,7 +67,14 @@ def needs(spec: JobSpec, shape: Shape, longest: int, slots: Iterable[Slot]) -> P
     if on_gpu is None or on_cpu is None:
         return None
     host = sum(item.bytes for item in on_gpu.host if item.kind not in PASSING)
-    return PlanNeeds(*(-(-count // MB) for count in (on_gpu.peak + CONTEXT_BYTES, on_cpu.peak, host)))
+    return PlanNeeds(*map(_coarse, (on_gpu.peak + CONTEXT_BYTES, on_cpu.peak, host)))
+
+
+def _coarse(count: int) -> int:
+    """In MB, up to 6 % less: never so that what fits is refused."""
+    megabytes = -(-count // MB)
+    spare = max(0, megabytes.bit_length() - DIGITS)
+    return megabytes >> spare << spare
 
 
 def planned(key: Key, spec: JobSpec, shape: Shape, longest: int, slots: Iterable[Slot]) -> Key:
@@ -83,9 +93,10 @@ def _leasts(spec: JobSpec, shape: Shape, longest: int, slot: Slot) -> Iterator[P
 
 
 def lightest(spec: JobSpec) -> JobSpec:
-    """With the smallest micro-batch that it would be cut to for want of memory."""
-    while (changes := adjust.smaller(spec, adjust.BATCH)) is not None:
-        spec = adjust.apply(spec, changes)
+    """With the smallest batches, of training and of evaluations, that it would be cut to for want of memory."""
+    for field in (adjust.BATCH, adjust.EVAL_BATCH):
+        while (changes := adjust.smaller(spec, field)) is not None:
+            spec = adjust.apply(spec, changes)
     return spec
 
 

@@ -54,7 +54,7 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> Rows:
         epoch = result.get("epoch") or {}
         # Rows held out of another file may be longer than any of these.
         here = spec.data.eval is None
-        longest = min(limit, int(result["tokens"]["longest"])) if here else limit
+        longest = min(limit, max(1, int(result["tokens"]["longest"]))) if here else limit
         rows_used = int(result["rows"]["used"])
         whole = spec.data.split is None  # of a part nobody has counted the tokens
         return Rows(

@@ -35,7 +35,7 @@ class Settled:
     rejected: tuple[tuple[str, str], ...]
     """Those before it: name, and why not."""
     adjusted: Mapping[str, int]
-    """Smaller micro-batches, where none fits with those that were asked for (core/jobs/adjust.py)."""
+    """Smaller batches, where none fits with those that were asked for (core/jobs/adjust.py)."""
     plan: Plan | None
     """None: the model's shape or the slot's memory is not known."""
     fits: bool
@@ -83,22 +83,31 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
             return Settled(rung, _fits_words(planned, usable), tuple(rejected), {}, planned, True)
         rejected.append((rung.name, f"takes {_gb(planned.peak)}, more than {_gb(MARGIN * usable)}"))
         possible.append((rung, planned))
-    for rung, _ in possible:  # none with the micro-batch asked for: the first with a smaller one
+    least: list[tuple[Rung, dict[str, int], Plan]] = []
+    for rung, planned in possible:  # none with the batches asked for: the first with smaller ones
         assert rung.spec is not None
         cut: dict[str, int] = {}
-        while (changes := adjust.smaller(adjust.apply(rung.spec, cut), adjust.BATCH)) is not None:
+        while (changes := _smaller(adjust.apply(rung.spec, cut), planned)) is not None:
             cut |= changes
             planned = plan(adjust.apply(rung.spec, cut), shape, longest=longest, device=device)
             if fits(planned, usable):
                 words = f"{_fits_words(planned, usable)} with {adjust.words(cut)}"
-                before = [(name, why) for name, why in rejected if name != rung.name]
-                return Settled(rung, words, tuple(before), cut, planned, True)
-    if not possible:
+                return Settled(rung, words, _others(rejected, rung), cut, planned, True)
+        least.append((rung, cut, planned))
+    if not least:
         return _unknown(spec, "; ".join(f"{name}: {why}" for name, why in rejected))
-    rung, planned = min(possible, key=lambda one: one[1].peak)
+    rung, cut, planned = min(least, key=lambda one: one[2].peak)
     words = f"nothing fits by the plan; this takes the least ({_gb(planned.peak)} of {_gb(usable)})"
-    others = [(name, why) for name, why in rejected if name != rung.name]
-    return Settled(rung, words, tuple(others), {}, planned, False)
+    return Settled(rung, words, _others(rejected, rung), cut, planned, False)
+
+
+def _smaller(spec: JobSpec, planned: Plan) -> dict[str, int] | None:
+    """What its trainer would have cut after running out of memory at the moment at which it takes most."""
+    return adjust.smaller(spec, adjust.EVAL_BATCH if planned.moment == "evaluation" else adjust.BATCH)
+
+
+def _others(rejected: list[tuple[str, str]], rung: Rung) -> tuple[tuple[str, str], ...]:
+    return tuple((name, why) for name, why in rejected if name != rung.name)
 
 
 def _unknown(spec: JobSpec, why: str) -> Settled:

@@ -500,7 +500,7 @@ def _logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     wide = 8 if shape.logits_capped else 4 if product == 4 else 0
     wide = wide if device.kind == "cpu" else 0
     counted = product if device.kind == "gpu" else 4
-    rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * shape.vocab) // 32 * 32))
+    rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * max(1, shape.vocab)) // 32 * 32))
     return rows * shape.vocab * (product + wide) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
 
 

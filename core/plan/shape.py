@@ -169,7 +169,7 @@ class Shape:
             model_type=str(config.get("model_type")),
             hidden=hidden,
             inner=_number(text, "moe_intermediate_size") or inner if experts else inner,
-            vocab=_number(text, "vocab_size"),
+            vocab=_number(text, "vocab_size") or _rows(outside),
             heads=heads,
             kv_heads=_number(text, "num_key_value_heads") or heads,
             head_dim=_number(text, "head_dim") or hidden // heads,
@@ -346,6 +346,11 @@ def _packed_shapes(path: Path, places: Mapping[str, tuple[Tensor, int]]) -> dict
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+
+
+def _rows(outside: Iterable[Weight]) -> int:
+    """Of the embedding or of the output head, where the configuration does not say how many tokens there are."""
+    return max((weight.shape[0] for weight in outside if weight.kind in ("embedding", "head")), default=1)
 
 
 def _above_zero(value: Any) -> bool:

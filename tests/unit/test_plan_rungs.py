@@ -145,6 +145,23 @@ def test_nothing_fits_and_the_least_is_taken() -> None:
     assert not found.fits and found.rung.name == "streamed" and "nothing fits" in found.reason
 
 
+def test_where_nothing_fits_it_begins_with_the_smallest_batch() -> None:
+    """One row at a time, rather than to be out of memory three times before."""
+    found = settle.settle(job(training={"per_device_train_batch_size": 8}), LLAMA_8B, LENGTH, gpu(4))
+    assert not found.fits and found.adjusted["training.per_device_train_batch_size"] == 1
+    assert found.plan is not None and found.plan.rows == 1
+
+
+def test_evaluations_are_cut_before_a_job_is_refused() -> None:
+    """Whole logits of 64 rows are 42 GB: an evaluation out of memory goes on with fewer rows, and so does the plan."""
+    held_out = {"train": "file-" + "0" * 26, "eval": "file-" + "1" * 26}
+    spec = job(method="qlora", data=held_out, evaluation={"type": "held_out", "per_device_eval_batch_size": 64})
+    assert plan(spec, LLAMA_8B, longest=LENGTH, device=fit.device_of(gpu(24))).moment == "evaluation"
+    assert fit.refusal(spec, LLAMA_8B, LENGTH, [seat(gpu(24))]) is None
+    found = settle.settle(spec, LLAMA_8B, LENGTH, gpu(24))
+    assert found.fits and found.adjusted["evaluation.per_device_eval_batch_size"] < 64, found.reason
+
+
 @pytest.mark.parametrize(("shape", "slot"), [(None, gpu(80)), (LLAMA_8B, Slot("cpu", "cpu"))], ids=["shape", "memory"])
 def test_where_nothing_is_known_it_is_lora(shape: Any, slot: Slot) -> None:
     found = settle.settle(job(), shape, LENGTH, slot)
@@ -195,6 +212,15 @@ def test_needs_are_part_of_the_line() -> None:
     assert [needs.missing(slot) for slot in unknown] == [[], [], []]
     assert needs.missing(Slot("cpu", "cpu", share_bytes=20_000_000_000)) == ["21 GB by its plan"]
     assert "18.2 GB by its plan" in needs.words()
+
+
+def test_jobs_that_take_nearly_the_same_stand_in_one_line() -> None:
+    """A look at the queue costs as much as it has lines: a sweep of 100 lengths is no 100 lines."""
+    needs = [fit.needs(job(training={"max_length": length}), LLAMA_8B, length, []) for length in range(512, 1112, 6)]
+    assert len({need.word for need in needs if need is not None}) < 20
+    exact = plan(fit.lightest(job(method="lora")), LLAMA_8B, longest=LENGTH, device=fit.device_of(gpu(80)))
+    told = fit.needs(job(method="lora"), LLAMA_8B, LENGTH, [])
+    assert told is not None and 0.93 * exact.peak < told.gpu * 1e6 <= exact.peak + CONTEXT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,15 @@ def test_a_config_says_what_the_files_say(tmp_path: Path) -> None:
     assert Shape.from_dict(json.loads(json.dumps(of_files.as_dict()))) == of_files
 
 
+def test_a_vocabulary_that_the_config_does_not_name_is_the_embeddings(tmp_path: Path) -> None:
+    """Old configurations leave out what their class has by itself; a plan divides by it."""
+    config = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
+    whole = Shape.of_config(LLAMA)
+    tensors = {weight.name: ("BF16", list(weight.shape)) for weight in whole.outside}
+    tensors |= {f"model.layers.0.{weight.name}": ("BF16", list(weight.shape)) for weight in whole.blocks[0]}
+    assert Shape.of_folder(write(tmp_path / "model", config, tensors)).vocab == 97
+
+
 def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
     tied = Shape.of_config(LLAMA | {"tie_word_embeddings": True})
     assert tied.tied and tied.parameters == Shape.of_config(LLAMA).parameters - 97 * 64
