@@ -17,7 +17,7 @@ from core.errors import EftError, SpecError
 from core.jobs import adjust, fit, lengths, ready, settle, shapes
 from core.jobs.lengths import Rows
 from core.jobs.places import Seat
-from core.jobs.slots import Needs, Slot
+from core.jobs.slots import Needs, PlanNeeds, Slot
 from core.jobs.states import Status
 from core.plan.memory import Item, Plan, plan
 from core.plan.shape import Shape
@@ -45,7 +45,7 @@ def known(session: Session, spec: JobSpec) -> Known:
         case LocalModel(path=path) if (Path(path) / "config.json").is_file():
             try:
                 return Known(Shape.of_folder(Path(path), field="model.path"), "the model's folder")
-            except (EftError, OSError, ValueError) as error:
+            except (EftError, OSError, ValueError, KeyError, TypeError) as error:
                 words = error.message if isinstance(error, EftError) else str(error)
                 return Known(None, f"the model cannot be planned: {words}")
         case LocalModel() | HubModel() | GGUFModel():
@@ -76,7 +76,8 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
     if model.shape is None:
         return None, model.source
     shape, rows, seats = model.shape, lengths.rows(session, project_id, spec), ready.seats(session)
-    places = [_place(session, project_id, spec, shape, rows, group) for group in _groups(spec, seats)] or [
+    takes = fit.sought(spec, shape, rows.longest, ready.training(seats))
+    places = [_place(session, project_id, spec, shape, rows, takes, group) for group in _groups(spec, seats)] or [
         _unplaced(spec, shape, rows)
     ]
     refused = fit.refusal(spec, shape, rows.longest, seats)
@@ -110,10 +111,15 @@ def _groups(spec: JobSpec, seats: Sequence[Seat]) -> list[list[Seat]]:
 
 
 def _place(
-    session: Session, project_id: str, spec: JobSpec, shape: Shape, rows: Rows, seats: Sequence[Seat]
+    session: Session,
+    project_id: str,
+    spec: JobSpec,
+    shape: Shape,
+    rows: Rows,
+    takes: PlanNeeds | None,
+    seats: Sequence[Seat],
 ) -> dict[str, Any]:
     slot = seats[0].slot
-    takes = fit.needs(spec, shape, rows.longest, [slot])
     settled = settle.settle(spec, shape, rows.longest, slot)
     lacks = Needs.of(spec.resources).missing(slot)
     short = [] if takes is None else takes.missing(slot)

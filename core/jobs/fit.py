@@ -2,7 +2,7 @@
 
 What decides is the least that a job can come to: the last rung of `method: auto`, the smallest micro-batch that the
 service would cut it to by itself (core/jobs/adjust.py), blocks in files where they may be streamed. Only what does not
-fit even then is refused: a plan is an estimate, and the rest is tried.
+fit even then, with what a plan may be wrong by, is refused: a plan is an estimate, and the rest is tried.
 """
 
 from __future__ import annotations
@@ -77,9 +77,19 @@ def _coarse(count: int) -> int:
     return megabytes >> spare << spare
 
 
-def planned(key: Key, spec: JobSpec, shape: Shape, longest: int, slots: Iterable[Slot]) -> Key:
+def sought(spec: JobSpec, shape: Shape, longest: int, slots: Sequence[Slot]) -> PlanNeeds | None:
+    """What a slot must have for the job to start there: the least by its plan or, where none of those that have all
+    else has as much, what of it is certain. None, SpecError as of `needs`."""
+    takes, asks = needs(spec, shape, longest, slots), Needs.of(spec.resources)
+    able = [slot for slot in slots if not asks.missing(slot)]
+    if takes is None or not able or any(not takes.missing(slot) for slot in able):
+        return takes
+    return takes.certain if any(not takes.certain.missing(slot) for slot in able) else takes
+
+
+def planned(key: Key, spec: JobSpec, shape: Shape, longest: int, slots: Sequence[Slot]) -> Key:
     """The line of a job whose model is known. SpecError as of `plan`."""
-    return replace(key, needs=replace(key.needs, plan=needs(spec, shape, longest, slots)))
+    return replace(key, needs=replace(key.needs, plan=sought(spec, shape, longest, slots)))
 
 
 def _smallest(plans: Iterable[Plan]) -> Plan | None:
@@ -127,7 +137,7 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) ->
         return wrong
     asks, there = Needs.of(spec.resources), [seat for seat in seats if seat.slot.phase == "train"]
     able = [seat for seat in there if not asks.missing(seat.slot)]
-    takes = needs(spec, shape, longest, [seat.slot for seat in there])
+    takes = sought(spec, shape, longest, [seat.slot for seat in there])
     if takes is None:
         why = next((why for rung in rungs(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
         return SpecError(f"{why}; train adapters over them (`method: qlora`)", field="method")

@@ -203,6 +203,21 @@ def test_the_least_of_auto_is_the_least_of_all() -> None:
     assert large.gpu - small.gpu < 500, "a batch is cut by itself, and refuses nothing; gradients accumulate then"
 
 
+def test_what_an_estimate_may_be_wrong_by_refuses_nothing() -> None:
+    """A card that is a little too small by the plan is tried where there is no larger one, and stands back else."""
+    spec = job(method="lora")
+    takes = fit.needs(spec, LLAMA_8B, LENGTH, [])
+    assert takes is not None
+    close, far, large = gpu(takes.gpu * 0.93 / 1000), gpu(takes.gpu * 0.85 / 1000), gpu(80)
+    assert fit.refusal(spec, LLAMA_8B, LENGTH, [seat(close)]) is None
+    assert fit.refusal(spec, LLAMA_8B, LENGTH, [seat(far)]) is not None
+    line = Key(Needs.of(spec.resources), "p", "o", 0)
+    alone = fit.planned(line, spec, LLAMA_8B, LENGTH, [far, close]).needs
+    assert alone.missing(close) == [] and alone.missing(far) != [], "what is not refused can be claimed"
+    both = fit.planned(line, spec, LLAMA_8B, LENGTH, [close, large]).needs
+    assert both.missing(close) != [] and both.missing(large) == []
+
+
 def test_needs_are_part_of_the_line() -> None:
     needs = Needs("any", plan=PlanNeeds(18_200, 21_000, 300))
     assert Needs.parse(needs.key) == needs and Key.parse(f"{needs.key}|p|o|100").needs == needs
