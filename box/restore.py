@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.restore import Restored, restore
-from box.backup.store import BackupError, Store
+from box.backup.store import Store
+from core.errors import EftError
 from core.settings import Settings
 
 EPILOG = """\
@@ -64,7 +65,7 @@ def main() -> int:
             damaged=given.damaged,
             tell=lambda words: print(words, file=sys.stderr, flush=True),
         )
-    except BackupError as error:
+    except EftError as error:  # of the backup, or of a bucket that is away
         print(f"eft restore: {error.message}", file=sys.stderr)
         return 1
     except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:

@@ -130,10 +130,12 @@ def _begun(settings: Settings, snapshot: Snapshot) -> Settled | None:
         if told is None:
             return None
         with database.read() as session:
-            unfinished = installation.closed(installation.find(session)) is not None
+            token = installation.closed(installation.find(session))
     finally:
         database.dispose()
-    name, settled = told
+    if token == "":  # nor has it been settled (`_postgresql`): what its audit tells of is an earlier restore
+        return None
+    name, settled, unfinished = *told, token is not None
     if unfinished and name != snapshot.name:
         raise BackupError(f"a restore of {name} was begun into this database: finish it (--snapshot {name})")
     if not unfinished and name == snapshot.name:
@@ -312,7 +314,7 @@ def _postgresql(folder: Path, database: Database, snapshot: Snapshot, notices: N
     with database.write() as session:
         databases.load_postgresql(folder, session)
         if snapshot.bucket is not None and snapshot.revision >= MARKS:  # closed also while it is migrated
-            session.execute(update(Installation).values(mark=_mark(snapshot)))
+            session.execute(update(Installation).values(mark=installation.CLOSED))
         if snapshot.revision == migrate.head():
             return settle(session, snapshot.name, snapshot.taken_at, notices, mark=_mark(snapshot))
     migrate.upgrade(database)

@@ -40,8 +40,9 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path, hub: Hub) -> Iterator[Service]:
-    environment = {"EFT_MODEL_ROOTS": str(models), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
-    yield from running(tmp_path_factory.mktemp("qlora"), environment)
+    folder = tmp_path_factory.mktemp("qlora")
+    environment = {"EFT_MODEL_ROOTS": f"{models}:{folder}", "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    yield from running(folder, environment)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_what_is_refused_at_the_door_and_in_the_job(service: Service, models: Pa
         assert reply.status_code == 422, reply.text
         assert (reply.json()["error"]["code"], reply.json()["error"]["field"]) == (code, field)
 
-    gptq = shutil.copytree(models / "tiny", models / "gptq", dirs_exist_ok=True)
+    gptq = Path(shutil.copytree(models / "tiny", service.folder / "gptq"))
     config = json.loads((gptq / "config.json").read_text())
     (gptq / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     job = service.wait(service.submit(spec | {"model": str(gptq), "method": "qlora"}), "failed", "succeeded")

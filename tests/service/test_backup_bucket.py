@@ -17,7 +17,7 @@ from box.backup.restore import restore
 from box.backup.settle import RESTORED
 from core.db.engine import Database
 from core.db.migrate import upgrade
-from core.db.tables import Audit, Job, Project, User
+from core.db.tables import Audit, Installation, Job, Project, User
 from core.jobs import installation
 from core.jobs.submit import Actor, submit
 from core.settings import Settings
@@ -132,6 +132,14 @@ def test_a_restore_that_is_killed_anywhere_is_ended_by_the_same_command(settings
         found = installation.find(session)
         assert found.marked_by is not None and name in found.marked_by
         assert session.execute(select(func.count()).where(Audit.action == RESTORED)).scalar_one() == 1
-    again.dispose()
+    elsewhere = new.model_copy(update={"lease_seconds": 0.0})
     with pytest.raises(backups.BackupError, match="to the end: nothing is left to do"):
-        restore(new.model_copy(update={"lease_seconds": 0.0}), kept)
+        restore(elsewhere, kept)
+    # As a restore of a later backup leaves it that was killed between two schemas: the audit is of the one before.
+    with again.write() as session:
+        session.execute(update(Installation).values(mark=installation.CLOSED))
+    with pytest.raises(HalfRestored):
+        installation.check_data_root(again, bucket, "the API elsewhere")
+    again.dispose()
+    with pytest.raises(backups.BackupError, match="a backup goes into a new database"):
+        restore(elsewhere, kept)

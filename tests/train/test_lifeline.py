@@ -141,6 +141,7 @@ def test_silence_counts_from_when_the_lease_was_last_held() -> None:
     now = boottime()
     for held_at, waiting, expected in (
         (now - 901, b"", EXIT_FENCED), (now - 300, b"", 0), (now - 901, heartbeat(now), 0),
+        (now - 901, b".", 0),  # of a worker that was started before heartbeats told the time
     ):  # fmt: skip
         command = [sys.executable, "-c", code, str(held_at)]
         stdin, held_open = os.pipe()  # not closed by us while the child runs: that too would fence it

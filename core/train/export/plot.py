@@ -23,8 +23,10 @@ def plot_loss(
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.add_axes((0.08, 0.11, 0.84, 0.85))  # a layout engine would draw everything twice
     marker = "o" if len(metrics) == 1 else ""
-    steps, losses = zip(*((m["step"], m["loss"]) for m in metrics if "loss" in m), strict=True)  # a lost one has none
-    axes.plot(steps, losses, linewidth=1.2, marker=marker, label="training")
+    with_loss = [m for m in metrics if "loss" in m]  # a lost one has none
+    axes.plot(
+        [m["step"] for m in with_loss], [m["loss"] for m in with_loss], linewidth=1.2, marker=marker, label="training"
+    )
     if evaluations:
         at, held_out = [e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations]
         axes.plot(at, held_out, "o--", linewidth=1.0, label="held out")
