@@ -7,14 +7,15 @@ docs/memory.md has the formula in a table; `python -m bench.plan` holds it again
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, assert_never
 
 from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, worked
 from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
-from core.plan.shape import ADAPTABLE, Selected, Shape, Weight
+from core.plan.shape import Shape
 from core.plan.stream import MARGIN, Decision, Free, Need, settle
+from core.plan.weights import Held, weigh
 from core.spec.job import JobSpec
 from core.spec.runtime import (
     ActivationsOnHost,
@@ -28,8 +29,6 @@ from core.spec.runtime import (
 from core.spec.settled import method_of
 from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, Packed, QLoRA, Rows, Tokens
 
-ALIGNMENT = 256
-"""Between the streamed tensors of a block (core/train/memory/blocks.py)."""
 WHOLE_LOGITS_BYTES = 256 << 20
 """Float32 logits up to which a trained head runs on all label tokens at once (core/train/stages/sft.py)."""
 STAGING_BYTES = 64 << 20
@@ -151,7 +150,7 @@ def need(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Need |
     blocks."""
     if isinstance(method_of(spec), Full) or not shape.layers:
         return None
-    held = _held(spec, shape, device)
+    held = weigh(spec, shape, device)
     resident = _plan(spec, shape, longest, device, Decision("none", 0, False, ""))
     streamed = _plan(spec, shape, longest, device, Decision("host", 1, True, ""))
     trained = held.adapter * 4
@@ -167,164 +166,11 @@ def need(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Need |
     )
 
 
-# --- weights ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Bytes of what lies somewhere for the whole run."""
-
-    outside: int
-    """Base weights in no block."""
-    frozen: tuple[int, ...]
-    """Of each block, the base weights that would be streamed."""
-    aligned: tuple[int, ...]
-    """The same as they lie in a slot."""
-    still: int
-    """Of all blocks, the base weights that would not: norms, biases, tables of packed layers."""
-    adapter: int
-    """Adapter weights in float32."""
-    tensors: int
-    """Trained tensors: each has a counter of steps."""
-    trained: int
-    """Trained parameters."""
-    dense: int
-    """Packed weights, unpacked into the precision of products."""
-    largest_dense: int
-    """The largest of them."""
-    adapted: tuple[frozenset[str], ...]
-    """Of each block, the linear layers with an adapter."""
-    head: bool
-    """The output head has one: its logits are made whole."""
-
-    @property
-    def gradients(self) -> int:
-        """In float32."""
-        return 4 * self.trained
-
-    @property
-    def stays(self) -> int:
-        return self.outside + self.still
-
-    @property
-    def weights(self) -> int:
-        """All base weights."""
-        return self.stays + sum(self.frozen)
-
-    @property
-    def largest(self) -> int:
-        return max(self.aligned, default=0)
-
-
-@dataclass(slots=True)
-class _Part:
-    """Bytes of the base weights of a block, or of what is in none."""
-
-    frozen: int = 0
-    aligned: int = 0
-    still: int = 0
-    dense: int = 0
-    largest_dense: int = 0
-
-
-def _held(spec: JobSpec, shape: Shape, device: Device) -> _Held:
-    method = method_of(spec)
-    full = isinstance(method, Full)
-    width = 4 if full or device.precision(spec.training) == "fp32" else 2
-    pack, packed = _packing(spec, shape), _packed(spec, shape)
-    halved = full and isinstance(spec.memory.offload_optimizer, HostOffload) and spec.training.precision != "fp8"
-    linear = 2 if halved and device.precision(spec.training) != "fp32" else width
-    outside = _measure(shape.outside, packed[0], pack, width, width)
-    blocks = [_measure(block, names, pack, width, linear) for block, names in zip(shape.blocks, packed[1], strict=True)]
-    targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
-    count = tensors = 0
-    if not isinstance(method, Full):
-        targets = shape.targets(method)
-        for part, names in zip((shape.outside, *shape.blocks), (targets[0], *targets[1]), strict=True):
-            for weight in part:
-                if weight.kind in ADAPTABLE and weight.module in names:
-                    count += method.r * (weight.inputs + weight.outputs) + (weight.outputs if method.use_dora else 0)
-                    tensors += 3 if method.use_dora else 2
-    return _Held(
-        outside=outside.frozen + outside.still,
-        frozen=tuple(block.frozen for block in blocks),
-        aligned=tuple(block.aligned for block in blocks),
-        still=sum(block.still for block in blocks),
-        adapter=4 * count,
-        tensors=len(shape.outside) + sum(len(block) for block in shape.blocks) if full else tensors,
-        trained=shape.parameters if full else count,
-        dense=sum(part.dense for part in (outside, *blocks)),
-        largest_dense=max(part.largest_dense for part in (outside, *blocks)),
-        adapted=targets[1],
-        head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
-    )
-
-
-def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _Part:
-    """Bytes of a number that is not packed: `linear` in linear layers, else `other` (where the optimizer's state is on
-    the host, it has the weights in float32, and the device what products are made of: core/train/memory/offload.py)."""
-    found = _Part()
-    layers = {weight.module for weight in part if weight.kind == "linear"}
-    for weight in part:
-        width = linear if weight.module.removesuffix(".bias") in layers else other
-        if pack is not None and weight.kind == "linear" and weight.module in packed:
-            tensors, beside = pack.bytes(weight.numel)
-            found.still += beside
-            found.dense += weight.numel * width
-            found.largest_dense = max(found.largest_dense, weight.numel * width)
-        elif len(weight.shape) >= 2:
-            tensors = (weight.numel * width,)
-        else:
-            tensors = ()
-            found.still += weight.numel * width
-        found.frozen += sum(tensors)
-        found.aligned += sum(-(-size // ALIGNMENT) * ALIGNMENT for size in tensors)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    bits: int
-    block: int
-    double: bool
-
-    def bytes(self, numel: int) -> tuple[tuple[int, ...], int]:
-        """(of elements and scales, each a tensor; of the table and offset beside them): `core.train.quant.layout`."""
-        elements, scales = -(-numel * self.bits // 8), -(-numel // self.block)
-        if self.double:
-            return (elements, scales, 4 * -(-scales // 256)), 4 * 256 + 4
-        return (elements, 4 * scales), 0
-
-
-def _packing(spec: JobSpec, shape: Shape) -> _Packing | None:
-    match spec.quantization:
-        case NF4(double=double):
-            return _Packing(4, 64, shape.packed_double if shape.packed else double)
-        case Int8(block_size=block):
-            return _Packing(8, block, False)
-        case None | NoQuantization():
-            return _Packing(4, 64, shape.packed_double) if shape.packed else None
-        case _ as never:
-            assert_never(never)
-
-
-def _packed(spec: JobSpec, shape: Shape) -> Selected:
-    """The linear layers with packed weights."""
-    if isinstance(spec.quantization, NF4 | Int8) and not shape.packed:
-        return shape.packable(spec.quantization.skip_modules)
-    if not shape.packed:
-        return frozenset(), (frozenset(),) * shape.layers
-    return (
-        frozenset(weight.module for weight in shape.outside if weight.dtype == "NF4"),
-        tuple(frozenset(weight.module for weight in block if weight.dtype == "NF4") for block in shape.blocks),
-    )
-
-
 # --- the moments -----------------------------------------------------------------------------------------
 
 
 def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Decision) -> Plan:
-    held = _held(spec, shape, device)
+    held = weigh(spec, shape, device)
     tokens, field = training_pass(spec, longest)
     what, streams = Pass(tokens, longest), stream.where != "none"
     numbers = replace(_numbers(spec, shape, device, frozenset()), whole=held.head)
@@ -373,7 +219,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     )
 
 
-def _state(spec: JobSpec, shape: Shape, held: _Held, device: Device, stream: Decision) -> list[Item]:
+def _state(spec: JobSpec, shape: Shape, held: Held, device: Device, stream: Decision) -> list[Item]:
     """What is on the device all the time."""
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
     optimizer = 0 if offloads else 8 * held.trained + 4 * held.tensors
@@ -403,7 +249,7 @@ class _Kept:
     host: tuple[Item, ...] = ()
 
 
-def _kept(spec: JobSpec, shape: Shape, held: _Held, device: Device, what: Pass, *, streams: bool) -> _Kept:
+def _kept(spec: JobSpec, shape: Shape, held: Held, device: Device, what: Pass, *, streams: bool) -> _Kept:
     one = work = everything = chosen = 0
     cached: dict[tuple[int, frozenset[str]], tuple[int, int, int]] = {}
     for number, names in zip(shape.order, held.adapted, strict=True):
@@ -465,7 +311,7 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
             assert_never(never)
 
 
-def _casts(shape: Shape, held: _Held, numbers: Numbers) -> int:
+def _casts(shape: Shape, held: Held, numbers: Numbers) -> int:
     """What autocast keeps of trained matrices, rounded to the precision of products, from a forward to its end."""
     if numbers.computed == 4:
         return 0
@@ -475,7 +321,7 @@ def _casts(shape: Shape, held: _Held, numbers: Numbers) -> int:
     return 2 * (head + sum(weight.numel for block in shape.blocks for weight in block if len(weight.shape) >= 2))
 
 
-def _travelling(shape: Shape, held: _Held, numbers: Numbers) -> int:
+def _travelling(shape: Shape, held: Held, numbers: Numbers) -> int:
     """Gradients on their way to the host: twice the larger of a block's and of the largest other parameter's."""
     if not numbers.trained:
         return 2 * max(held.gradients // max(1, shape.layers), 0)
@@ -529,7 +375,7 @@ def _weights_why(spec: JobSpec, shape: Shape, streams: bool) -> str:
 # --- elsewhere -------------------------------------------------------------------------------------------
 
 
-def _host(spec: JobSpec, held: _Held, device: Device, stream: Decision) -> Iterable[Item]:
+def _host(spec: JobSpec, held: Held, device: Device, stream: Decision) -> Iterable[Item]:
     if not device.one_memory:
         yield Item("process", PROCESS_BYTES, "Python, torch, transformers")
     if isinstance(spec.memory.offload_optimizer, HostOffload):
@@ -549,7 +395,7 @@ def _host(spec: JobSpec, held: _Held, device: Device, stream: Decision) -> Itera
             assert_never(never)
 
 
-def _disk(spec: JobSpec, shape: Shape, held: _Held, stream: Decision) -> Iterable[Item]:
+def _disk(spec: JobSpec, shape: Shape, held: Held, stream: Decision) -> Iterable[Item]:
     one = 16 * held.trained
     yield Item(
         "checkpoints",
