@@ -48,6 +48,10 @@ def differences(specs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row[1:])}
 
 
+SETTLED = "settled"
+"""What `method: auto` came to: of two jobs with the same spec, one may have trained all weights and one adapters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     jobs: Sequence[Job]
@@ -62,7 +66,11 @@ class Comparison:
         names = dict.fromkeys(name for one in figures for name in one)
         chosen = [name for name in names if not wanted or name in wanted or name.rpartition(".")[2] in wanted]
         rows = {name: [one.get(name) for one in figures] for name in chosen}
-        specs = [{name: value for name, value in job.spec.items() if name != "name"} for job in jobs]
+        specs = [
+            {name: value for name, value in job.spec.items() if name != "name"}
+            | ({} if job.settled is None else {SETTLED: job.settled["rung"]})
+            for job in jobs
+        ]
         return cls(jobs, differences(specs), rows)
 
     def as_dict(self) -> dict[str, Any]:

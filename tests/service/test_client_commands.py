@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 from eft.cli import app, tree
-from eft.comparison import differences, flat, written
+from eft.comparison import Comparison, differences, flat, written
 from eft.completion import offers
 from eft.conditions import Condition, figures
 from eft.delegated import parse
 from eft.errors import UsageFault
 from eft.manual import find, pages
 from eft.manual_pages import roff
+from eft.types import Job
 from typer.testing import CliRunner
 
 from core.jobs.finish import Failed, Succeeded
@@ -83,6 +84,13 @@ def test_compare(eft: Any, jobs: tuple[str, str, str]) -> None:
     assert re.search(r"^method\.r +8 +16 +24 *$", shown, re.MULTILINE), shown
     assert re.search(r"^status +succeeded +succeeded +failed *$", shown, re.MULTILINE)
     assert eft("compare", first).exit_code == 2 and eft("compare", first, second, "--csv", "--json").exit_code == 2
+
+
+def test_compare_says_what_method_auto_came_to() -> None:
+    about = {"status": "succeeded", "created_at": "2026-01-01T00:00:00Z", "spec": {"method": {"type": "auto"}}}
+    full, packed = (Job.parse({"id": rung, "settled": {"rung": rung}, **about}) for rung in ("full", "qlora"))
+    assert Comparison.of([full, packed], [{}, {}]).as_dict()["spec"] == {"settled": ["full", "qlora"]}
+    assert Comparison.of([full, full], [{}, {}]).spec == {}
 
 
 def told_spec(eft: Any, job_id: str) -> dict[str, Any]:
