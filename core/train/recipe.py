@@ -27,7 +27,7 @@ from core.train.build import build_model, count_parameters
 from core.train.checkpoint import store
 from core.train.data.windows import Feed
 from core.train.disk import tell_failure
-from core.train.engine import Engine
+from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluate import Evaluator
 from core.train.events import EventWriter, Unheard
 from core.train.export.artifacts import write_artifacts
@@ -183,6 +183,10 @@ def _train(
         loop.run()
     finally:
         gc.unfreeze()
+    if 0 < engine.steps == ledger.lost_losses:  # fewer than the scaler has patience with
+        raise Diverged(
+            f"in none of {engine.steps} step(s) the loss was a finite number; {REMEDY}", field="training.precision"
+        )
 
     # --- save ----------------------------------------------------------------------------------------
     events.write("phase", phase="saving")

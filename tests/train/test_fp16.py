@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.training import AdamW, Linear, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
@@ -301,3 +301,18 @@ def test_a_forward_pass_that_overflows_costs_a_step_and_no_run(loud_dir: Path, t
     assert run(second) == EXIT_OK
     assert weights(second) == weights(calm)
     assert "loss" not in events(second, "metrics")[0]["values"]
+
+
+def test_a_run_that_has_only_lost_steps_has_diverged(loud_dir: Path, tmp_path: Path) -> None:
+    """Fewer than would have ended it on the way: nothing was learnt, and there is no loss to tell."""
+    axes: dict[str, Any] = {
+        "method": {"type": "lora", "r": 4},
+        "training": {"max_steps": PATIENCE - 1, "precision": "fp16", "max_length": 64},
+    }
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"count {LOUD}:", "completion": " x"}] * PATIENCE)
+    run_dir = write_run(tmp_path / "run", loud_dir, rows, **axes)
+    assert run(run_dir) == EXIT_FAILED
+    error = events(run_dir)[-1]
+    assert (error["code"], error["failure"]) == ("diverged", "user"), error
+    assert f"in none of {PATIENCE - 1} step(s)" in error["message"]
+    assert len(events(run_dir, "metrics")) == PATIENCE - 1
