@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 
 from core.db.engine import Database
 from core.db.tables import Event, Job, ModelShape
-from core.jobs import explain, nodes, ready, settle
+from core.jobs import explain, fit, nodes, ready, settle
 from core.jobs.claims import Claim, claim
 from core.jobs.explain import Desk
 from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
@@ -142,6 +142,23 @@ def test_what_was_settled_is_not_claimed_where_it_does_not_fit(box: Box) -> None
     box.end(first, HandedBack("the worker leaves"))
     assert box.claim("small", SMALL) is None
     assert box.claim("large", LARGE) is not None
+
+
+def test_what_nothing_fits_is_tried_again_where_it_began(box: Box) -> None:
+    """By its plan the least of it leaves no tenth of this card free. It is tried, and after that it is not stuck."""
+    probe = resolve(parse_job({"model": "a/b", "data": "file-" + "0" * 26, "method": "auto"}))
+    takes = fit.needs(probe, LLAMA_1B, 256, [])
+    assert takes is not None
+    gigabytes = takes.gpu * 1.02 / 1000
+    box.node("tight", gigabytes)
+    job_id = box.submit(training={"max_length": 256, "per_device_train_batch_size": 16})
+    assert box.prepare(job_id) is Status.QUEUED
+    first = box.claim("tight", gigabytes)
+    assert first is not None and first.settled is not None and "nothing fits" in first.settled["reason"]
+    assert first.adjusted["training.per_device_train_batch_size"] == 1, "it begins with the smallest batch"
+    assert box.end(first, HandedBack("the worker leaves")) is Status.QUEUED
+    again = box.claim("tight", gigabytes)
+    assert again is not None and (again.settled, again.adjusted) == (first.settled, first.adjusted)
 
 
 def test_a_job_is_passed_over_where_it_does_not_fit(box: Box) -> None:
