@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures.thread import BrokenThreadPool
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from core.train.batch import Batch
 from core.train.engine import Diverged, Engine
 from core.train.memory import offload as module
 from core.train.memory.blocks import find_blocks
+from core.train.memory.held import narrow_parameters
 from core.train.memory.link import OneMemory
 from core.train.memory.offload import Offload
 from core.train.memory.pin import refused
@@ -285,6 +288,84 @@ def test_a_block_waits_for_its_own_update_and_for_no_other() -> None:
     window(resident, 0)
     resident.step()
     assert torch.equal(resident.forward(one, sft_loss).total, loss.total)
+
+
+# --- gradients that a thread takes, as on a GPU ----------------------------------------------------------
+
+
+def taken_by_the_thread(held: Offload, at_once: int) -> None:
+    """The way of a GPU's gradients, over one memory: no more than `at_once` bytes of them wait for the thread."""
+    held.device, held._at_once = torch.device("cuda", 0), at_once
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_a_thread_takes_gradients_one_at_a_time_or_as_they_come(at_once: int) -> None:
+    """Also one that is larger than all that may wait."""
+    wanted = train(engine_of(model_of("qwen2"), False))
+    with offloaded(engine := engine_of(model_of("qwen2"), True)) as held:
+        taken_by_the_thread(held, at_once)
+        assert same(train(engine), wanted)
+        assert held._under_way == 0
+
+
+def test_a_gradient_that_is_refused_leaves_none_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told once all others have arrived, late ones too: none of them counts in the next window."""
+    wanted = train(engine_of(model_of("llama"), False))
+    with offloaded(engine := engine_of(model_of("llama"), True)) as held:
+        taken_by_the_thread(held, 1 << 20)
+        real, calls, last = OneMemory.fetch, iter(range(10**6)), len(held.parameters) - 1
+
+        def fetch(self: Any, source: Tensor, after: Any) -> Iterator[Any]:
+            if (number := next(calls)) == 0:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            if number == last:
+                threading.Event().wait(0.3)  # longer than telling the first takes
+            return real(self, source, after)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(OneMemory, "fetch", fetch)
+            patched.setattr(held, "_add", partial(copied, held._add))
+            one = batch(7)
+            engine.backward(engine.forward(one, sft_loss).total)
+            with pytest.raises(ModelError, match="no memory left"):
+                engine.updates.gather()
+            assert held._under_way == 0 and next(calls) == last + 1
+        engine.zero_grad()
+        assert same(train(engine), wanted)
+
+
+def copied(add: Callable[..., None], master: nn.Parameter, gradient: Tensor, after: Any) -> None:
+    """Not taken as it is, though it could be."""
+    add(master, gradient.double(), after)
+
+
+def test_a_thread_that_cannot_begin_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "_begin", refuses)
+    with pytest.raises(BrokenThreadPool):
+        Offload(model_of("llama"), CPU, beside=True)
+
+
+def test_what_is_read_outside_of_the_blocks_is_updated_before_them() -> None:
+    """Also where a block has it, too: nothing outside waits for a block's update."""
+    model = model_of("llama")
+    shared = model.model.norm.weight = model.model.layers[1].input_layernorm.weight
+    with offloaded(engine_of(model, True)) as held:
+        assert [unit.name for unit in held.units if any(p is shared for p, _ in unit.members)] == [held.units[0].name]
+        assert sum(len(unit.members) for unit in held.units) == len(held.parameters)
+
+
+def test_a_layer_that_the_model_wants_in_float32_is_not_narrowed() -> None:
+    """Named by its module, or by its weight."""
+    model = model_of("llama")
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = ["q_proj"], ["mlp.up_proj.weight"]
+    narrow = narrow_parameters(model, [block for _, block in find_blocks(model)])
+    names = {name.split(".", 3)[3] for name, p in model.named_parameters() if p in narrow}
+    assert names == {f"{name}.weight" for name in (
+        "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
+    )}  # fmt: skip
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------

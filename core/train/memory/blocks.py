@@ -183,7 +183,7 @@ def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) ->
         first[id(module)] = name
     owner: dict[tuple[str, int], str] = {}
     tensors = [(name, place.tensor) for name, module in found for _, place in _streamed(module, trained=False)]
-    tensors += [("the rest of the model", tensor) for tensor in _outside(model, [module for _, module in found])]
+    tensors += [("the rest of the model", tensor) for tensor in reached_past(model, [module for _, module in found])]
     for name, tensor in tensors:
         key = ("meta", id(tensor)) if tensor.is_meta else ("at", tensor.data_ptr())
         other = owner.setdefault(key, name)
@@ -195,7 +195,7 @@ def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) ->
             )
 
 
-def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Tensor]:
+def reached_past(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Tensor]:
     """Parameters of all that can be reached past the blocks: a module may be in a block and outside as well."""
     seen, ahead, found = {id(block) for block in blocks}, [model], list[Tensor]()
     while ahead:

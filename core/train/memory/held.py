@@ -16,7 +16,7 @@ from torch import nn
 
 def narrow_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Weights and biases of plain linear layers in the blocks that no other kind of module holds too. A layer that the
-    model wants in float32 (transformers' `_keep_in_fp32_modules`) stays so."""
+    model wants in float32 (transformers' `_keep_in_fp32_modules`: names of modules, or of weights) stays so."""
     from transformers.pytorch_utils import Conv1D
 
     inside = {module for block in blocks for module in block.modules()}
@@ -24,7 +24,8 @@ def narrow_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.P
     narrow: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        linear = type(module) in (nn.Linear, Conv1D) and module in inside and not (wide and wide.search(name))
+        kept = wide is not None and wide.search(f"{name}.weight") is not None
+        linear = type(module) in (nn.Linear, Conv1D) and module in inside and not kept
         held = {parameter for parameter in module._parameters.values() if parameter is not None}
         (narrow if linear else others).update(held)
     return narrow - others

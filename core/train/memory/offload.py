@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from core.errors import ModelError
 from core.train.failures import is_out_of_memory
 from core.train.memory.available import available_bytes
-from core.train.memory.blocks import find_blocks
+from core.train.memory.blocks import find_blocks, reached_past
 from core.train.memory.held import narrow_parameters
 from core.train.memory.link import link_to
 
@@ -78,6 +78,8 @@ class Offload:
 
         ModelError when the host has no memory for it, PinnedRefused when it is not to be locked.
         """
+        if device.type == "cuda" and device.index is None:  # the thread would not know which
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._model = model
         self._pinned = pinned and device.type == "cuda"
@@ -107,6 +109,8 @@ class Offload:
             beside = device.type == "cuda"
         threads = torch.get_num_threads()  # the bits of a step depend on it: those of the thread that trains
         self._thread = ThreadPoolExecutor(1, "eft-offload", partial(_begin, device, threads))
+        if beside or device.type == "cuda":
+            self._thread.submit(int).result()  # one that cannot begin is told here: a backward would wait for it
         self._beside = beside
         self._hooks = [*self._gradient_hooks(masters), *self._waiting_hooks(model, blocks)]
 
@@ -165,6 +169,7 @@ class Offload:
 
     def gather(self) -> None:
         leaving, self._leaving = self._leaving, []
+        wait(leaving)  # all, before the first that went wrong is told: none may arrive in the next window
         for one in leaving:
             one.result()
         for unit in self.units:
@@ -330,7 +335,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _units(model: nn.Module, blocks: list[nn.Module], masters: Mapping[nn.Parameter, nn.Parameter]) -> list[Unit]:
-    """In the order in which they are updated. A parameter that several share is of the first of them."""
+    """In the order in which they are updated. A parameter that several share is of the first of them; one that can be
+    reached past the blocks, too, is of what is outside."""
     head = _head(model) if blocks else None
     of_head = set() if head is None else set(head.parameters())
     inside = {p for block in blocks for p in block.parameters()}
@@ -338,7 +344,8 @@ def _units(model: nn.Module, blocks: list[nn.Module], masters: Mapping[nn.Parame
         p for module in model.modules() if head is None or module is not head for p in module.parameters(recurse=False)
     }
     apart = of_head - elsewhere - inside
-    outside = Unit(_OUTSIDE, [(p, m) for p, m in masters.items() if p not in inside and p not in apart])
+    early = set(reached_past(model, blocks)) - apart
+    outside = Unit(_OUTSIDE, [(p, m) for p, m in masters.items() if p in early])
     units, taken = [outside], {p for p, _ in outside.members}
     for number, block in enumerate(blocks):
         unit = Unit(_block(number), [(p, masters[p]) for p in block.parameters() if p in masters and p not in taken])
