@@ -172,6 +172,9 @@ def _method(spec: JobSpec, settled: settle.Settled) -> dict[str, Any]:
     runs = settled.spec
     assert runs.quantization is not None  # resolved
     batch = adjust.words(settled.adjusted)
+    notice = f"its micro-batch does not fit, and it would run with {batch}"
+    if not settled.fits:
+        notice = f"the bytes are those with {batch}, the least that it can be cut to"
     return {
         "method": {
             "type": runs.method.type,
@@ -183,7 +186,7 @@ def _method(spec: JobSpec, settled: settle.Settled) -> dict[str, Any]:
             "rejected": [{"rung": name, "reason": why} for name, why in settled.rejected],
         },
         "adjusted": dict(settled.adjusted) or None,
-        "notice": f"its micro-batch does not fit, and it would run with {batch}" if batch else None,
+        "notice": notice if batch else None,
     }
 
 

@@ -160,6 +160,7 @@ def test_what_fits_no_node_is_refused_at_submit(world: World) -> None:
     assert not planned["fits"] and "`method: qlora`" in planned["reason"]
     (place,) = planned["places"]
     assert not place["fits"] and place["lacks"] and any("method: qlora" in way for way in place["would_fit"])
+    assert place["adjusted"]["training.per_device_train_batch_size"] == 1 and "bytes are those" in place["notice"]
     error = world.submit(method="full").json()["error"]
     assert (error["code"], error["field"]) == ("fits_nowhere", "method") and error["message"] == planned["reason"]
     assert world.submit(method="qlora").status_code == 201
