@@ -168,17 +168,16 @@ class _Heart:
             _fence("the worker closed the heartbeat", self.on_fence)
         heard = [boottime()] if b"." in part else []  # of a worker that runs since before heartbeats told the time
         *lines, self._unread = (self._unread + part.replace(b".", b"")).split(b"\n")
-        if heard := heard + [_held_at(line) for line in lines]:
+        if heard := heard + [self._held_at(line) for line in lines]:
             self.held_at = max(self.held_at, *heard)
             self.on_beat(self.held_at)
 
-
-def _held_at(line: bytes) -> float:
-    """Of a heartbeat (core/spec/run.py): seconds of `boottime`."""
-    try:
-        return int(line) / 1000
-    except ValueError:
-        _fence(f"this is no heartbeat: {line[:40]!r}")
+    def _held_at(self, line: bytes) -> float:
+        """Of a heartbeat (core/spec/run.py): seconds of `boottime`."""
+        try:
+            return int(line) / 1000
+        except ValueError:
+            _fence(f"this is no heartbeat: {line[:40]!r}", self.on_fence)
 
 
 def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> NoReturn:
