@@ -15,8 +15,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from core.errors import SpecError
 from core.hardware.faults import Limits
 from core.plan.memory import largest_pass
 from core.spec.job import JobSpec
@@ -116,12 +118,14 @@ def _forward(module: nn.Module, parts: Parts, x: Tensor, *args: Any, **more: Any
 def tell_parts(
     spec: JobSpec, model: nn.Module, limits: Limits, dtype: torch.dtype, longest: int, whole: bool
 ) -> str | None:
-    """What to tell of a job whose passes are larger than `limits`; None: no pass of it is.
+    """What to tell of a job whose passes are larger than `limits`; None: no pass of it is. SpecError where a product of
+    them is that of no linear layer, so that `split_products` does not reach it.
 
     `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
     """
     tokens, field = largest_pass(spec, longest)
     if limits.fp32_rows is not None and dtype is torch.float32 and tokens > limits.fp32_rows:
+        _require_layers(model, field)
         return (
             f"a forward pass of {tokens:,} tokens in float32 ({field}): on this card products of more than "
             f"{limits.fp32_rows:,} rows are silently wrong (docs/hardware.md), so they are made in parts; `bf16` needs "
@@ -133,12 +137,25 @@ def tell_parts(
     size = tokens * width * dtype.itemsize
     if size <= limits.output_bytes:
         return None
+    _require_layers(model, field)
     fits = limits.output_bytes // (width * dtype.itemsize)
     return (
         f"a forward pass of {tokens:,} tokens ({field}) makes a matrix of {size / (1 << 30):.1f} GiB ({width:,} wide): "
         f"on this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md), so products of more "
         f"than {fits:,} rows are made in parts"
     )
+
+
+def _require_layers(model: nn.Module, field: str) -> None:
+    for name, module in model.named_modules():
+        own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+        if any(parameter.dim() > 2 for parameter in own):
+            raise SpecError(
+                f"the products of {name} (fused experts) would be larger than this card's libraries compute rightly "
+                "(docs/hardware.md), and cannot be made in parts; take a smaller micro-batch with more "
+                "gradient_accumulation_steps",
+                field=field,
+            )
 
 
 def widest(model: nn.Module, *, head: bool) -> int:

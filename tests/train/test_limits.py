@@ -14,6 +14,7 @@ from safetensors.torch import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from core.errors import SpecError
 from core.hardware import faults
 from core.hardware.faults import KnownFault, Limits
 from core.spec.job import JobSpec
@@ -207,3 +208,10 @@ def test_products_just_within_and_just_beyond() -> None:
     assert "(1,000 wide)" in (told(Limits(output_bytes=100 * 32 * 2), bf16, True) or "")
     assert told(Limits(fp32_rows=99), bf16, True) is None
     assert "silently wrong" in (told(Limits(fp32_rows=99), torch.float32, True) or "")
+    model.experts = torch.nn.Module()
+    model.experts.down_proj = torch.nn.Parameter(torch.empty(4, 8, 32))  # multiplied with by no layer
+    assert told(Limits(fp32_rows=100), torch.float32, True) is None
+    for limits, dtype in ((Limits(fp32_rows=99), torch.float32), (Limits(output_bytes=100 * 32), bf16)):
+        with pytest.raises(SpecError, match=r"experts \(fused experts\) .* cannot be made in parts") as refused:
+            told(limits, dtype, False)
+        assert refused.value.field == "training.per_device_train_batch_size"
