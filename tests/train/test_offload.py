@@ -141,6 +141,7 @@ def test_full_fine_tuning_in_bf16_is_the_resident_one_to_the_bit(name: str) -> N
         assert same(train(engine), wanted)
         dtypes = {parameter.dtype for parameter in model.parameters()}
         assert dtypes == {torch.bfloat16, torch.float32} and held.narrowed > 0
+        assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if n.endswith("bias"))
         for parameter, master in (pair for unit in held.units for pair in unit.members):
             assert torch.equal(parameter, master.to(parameter.dtype)) and parameter.grad is None
         held.hand_back()

@@ -3,7 +3,8 @@
 Under autocast a float32 weight of a linear layer is rounded to 16 bits before every product, and its gradient comes out
 in 16 bits: a device that holds the rounded weight computes the same. Everything else computes with all 32 bits: what is
 looked up (embeddings), multiplied elementwise (norms), read in ways that a layer has of its own (fused experts, states
-of recurrent layers), and the output head, which the chunked loss applies to float32 states.
+of recurrent layers), and the output head, which the chunked loss applies to float32 states. Biases are little, and
+some layers add theirs by themselves, in float32 (Mamba's time steps).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import nn
 
 
 def narrow_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Weights and biases of plain linear layers in the blocks that no other kind of module holds too. A layer that the
-    model wants in float32 (transformers' `_keep_in_fp32_modules`: names of modules, or of weights) stays so."""
+    """Weights of plain linear layers in the blocks that no other kind of module holds too. One that the model wants in
+    float32 (transformers' `_keep_in_fp32_modules`: names of modules, or of weights) stays so."""
     from transformers.pytorch_utils import Conv1D
 
     inside = {module for block in blocks for module in block.modules()}
@@ -26,8 +27,9 @@ def narrow_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.P
     for name, module in model.named_modules():
         kept = wide is not None and wide.search(f"{name}.weight") is not None
         linear = type(module) in (nn.Linear, Conv1D) and module in inside and not kept
-        held = {parameter for parameter in module._parameters.values() if parameter is not None}
-        (narrow if linear else others).update(held)
+        for local, parameter in module._parameters.items():
+            if parameter is not None:
+                (narrow if linear and local == "weight" else others).add(parameter)
     return narrow - others
 
 
