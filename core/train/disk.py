@@ -12,7 +12,7 @@ from typing import Any
 
 from core.errors import NoSpace
 from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
-from core.train.events import EventWriter
+from core.train.events import EventWriter, Unheard
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NATIVE = re.compile(r"\(os error (\d+)\)")
@@ -44,7 +44,7 @@ def tell_failure(error: Exception, events: EventWriter, payload: dict[str, Any])
     where the data root is gone: an event would go to a file that nobody finds."""
     try:
         traceback.print_exception(error, file=sys.stderr)
-        if not events.path.exists():
+        if not isinstance(events, Unheard) and not events.path.exists():
             return EXIT_DATA_ROOT_LOST
         events.write("error", **payload)
     except OSError as second:

@@ -17,12 +17,21 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE, heartbeat
+from core.spec.run import (
+    EXIT_CHECKPOINTED,
+    EXIT_DATA_ROOT_LOST,
+    EXIT_FAILED,
+    EXIT_FENCED,
+    EXIT_NO_SPACE,
+    heartbeat,
+)
+from core.train.events import Unheard
 from core.train.failures import describe
 from core.train.lifeline import boottime
 from core.train.ranks import launch
 from core.train.ranks.group import PeerLost, fingerprint
 from core.train.ranks.launch import End
+from core.train.ranks.meet import tell_launcher
 from core.train.ranks.words import Seat, last_word, leave_word
 from tests.support.trainer import events, log, pairs, start, write_rows, write_run
 from worker import processes
@@ -195,6 +204,15 @@ def test_a_rank_that_could_not_even_say_that_the_disk_is_full(tmp_path: Path) ->
     assert launch._tell(End(1, EXIT_NO_SPACE), RANKS, tmp_path, asked=False) == EXIT_NO_SPACE
     assert launch._tell(End(1, -signal.SIGTERM), RANKS, tmp_path, asked=True) == EXIT_CHECKPOINTED
     assert events(tmp_path) == []
+
+
+def test_a_rank_whose_run_folder_is_gone(tmp_path: Path) -> None:
+    """It has nowhere to leave a word: its exit code says it, and the launcher ends as it did. Under torchrun there is
+    no such folder, and what a rank that is not the first has to tell is its traceback."""
+    error, payload = OSError("the file system is gone"), {"code": "crashed", "message": "x", "failure": "internal"}
+    assert tell_launcher(error, Seat(1, 2, 1, tmp_path / "gone"), Unheard(), payload) == EXIT_DATA_ROOT_LOST
+    assert launch._tell(End(1, EXIT_DATA_ROOT_LOST), 2, tmp_path / "gone", asked=False) == EXIT_DATA_ROOT_LOST
+    assert tell_launcher(error, Seat(1, 2, 1, None), Unheard(), payload) == EXIT_FAILED
 
 
 def test_a_fingerprint_sees_one_bit() -> None:

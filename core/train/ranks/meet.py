@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 from core.errors import SpecError
-from core.spec.run import EXIT_FAILED, EXIT_NO_SPACE, RunOrder
+from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE, RunOrder
 from core.train.disk import disk_full, tell_failure
 from core.train.events import EventWriter
 from core.train.placement import Placement
@@ -54,6 +54,8 @@ def tell_launcher(error: Exception, seat: Seat, events: EventWriter, payload: di
     try:
         print(f"--- rank {seat.rank} of {seat.world}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
+        if not seat.folder.exists():  # it lies in the run's, and the launcher takes it away after us only
+            return EXIT_DATA_ROOT_LOST
         leave_word(seat, payload, lost_peer=isinstance(error, PeerLost))
     except OSError as second:
         if not disk_full(second):
