@@ -109,12 +109,11 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> Held:
 
 
 def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _Part:
-    """Bytes of a number that is not packed: `linear` in linear layers, else `other` (where the optimizer's state is on
-    the host, it has the weights in float32, and the device what products are made of: core/train/memory/offload.py)."""
+    """Bytes of a number that is not packed: `linear` of a linear layer's weight, else `other`. With the optimizer's
+    state on the host the device has what products are made of (core/train/memory/offload.py)."""
     found = _Part()
-    layers = {weight.module for weight in part if weight.kind == "linear"}
     for weight in part:
-        width = linear if weight.module.removesuffix(".bias") in layers else other
+        width = linear if weight.kind == "linear" else other
         if pack is not None and weight.kind == "linear" and weight.module in packed:
             tensors, beside = pack.bytes(weight.numel)
             found.still += beside

@@ -4,6 +4,7 @@ own update alone, and errors that surface."""
 from __future__ import annotations
 
 import copy
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures.thread import BrokenThreadPool
@@ -27,7 +28,7 @@ from core.train.memory.blocks import find_blocks
 from core.train.memory.held import narrow_parameters
 from core.train.memory.link import OneMemory
 from core.train.memory.offload import Offload
-from core.train.memory.pin import refused
+from core.train.memory.pin import refused, whole_pages
 from core.train.optim.optimizers import build_optimizer
 from core.train.scaler import LossScaler
 from core.train.stages.sft import sft_loss
@@ -445,6 +446,14 @@ def test_too_little_host_memory_is_told_before_anything_is_moved(monkeypatch: py
 def test_locked_memory_that_is_refused_names_the_field() -> None:
     error = refused(32 << 20, "error 2", "memory.offload_optimizer.pinned")
     assert error.field == "memory.offload_optimizer.pinned" and "`memory.offload_optimizer.pinned`" in error.message
+
+
+def test_locked_memory_shares_no_page_with_other_memory() -> None:
+    for nbytes in (1, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 256):
+        held = whole_pages(nbytes)
+        assert (held.nbytes, held.data_ptr() % mmap.PAGESIZE) == (nbytes, 0)
+        assert held.untyped_storage().nbytes() - held.storage_offset() >= -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        held[: nbytes // 8 * 8].view(torch.float64).zero_()
 
 
 def test_a_model_whose_blocks_cannot_be_found_is_one_unit() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from core.train.memory.available import available_bytes
-from core.train.memory.pin import page_lock, unlock
+from core.train.memory.pin import page_lock, unlock, whole_pages
 
 FIELD = "memory.activation_offloading"
 IN_FLIGHT = 2
@@ -124,7 +124,8 @@ class Pool:
             self._drop(self._pop(max(self._free, key=lambda buffer: buffer.nbytes)))
         if (free := available_bytes()) is not None and free < nbytes:
             raise MemoryError(f"{free >> 20} MiB of host memory are free, and a block's input takes {nbytes >> 20}")
-        buffer = torch.empty(-(-nbytes // PAGE) * PAGE, dtype=torch.uint8)
+        size = -(-nbytes // PAGE) * PAGE
+        buffer = whole_pages(size) if self.pinned else torch.empty(size, dtype=torch.uint8)
         if self.pinned:
             page_lock(buffer, f"{FIELD}.pinned")
         self.nbytes += buffer.nbytes

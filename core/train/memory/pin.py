@@ -7,6 +7,7 @@ a power of two, half as much again for a block of 350 MB.
 
 from __future__ import annotations
 
+import mmap
 import resource
 
 import torch
@@ -22,6 +23,15 @@ class PinnedRefused(EftError):
 
     code = "pinned_memory_refused"
     status = 422
+
+
+def whole_pages(nbytes: int) -> Tensor:
+    """uint8 [nbytes] on pages of its own: what is locked and unlocked are pages, and a neighbour's may be among them.
+    RuntimeError, as torch's, when there is no memory."""
+    page = mmap.PAGESIZE
+    raw = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
+    start = -raw.data_ptr() % page
+    return raw[start : start + nbytes]
 
 
 def page_lock(buffer: Tensor, field: str = FIELD) -> None:

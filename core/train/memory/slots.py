@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from core.train.memory.pin import page_lock, unlock
+from core.train.memory.pin import page_lock, unlock, whole_pages
 from core.train.memory.source import HostBlocks, Source
 
 
@@ -247,7 +247,7 @@ class _Stage:
     """A buffer in host memory that a file is read into."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.buffer = whole_pages(nbytes)
         self.copied = _event()
         self._pinned = pinned
         if pinned:

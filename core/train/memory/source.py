@@ -20,7 +20,7 @@ from torch import Tensor
 from core.errors import EftError, ModelError
 from core.train.memory.available import available_bytes
 from core.train.memory.blocks import FIELD, Block
-from core.train.memory.pin import page_lock, unlock
+from core.train.memory.pin import page_lock, unlock, whole_pages
 
 READ_BYTES = 8 << 20
 """Read at once: a stop need not wait for a whole block."""
@@ -86,7 +86,7 @@ def _buffer(block: Block, pinned: bool) -> Tensor:
     if (free := available_bytes()) is not None and free < block.nbytes:
         raise _no_host_memory(block, f"{free >> 20} MiB are free")
     try:
-        buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+        buffer = whole_pages(block.nbytes) if pinned else torch.empty(block.nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # of the allocator: its words differ
         raise _no_host_memory(block, "the system gives no more") from error
     if pinned:
