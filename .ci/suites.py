@@ -7,8 +7,9 @@ A failed test of whole services (AGAIN) is run once more, alone. Such a test rac
 hundreds of them there is always one more race than anybody has found; to refuse a change for it, and whatever else was
 to land with it, costs more than it finds. So where the test passes alone the run goes on, and its end names the test as
 UNSTEADY with both outputs: that list is the work list, and an entry is mended as a failure would be. What is left
-strict: tests that compute (all other folders), more than MOST tests of a suite at once, a test that fails twice, and
-whatever is no failed test but the end of pytest or of one of its processes.
+strict: tests that compute (all other folders), more than MOST tests of a suite at once, a test that fails twice, a
+storm that broke an invariant of the service (BROKEN), and whatever is no failed test but the end of pytest or of one of
+its processes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
 AGAIN = ("tests/service/", "tests/chaos/", "tests/e2e/")
 """Of the tests below these folders at most MOST of a suite are run again."""
 MOST = 3
+BROKEN = "an invariant was broken"
+"""In what a storm of tests/chaos says: seen once is enough."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class Unsteady:
 def to_run_again(outcome: Outcome) -> list[str]:
     """The tests that failed, where running them again may say that they are unsteady; none where the run has failed."""
     tests = list(dict.fromkeys(fault.test for fault in outcome.faults))
-    mere_failures = all(fault.when in ("setup", "call", "teardown") for fault in outcome.faults)
+    mere_failures = all(
+        fault.when in ("setup", "call", "teardown") and BROKEN not in fault.text for fault in outcome.faults
+    )
     if outcome.code == 1 and mere_failures and len(tests) <= MOST and all(test.startswith(AGAIN) for test in tests):
         return tests
     return []

@@ -53,6 +53,13 @@ def test_which_tests_are_run_again(suites: ModuleType, code: int, faults: list[t
     assert suites.to_run_again(outcome) == list(dict(faults))[:again]
 
 
+def test_a_broken_invariant_is_no_matter_of_luck(suites: ModuleType) -> None:
+    test = "tests/chaos/test_seeded.py::test_no_invariant_breaks"
+    told = "AssertionError: an invariant was broken (.ci/suites.py knows these words):\nwriters: two of one folder"
+    assert suites.to_run_again(suites.Outcome(1, [], [suites.Fault(test, "call", told)])) == []
+    assert suites.BROKEN in (ROOT / "tests" / "chaos" / "test_seeded.py").read_text()
+
+
 def test_only_a_test_that_has_run_and_passed_is_unsteady(suites: ModuleType) -> None:
     test = service_test(1)
     assert suites.is_steady_alone(test, suites.Outcome(0, [test]))
