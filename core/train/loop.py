@@ -286,12 +286,13 @@ class Loop:
         ledger = self.ledger
         loss = (closed.loss + figures["loss"]) / closed.items
         lost = closed.skipped and not math.isfinite(loss)
+        told = {} if lost else {"loss": _finite(loss, "loss", closed.step)}  # first: a gradient breaks by its loss
         norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
         seconds = closed.seconds + seconds_between(closed.started, closed.ended)
         tokens, slots = (getattr(closed, name) + figures.get(name, 0.0) for name in ("tokens", "slots"))
         memory = {name: figure for name, figure in figures.items() if name.startswith("memory_bytes")}
         values = {
-            **({} if lost else {"loss": _finite(loss, "loss", closed.step)}),
+            **told,
             "learning_rate": closed.learning_rate,
             **norm,
             **closed.scaling,
