@@ -279,7 +279,7 @@ NOTICES: dict[str, Code] = {
     "already_quantized": ("The model was packed by somebody else already.", "Nothing: it is trained on as it is."),
     "quantization_cache": ("Packed weights could not be kept or read; they are made anew.", "Check the disk."),
     "token_cache": ("Tokens could not be kept or read; they are made anew.", "Check the disk."),
-    "method": ("What `method: auto` came to, and why nothing before it.", "Nothing: docs/memory.md."),
+    "method": ("What `method: auto` came to, and why nothing before it.", "Nothing: docs/plans.md."),
     "stream": ("How the weights come to the card, and why.", "Nothing: docs/memory.md."),
     "offload": ("On a CPU, host memory is what the job computes in: offloading saves nothing.", "Leave it out."),
 }

@@ -72,7 +72,7 @@ class Settings(BaseSettings):
     auto` heed it. 0: the memory of the box (or of the control group that the worker is in), shared evenly by its CPU
     slots."""
     memory_check: bool = True
-    """Refuse jobs that by the plan of their memory (docs/memory.md) fit no node, and start none where it does not fit.
+    """Refuse jobs that by the plan of their memory (docs/plans.md) fit no node, and start none where it does not fit.
     A plan is an estimate: `false` lets jobs try. The same for the API and all workers."""
     node_labels: NameList = ()
     """Labels of this box (separated by commas) that jobs may ask for: `resources.requirements.labels`."""

@@ -189,7 +189,7 @@ class PlanBatch(_View):
 
 
 class PlanView(_View):
-    """The memory plan of a job (docs/memory.md): an estimate."""
+    """The memory plan of a job (docs/plans.md): an estimate."""
 
     parameters: int
     model_from: str

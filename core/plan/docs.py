@@ -47,7 +47,7 @@ def render() -> str:
         "",
         "`auto` rows lie in a file that only the worker can read: it checks once it has. `default` is settled when the",
         "job is submitted. `method: auto` goes with all that one of its methods goes with: those that are refused",
-        "beside what the job asks for are passed over, with the reason ([memory](memory.md#method-auto)).",
+        "beside what the job asks for are passed over, with the reason ([plans](plans.md#method-auto)).",
         "",
         "## Refused",
         "",

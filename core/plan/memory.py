@@ -2,7 +2,7 @@
 
 A run is at its most at one of four moments, and the plan is the largest of them: when the backward begins (everything
 is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating (whole logits).
-docs/memory.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
+docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class QLoRA(LowRank):
 
 class Auto(LowRank):
     """The first of these that fits the slot on which the job starts: `full`, `lora`, `lora` over int8, `qlora`, and
-    `qlora` with streamed blocks. Settled once, at the job's first start, by the plan of its memory (docs/memory.md); it
+    `qlora` with streamed blocks. Settled once, at the job's first start, by the plan of its memory (docs/plans.md); it
     stays so whatever happens to the job afterwards, and the job says why each one before it was not taken. `full` has
     no use for the fields below."""
 
