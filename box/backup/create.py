@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ TRIES = 3
 """Of a whole backup whose files were deleted meanwhile."""
 MOST_LOOKS = 1000
 """At a folder of checkpoints that are pruned while they are looked for."""
+EMPTY_LOOKS = 4
+"""After which a folder is taken to have no checkpoint: a listing may miss one that comes while another goes."""
+EMPTY_PAUSE = 0.01
+"""Seconds between them."""
 MANIFEST = "manifest.json"
 """In a checkpoint: names and SHA-256 of its other files."""
 
@@ -137,11 +142,15 @@ class _Work:
     def _checkpoints(self, out: IO[str], folder: Path) -> None:
         """All that stand there, each whole or not at all; while there is any, at least one: when those that were there
         are pruned before they could be read, newer ones have come."""
+        empty = 0
         for _ in range(MOST_LOOKS):
             there = list(_folders(folder))
             taken = [self._whole(out, path) for path in reversed(there)]
-            if not there or any(taken):
+            empty = 0 if there else empty + 1
+            if any(taken) or empty == EMPTY_LOOKS or not folder.is_dir():
                 return
+            if not there:
+                time.sleep(EMPTY_PAUSE)
         raise BackupError(f"{folder}: its checkpoints come and go faster than they can be read; try again")
 
     def _whole(self, out: IO[str], folder: Path) -> bool:
