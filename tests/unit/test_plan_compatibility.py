@@ -124,6 +124,7 @@ def test_the_page_has_every_rule() -> None:
         assert rule.reason in page
 
 
-@pytest.mark.parametrize("name", docs.PAGES)
+# cli.md is made of the help of every command, in a process each: `make check` looks at that one.
+@pytest.mark.parametrize("name", [page for page in docs.PAGES if page != "cli.md"])
 def test_no_generated_page_is_stale(name: str) -> None:
     assert not docs.stale([name]), "run `make docs`"
