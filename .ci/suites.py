@@ -3,13 +3,13 @@
 `python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere
 (a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores.
 
-A failed test of whole services (AGAIN) is run once more, alone. Such a test races with real processes, and among
-hundreds of them there is always one more race than anybody has found; to refuse a change for it, and whatever else was
-to land with it, costs more than it finds. So where the test passes alone the run goes on, and its end names the test as
-UNSTEADY with both outputs: that list is the work list, and an entry is mended as a failure would be. What is left
-strict: tests that compute (all other folders), more than MOST tests of a suite at once, a test that fails twice, a
-storm that broke an invariant of the service (BROKEN), and whatever is no failed test but the end of pytest or of one of
-its processes.
+A failed test of whole services, or of processes that are stopped and killed (AGAIN), is run once more, alone. Such a test
+races with real processes, and among hundreds of them there is always one more race than anybody has found; to refuse a
+change for it, and whatever else was to land with it, costs more than it finds. So where the test passes alone the run
+goes on, and its end names the test as UNSTEADY with both outputs: that list is the work list, and an entry is mended as
+a failure would be. What is left strict: tests that compute (all others), more than MOST tests of a suite at once, a
+test that fails twice, a storm that broke an invariant of the service (BROKEN), and whatever is no failed test but the
+end of pytest or of one of its processes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     "rest": (11, ["e2e/test_docs.py", "e2e", "unit", "db"], ["-n", "3", *LONGEST_FIRST]),
 }
 
-AGAIN = ("tests/service/", "tests/chaos/", "tests/e2e/")
-"""Of the tests below these folders at most MOST of a suite are run again."""
+AGAIN = (
+    *("tests/service/", "tests/chaos/", "tests/e2e/"),
+    *("tests/train/test_lifeline.py", "tests/train/test_ranks_launcher.py", "tests/train/test_train_cli.py"),
+    *("tests/train/test_selftest.py", "tests/db/test_backup.py"),
+)
+"""Of the tests in these folders and files at most MOST of a suite are run again."""
 MOST = 3
 BROKEN = "an invariant was broken"
 """In what a storm of tests/chaos says: seen once is enough."""

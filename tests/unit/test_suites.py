@@ -40,6 +40,8 @@ def service_test(number: int) -> str:
         (1, [(service_test(1), "call"), ("tests/unit/test_units.py::test_x", "call")], 0),
         (1, [("tests/kernels/test_nf4.py::test_x", "call")], 0),
         (1, [("tests/db/test_claims.py::test_x", "call")], 0),
+        (1, [("tests/train/test_lifeline.py::test_x", "call")], 1),
+        (1, [("tests/resume/test_resume.py::test_x", "call")], 0),
         (1, [(service_test(1), "crash")], 0),
         (1, [("tests/service/test_up.py", "collect")], 0),
         (1, [], 0),
