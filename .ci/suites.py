@@ -3,13 +3,13 @@
 `python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere
 (a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores.
 
-A failed test of whole services, or of processes that are stopped and killed (AGAIN), is run once more, alone. Such a test
-races with real processes, and among hundreds of them there is always one more race than anybody has found; to refuse a
-change for it, and whatever else was to land with it, costs more than it finds. So where the test passes alone the run
-goes on, and its end names the test as UNSTEADY with both outputs: that list is the work list, and an entry is mended as
-a failure would be. What is left strict: tests that compute (all others), more than MOST tests of a suite at once, a
-test that fails twice, a storm that broke an invariant of the service (BROKEN), and whatever is no failed test but the
-end of pytest or of one of its processes.
+A failed test of whole services, or of processes that are stopped and killed (AGAIN), is run once more, alone. Such a
+test races with real processes, and among hundreds of them there is always one more race than anybody has found; to
+refuse a change for it, and whatever else was to land with it, costs more than it finds. So where the test passes
+alone the run goes on, and its end names the test as UNSTEADY with both outputs: that list is the work list, and an
+entry is mended as a failure would be. What is left strict: tests that compute (all others), more than MOST tests of a
+suite at once, a test that fails twice, a storm that broke an invariant of the service (BROKEN), and whatever is no
+failed test but the end of pytest or of one of its processes.
 """
 
 from __future__ import annotations
