@@ -146,9 +146,9 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) ->
     most = max(able, key=lambda seat: seat.slot.device_bytes)
     lacks = " and ".join(takes.missing(most.slot))
     which = "the one slot that could take it" if len(able) == 1 else f"none of the {len(able)} slots that could take it"
-    has = f"{which} has {_gb(most.slot.device_bytes)} ({most.label})"
+    has = f"{which} has {gb(most.slot.device_bytes)} ({most.label})"
     if len(able) > 1:
-        has = f"{which} has that; {most.label}, the largest, has {_gb(most.slot.device_bytes)}"
+        has = f"{which} has that; {most.label}, the largest, has {gb(most.slot.device_bytes)}"
     found = proposals(spec, shape, longest, able)
     ways = ", or ".join([*found, f"a slot with {lacks.replace(' by its plan', '')}"])
     fewer = FEWER_SLOTS in found
@@ -244,5 +244,6 @@ def _shorter(spec: JobSpec, longest: int) -> Iterator[tuple[int, JobSpec]]:
         length //= 2
 
 
-def _gb(count: float) -> str:
+def gb(count: float) -> str:
+    """Bytes in the words of a refusal or a reason."""
     return f"{count / 1e9:.3g} GB"

@@ -81,7 +81,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
         planned = plan(rung.spec, shape, longest=longest, device=device)
         if fits(planned, usable):
             return Settled(rung, _fits_words(planned, usable), tuple(rejected), {}, planned, True)
-        rejected.append((rung.name, f"takes {_gb(planned.peak)}, more than {_gb(MARGIN * usable)}"))
+        rejected.append((rung.name, f"takes {fit.gb(planned.peak)}, more than {fit.gb(MARGIN * usable)}"))
         possible.append((rung, planned))
     least: list[tuple[Rung, dict[str, int], Plan]] = []
     for rung, planned in possible:  # none with the batches asked for: the first with smaller ones
@@ -97,7 +97,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
     if not least:
         return _unknown(spec, "; ".join(f"{name}: {why}" for name, why in rejected))
     rung, cut, planned = min(least, key=lambda one: one[2].peak)
-    words = f"nothing fits by the plan; this takes the least ({_gb(planned.peak)} of {_gb(usable)})"
+    words = f"nothing fits by the plan; this takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
     return Settled(rung, words, _others(rejected, rung), cut, planned, False)
 
 
@@ -136,8 +136,4 @@ def words(settled: Mapping[str, Any]) -> str:
 
 
 def _fits_words(planned: Plan, usable: int) -> str:
-    return f"takes {_gb(planned.peak)} of {_gb(usable)}"
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.3g} GB"
+    return f"takes {fit.gb(planned.peak)} of {fit.gb(usable)}"
