@@ -186,7 +186,7 @@ def _ask(here: Installation, asking: Actor, file_id: str, body: bytes, content_t
     with here.database.read() as session:
         queries.find_file(session, asking.project_id, file_id)
     document = _with_file(decode(body, content_type), file_id)
-    spec = Jobs(here.database, here.settings, here.layout).resolved_document(asking, document, preview=True)
+    spec = Jobs(here.database, here.settings, here.layout).resolved(asking, document, preview=True)
     here.layout.require_space(here.settings.min_free_bytes)
     with here.database.write() as session:
         queries.find_file(session, asking.project_id, file_id, lock="share")

@@ -61,7 +61,7 @@ _BODY = {
     response_class=JSONResponse,
     responses={
         200: {"model": schemas.DryRun, "description": "With `dry_run=true`."},
-        **responses(413, 415, 422, 507),
+        **responses(410, 413, 415, 422, 507),
     },
     openapi_extra={"requestBody": _BODY},
 )
@@ -71,7 +71,11 @@ async def create_job(
     here: Here,
     dry_run: Annotated[bool, Query(description="Check, resolve and plan the job, store nothing.")] = False,
     idempotency_key: Annotated[
-        str | None, Header(description="A retry with the same key and body makes no second job.", examples=["3f2c…"])
+        str | None,
+        Header(
+            description="A retry with the same key and the same body, compared as JSON values, makes no second job.",
+            examples=["3f2c…"],
+        ),
     ] = None,
 ) -> Response:
     """Check a job and put it in the queue.
@@ -117,7 +121,8 @@ def list_jobs(
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
-    """The project's jobs, newest first, a page at a time: ask again with `after` = `next` while `has_more`."""
+    """The project's jobs without their specs, newest first, a page at a time: ask again with `after` = `next` while
+    `has_more`."""
     since = None
     if created_after is not None:
         since = (created_after if created_after.tzinfo else created_after.replace(tzinfo=UTC)).timestamp()
@@ -132,7 +137,7 @@ def list_jobs(
             limit=limit,
         )
         held = places.held(session, [job.id for job in page.items if job.node is not None])
-    data = [schemas.job_view(job, slots=held.get(job.id, [])) for job in page.items]
+    data = [schemas.job_view(job, slots=held.get(job.id, []), listed=True) for job in page.items]
     following = page.items[-1].id if page.has_more else None
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
 

@@ -96,8 +96,8 @@ class JobView(BaseModel):
     """Of a job that succeeded."""
     failure: dict[str, Any] | None
     """Of a job that failed: class (user, memory, machine, internal), code, message, field."""
-    spec: dict[str, Any]
-    """Resolved: every default is written out (schema JobSpec)."""
+    spec: dict[str, Any] | None
+    """Resolved: every default is written out (schema JobSpec). Null in lists: `GET /jobs/{id}` has it."""
     adjusted: dict[str, int] | None
     """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     settled: dict[str, Any] | None
@@ -128,7 +128,7 @@ class JobPage(BaseModel):
 
     model_config = ConfigDict(
         use_attribute_docstrings=True,
-        json_schema_extra={"examples": [{"data": [_JOB], "has_more": True, "next": _ID}]},
+        json_schema_extra={"examples": [{"data": [_JOB | {"spec": None}], "has_more": True, "next": _ID}]},
     )
     data: list[JobView]
     has_more: bool
@@ -183,7 +183,10 @@ class ArtifactList(BaseModel):
     data: list[ArtifactView]
 
 
-def job_view(job: Job, queue: dict[str, Any] | None = None, slots: list[str] | None = None) -> dict[str, Any]:
+def job_view(
+    job: Job, queue: dict[str, Any] | None = None, slots: list[str] | None = None, *, listed: bool = False
+) -> dict[str, Any]:
+    """`listed`: as one of many, without its spec."""
     return {
         "id": job.id,
         "name": job.name,
@@ -196,7 +199,7 @@ def job_view(job: Job, queue: dict[str, Any] | None = None, slots: list[str] | N
         "progress": job.progress,
         "result": job.result,
         "failure": job.failure,
-        "spec": job.spec,
+        "spec": None if listed else job.spec,
         "adjusted": job.adjusted,
         "settled": job.settled,
         "node": job.node,

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
-from sqlalchemy import select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from api.errors import BadRequest, UnsupportedMediaType, printable
+from api import idempotency
+from api.errors import UnsupportedMediaType, printable
 from api.jobs import plan
 from api.jobs.schemas import job_view
 from api.notices import service as webhooks
 from core.db.engine import Database
-from core.db.tables import File, IdempotencyKey
-from core.errors import EftError, Fault, NotFound, SpecError
+from core.db.tables import File
+from core.errors import Fault, NotFound, SpecError
 from core.jobs import limits, queries, settle
 from core.jobs.submit import Actor, find, retry, submit
 from core.plan.compatibility import check
@@ -36,14 +34,6 @@ from core.storage.layout import Layout
 JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 SAME_ROWS = "these are the training rows; held-out rows must be others, or the evaluation says nothing"
-_KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
-
-
-class IdempotencyKeyReused(EftError):
-    """The same key came with another body."""
-
-    code = "idempotency_key_reused"
-    status = 422
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +45,10 @@ class Submission:
     path: str
     idempotency_key: str | None = None
 
-    def fingerprint(self) -> str:
+    def fingerprints(self, document: Any) -> tuple[str, str]:
+        """Of the document; and of the bytes, by which rows of an earlier version tell requests apart."""
         parts = (self.path.encode(), self.content_type.encode(), self.body)
-        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+        return idempotency.fingerprint(self.path, document), hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +68,36 @@ class Jobs:
 
     def create(self, actor: Actor, sent: Submission, *, dry_run: bool = False) -> Answer:
         """Raises SpecError, NoSpace, BadRequest, UnsupportedMediaType, IdempotencyKeyReused; nothing is stored then."""
-        if sent.idempotency_key is not None and not _KEY.fullmatch(sent.idempotency_key):
-            raise BadRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field="idempotency-key")
+        key = None if sent.idempotency_key is None else idempotency.checked(sent.idempotency_key)
+        document = decode(sent.body, sent.content_type)
         if dry_run:
-            checked = self.resolved(actor, sent)
+            checked = self.resolved(actor, document)
             with self._database.read() as session:
                 limits.check_priority(session, actor.project_id, checked.priority)
                 planned, words = plan.view(session, actor.project_id, checked, free=self._free())
-            document = checked.model_dump(mode="json")
-            return Answer(200, {"spec": document, "dry_run": True, "plan": planned, "plan_reason": words})
+            resolved = checked.model_dump(mode="json")
+            return Answer(200, {"spec": resolved, "dry_run": True, "plan": planned, "plan_reason": words})
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
-        if sent.idempotency_key is not None:
+        asked = sent.fingerprints(document)
+        if key is not None:
             with self._database.read() as session:
-                known = _known_answer(session, actor, sent)
+                known = idempotency.known(session, actor, key, *asked)
             if known is not None:
-                return known
-        spec = self.resolved(actor, sent)
+                return Answer(*known, replayed=True)
+        spec = self.resolved(actor, document)
         self._refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
         with self._database.write() as session:
-            if sent.idempotency_key is not None and not _take(session, actor, sent):
-                known = _known_answer(session, actor, sent)
+            if key is not None and not idempotency.take(session, actor, key, asked[0]):
+                known = idempotency.known(session, actor, key, *asked)
                 assert known is not None  # the row that kept us from taking the key
-                return known
+                return Answer(*known, replayed=True)
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
             body = job_view(submit(session, actor, spec))
-            if sent.idempotency_key is not None:
-                session.execute(
-                    update(IdempotencyKey)
-                    .where(IdempotencyKey.project_id == actor.project_id, IdempotencyKey.key == sent.idempotency_key)
-                    .values(body=body)
-                )
+            if key is not None:
+                idempotency.keep(session, actor, key, body)
             return Answer(201, body)
 
     def retry(self, actor: Actor, job_id: str) -> dict[str, Any]:
@@ -139,12 +127,11 @@ class Jobs:
         """Bytes left on the data root; None: it is an object store."""
         return None if self._settings.is_remote else shutil.disk_usage(self._layout.root).free
 
-    def resolved(self, actor: Actor, sent: Submission) -> JobSpec:
-        """The spec as it would run. Raises SpecError, with a fault for every wrong field."""
-        return self.resolved_document(actor, decode(sent.body, sent.content_type))
+    def resolved(self, actor: Actor, document: Any, *, preview: bool = False) -> JobSpec:
+        """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained.
 
-    def resolved_document(self, actor: Actor, document: Any, *, preview: bool = False) -> JobSpec:
-        """The same of what was sent; `preview`: its rows are to be rendered, nothing is to be trained."""
+        Raises SpecError, with a fault for every wrong field.
+        """
         spec = self._with_formats(actor, parse_job(document))
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         spec = resolve(spec)
@@ -285,37 +272,3 @@ def _file(session: Session, actor: Actor, source: FileSource, field: str, *, sha
 
 def _refused(fault: Fault) -> SpecError:
     return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)
-
-
-def _known_answer(session: Session, actor: Actor, sent: Submission) -> Answer | None:
-    row = session.execute(
-        select(IdempotencyKey).where(
-            IdempotencyKey.project_id == actor.project_id, IdempotencyKey.key == sent.idempotency_key
-        )
-    ).scalar_one_or_none()
-    if row is None:
-        return None
-    if row.request_sha256 != sent.fingerprint():
-        raise IdempotencyKeyReused(
-            "this Idempotency-Key came before with another body; take a new key for a new job", field="idempotency-key"
-        )
-    return Answer(row.status, row.body, replayed=True)
-
-
-def _take(session: Session, actor: Actor, sent: Submission) -> bool:
-    """Insert the key. A second request with it waits here for the first one's commit, and then gets False."""
-    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
-    taken = session.execute(
-        dialect.insert(IdempotencyKey)
-        .values(
-            project_id=actor.project_id,
-            owner_id=actor.user_id,
-            key=sent.idempotency_key,
-            request_sha256=sent.fingerprint(),
-            status=201,
-            body={},
-        )
-        .on_conflict_do_nothing()
-        .returning(IdempotencyKey.key)
-    ).one_or_none()
-    return taken is not None

@@ -45,7 +45,7 @@ class Job:
     result: dict[str, Any] | None
     failure: Failure | None
     spec: dict[str, Any]
-    """The resolved spec: every default written out."""
+    """The resolved spec, with every default written out; empty in lists."""
     adjusted: dict[str, int]
     """Fields that runs changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     settled: dict[str, Any] | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from sqlalchemy import Text, cast, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from core.db.tables import Artifact, Event, File, Job, Metric
 from core.errors import EftError, NotFound
@@ -49,8 +49,8 @@ def jobs_page(
     after: str | None = None,
     limit: int = 20,
 ) -> Page[Job]:
-    """Jobs of a project. Raises UnknownCursor when `after` is no job of it."""
-    query = select(Job).where(Job.project_id == project_id, Job.kind == "train")
+    """Jobs of a project, their specs unread. Raises UnknownCursor when `after` is no job of it."""
+    query = select(Job).options(defer(Job.spec)).where(Job.project_id == project_id, Job.kind == "train")
     if after is not None:
         known = session.execute(select(Job.id).where(Job.id == after, Job.project_id == project_id)).one_or_none()
         if known is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import httpx
+from sqlalchemy import select
+
+from core.db.tables import IdempotencyKey
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROW = b'{"prompt": "off", "completion": "lamp.off"}\n'
@@ -37,6 +41,42 @@ def test_another_body_is_refused(api: Any) -> None:
     assert post(api.http, "k-2", data).status_code == 201
     reply = post(api.http, "k-2", data, name="other")
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+def test_bodies_are_compared_as_json(api: Any) -> None:
+    """White space, the order of fields and the notation make no other request."""
+    data = api.upload(ROW)["id"]
+    body = {"model": MODEL, "data": data, "optimizer": {"type": "adamw", "learning_rate": 1e-4}}
+    written = [
+        (json.dumps(body), "application/json"),
+        (
+            json.dumps(dict(reversed(body.items())), indent=2).replace("0.0001", "1e-4"),
+            "application/json; charset=utf8",
+        ),
+        (f"model: {MODEL}\ndata: {data}\noptimizer: {{type: adamw, learning_rate: 0.0001}}\n", "application/yaml"),
+    ]
+    replies = [
+        api.http.post("/jobs", content=text, headers={"idempotency-key": "k-same", "content-type": kind})
+        for text, kind in written
+    ]
+    assert [reply.status_code for reply in replies] == [201] * 3, [reply.text for reply in replies]
+    assert [reply.headers.get("idempotency-replayed") for reply in replies] == [None, "true", "true"]
+    assert len({reply.text for reply in replies}) == 1
+    one, other = written[0][0].replace("0.0001", "0.0002"), written[0][0].replace(data, f"{data} ")
+    for text in (one, other):
+        headers = {"idempotency-key": "k-same", "content-type": "application/json"}
+        reply = api.http.post("/jobs", content=text, headers=headers)
+        assert reply.json()["error"]["code"] == "idempotency_key_reused", reply.text
+
+
+def test_a_spec_is_stored_once(api: Any) -> None:
+    data = {"train": api.upload(ROW)["id"], "rendering": {"type": "model", "system_prompt": "x" * 60_000}}
+    first = post(api.http, "k-once", data).json()
+    assert len(json.dumps(first)) > 60_000
+    with api.database.read() as session:
+        row = session.execute(select(IdempotencyKey).where(IdempotencyKey.key == "k-once")).scalar_one()
+    assert row.body["id"] == first["id"] and len(json.dumps(row.body)) < 3000
+    assert post(api.http, "k-once", data).json() == first
 
 
 def test_a_refusal_does_not_use_the_key_up(api: Any) -> None:

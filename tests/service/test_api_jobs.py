@@ -275,6 +275,21 @@ def test_lists_are_filtered_and_paged(api: Any) -> None:
         assert error(client.get("/jobs", params=params), 422)["field"] == next(iter(params))
 
 
+def test_lists_leave_specs_out(api: Any) -> None:
+    """A page of them is small, whatever people have written into their specs."""
+    client = api.client("long specs")
+    data = {
+        "train": api.upload(CHAT, client=client)["id"],
+        "rendering": {"type": "model", "system_prompt": "x" * 50_000},
+    }
+    job_id = api.submit(client, data=data)["id"]
+    page = client.get("/jobs")
+    assert len(page.content) < 5_000 and page.json()["data"][0]["spec"] is None
+    shown = client.get(f"/jobs/{job_id}").json()
+    assert shown["spec"]["data"]["rendering"]["system_prompt"] == "x" * 50_000
+    assert page.json()["data"] == [shown | {"spec": None, "queue": None}]
+
+
 def test_cancel_is_idempotent_and_final(api: Any) -> None:
     job = api.submit()
     first = api.http.post(f"/jobs/{job['id']}/cancel")
