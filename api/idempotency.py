@@ -39,7 +39,14 @@ def checked(key: str) -> str:
 
 def fingerprint(path: str, document: Any) -> str:
     """SHA-256 of the route and the canonical JSON of the body."""
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    try:
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # a YAML date, say: refused later, and never the same as a stored one
+        canonical = "no JSON"
     return hashlib.sha256(b"\0".join((path.encode(), canonical.encode()))).hexdigest()
 
 

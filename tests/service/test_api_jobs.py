@@ -181,7 +181,8 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize(("media_type", "body", "code"), DOCUMENTS)
 def test_broken_documents(api: Any, media_type: str, body: bytes, code: str) -> None:
-    found = error(api.http.post("/jobs", content=body, headers={"content-type": media_type}), 422)
+    headers = {"content-type": media_type, "idempotency-key": "broken"}
+    found = error(api.http.post("/jobs", content=body, headers=headers), 422)
     assert found["code"] == code
 
 
