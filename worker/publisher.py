@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from core.spec.checkpoint_names import superseded
 from core.spec.run import ARTIFACTS, CHECKPOINTS, LOG_FILE
 from core.storage.bucket import LOG_PART, MANIFEST, Bucket, log_key
 from core.storage.store import StoreAway
@@ -169,9 +170,11 @@ class Publisher:
         shutil.rmtree(outgoing / name, ignore_errors=True)
         if self._lost.is_set():
             return  # somebody may be fetching the one before
-        while len(self._published) > self._keep:
-            self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{self._published[0]}")
-            del self._published[0]
+        old = [one for one in self._published if one in superseded([one, name])]
+        old += [one for one in self._published if one not in old][: -self._keep]
+        for one in old:
+            self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{one}")
+            self._published.remove(one)
         there = {path.name for path in (self._folder / CHECKPOINTS).glob("best-*")}
         for gone in sorted(self._best - there):
             self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{gone}")

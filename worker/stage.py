@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,6 +14,7 @@ from sqlalchemy import select
 from core.db.engine import Database
 from core.db.tables import File
 from core.jobs.claims import Claim
+from core.spec.checkpoint_names import best_step, progress_of
 from core.spec.data import FileSource, HubDataset, singles
 from core.spec.job import JobSpec
 from core.spec.model import GGUFModel, HubModel, LocalModel
@@ -25,7 +25,6 @@ from worker.copies import MODEL, Copies, Halted
 log = logging.getLogger("eft.worker")
 
 REFS = "models/refs"
-_STEP = re.compile(r"^step-(\d{8,})(?:-micro-(\d{4,}))?$")
 
 
 class Stage:
@@ -114,7 +113,7 @@ class Stage:
         token = self._claim.token
         runs = {token.job_id: token.attempt - 1}
         runs |= {earlier["job"]: earlier["attempts"] for earlier in self._claim.resume_from}
-        found: list[tuple[int, int, int, str]] = []
+        found: list[tuple[tuple[int, int], int, int, str]] = []
         for age, (job_id, attempts) in enumerate(runs.items()):
             if attempts < 1:
                 continue
@@ -124,21 +123,21 @@ class Stage:
                 if len(parts) != 6 or parts[3] != CHECKPOINTS or parts[5] != MANIFEST:
                     continue
                 key = str(PurePosixPath(*parts[:5]))
-                if match := _STEP.match(parts[4]):
-                    found.append((int(match[1]), int(match[2] or 0), -age, key))
-                elif parts[4].startswith("best-"):
+                if (there := progress_of(parts[4])) is not None:
+                    found.append((there[:2], -age, there.version, key))
+                elif best_step(parts[4]) is not None:
                     self._copies.folder(key, halted)
         here = max(
             (
-                (int(match[1]), int(match[2] or 0))
+                local[:2]
                 for job_id in runs
                 for path in self._copies.layout.job(job_id).glob(f"attempt-*/{CHECKPOINTS}/*")
-                if (match := _STEP.match(path.name)) and (path / MANIFEST).is_file()
+                if (local := progress_of(path.name)) is not None and (path / MANIFEST).is_file()
             ),
             default=(-1, 0),
         )
-        for step, micro, _, key in sorted(found, reverse=True):
-            if (step, micro) <= here or self._copies.folder(key, halted):
+        for progress, _, _, key in sorted(found, reverse=True):
+            if progress <= here or self._copies.folder(key, halted):
                 return
 
 

@@ -4,7 +4,7 @@
       run.json            in: a RunOrder (or a PrepareOrder for `python -m core.train.prepare`)
       events.jsonl        out: one JSON object a line, appended and flushed at once: {"seq", "time", "type", …}
       log.txt             out: the child's stdout and stderr
-      checkpoints/        out: step-00000050/ …, each complete or not there (tmp-…: one that is being written)
+      checkpoints/        out: step-00000050/ …, each complete or not there (core/spec/checkpoint_names.py)
       artifacts/          out: what the job hands back, listed in the result event
 
 Heartbeat: the worker holds the child's stdin and writes a line with every renewed lease: when it began to renew it

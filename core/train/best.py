@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.spec.checkpoint_names import best_name
 from core.spec.runtime import HeldOut, NoEvaluation
 from core.train.checkpoint import store
 from core.train.engine import Engine
@@ -35,7 +36,7 @@ def hand_back_best(
         return found
     wrong = "it is gone"
     for root in roots:
-        folder = root / store.best_name(step)
+        folder = root / best_name(step)
         if not folder.is_dir():
             continue
         if (fault := store.fault(folder)) is None:

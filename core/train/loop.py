@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from core.spec.checkpoint_names import best_name
 from core.spec.run import CHECKPOINTS
 from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
 from core.train import disk
@@ -183,7 +184,7 @@ class Loop:
             engine.save(aside)
             ranks.barrier()
 
-        path = self._write(store.name_of(engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
+        path = self._write(store.name_for(root, engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
         store.prune(root, self.checkpoint.keep_last)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
@@ -390,7 +391,10 @@ class Loop:
             return
         best = judge(self.ledger.evaluations, self.evaluation).best
         if best is not None and best["step"] == engine.steps < self.total_steps and engine.ranks.first:
-            self._write(store.best_name(engine.steps), engine.save_weights, engine.weight_bytes())
+            name = best_name(engine.steps)
+            if (left := self.run_dir / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
+                store.discard(left)
+            self._write(name, engine.save_weights, engine.weight_bytes())
 
     def _tell_end(self) -> None:
         if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:

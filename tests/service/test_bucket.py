@@ -281,6 +281,25 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     assert checkpoints.newest_first([fourth.attempt(JOB, 1) / "checkpoints"]) == []
 
 
+def test_a_step_that_is_saved_twice_stays_in_the_bucket(bucket: Bucket, layout: Layout, tmp_path: Path) -> None:
+    """A stop request right after a periodic save: two versions of one moment, and only one may be kept."""
+    run, key = layout.attempt(JOB, 1), f"runs/{JOB}/attempt-1"
+    run.mkdir(parents=True)
+    sender = Publisher(bucket, run, key, keep_last=1, lost=threading.Event())
+    for name in ("step-00000010", "step-00000010-v2"):
+        write_checkpoint(run, name, name.encode())
+        sender.checkpoint(f"checkpoints/{name}")
+        manifest = f"{key}/checkpoints/{name}/manifest.json"
+        wait_for(lambda manifest=manifest: bucket.size(manifest) is not None, 60, manifest)
+    assert sender.finish((), True, lambda _: True)
+    assert not any("step-00000010/" in one for one in keys(bucket))
+    other = Layout(tmp_path / "other")
+    other.create()
+    Stage(Copies(bucket, other, 0, 0), claim(2))._checkpoints(lambda: None)
+    (found,) = checkpoints.newest_first([other.attempt(JOB, 1) / "checkpoints"])
+    assert ((found.path / "weights").read_bytes(), found.step) == (b"step-00000010-v2", 10)
+
+
 class Slow(Bucket):
     """A network that takes checkpoints more slowly than they come: it stops at the first one's weights."""
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.errors import SpecError
+from core.spec.checkpoint_names import best_name
 from core.spec.load import parse_job
 from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.runtime import HeldOut, Patience
@@ -167,7 +168,7 @@ def test_it_stops_early_and_hands_back_the_best(stopped: Path) -> None:
     assert found["best"] == {"step": best, "metric": "eval_loss", "value": seen[best]["eval_loss"], "restored": True}
     assert found["eval_before"] == seen[0] and found["eval_after"] == seen[best]
     assert [event["code"] for event in events(stopped, "notice")] == ["early_stopping", "best_restored"]
-    kept = adapter(stopped / "checkpoints" / store.best_name(best) / "weights.safetensors")
+    kept = adapter(stopped / "checkpoints" / best_name(best) / "weights.safetensors")
     handed = adapter(stopped / "artifacts" / "adapter" / "adapter_model.safetensors")
     assert kept.keys() == handed.keys() and all(torch.equal(kept[name], handed[name]) for name in kept)
     last = store.newest_first([stopped / "checkpoints"])[0]
@@ -253,7 +254,7 @@ def test_killed_after_the_best_it_decides_the_same(
     second = write_run(tmp_path / "second", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **axes)
     assert run(second) == EXIT_OK, events(second, "error")
     assert events(second, "resumed")[0]["step"] > best
-    assert not (second / "checkpoints" / store.best_name(best)).exists()  # it was found in the first attempt's folder
+    assert not (second / "checkpoints" / best_name(best)).exists()  # it was found in the first attempt's folder
     assert weights(second) == weights(stopped)
     assert evaluations(first, second) == evaluations(stopped)
     assert samples(first, second) == samples(stopped)
@@ -288,7 +289,7 @@ def test_best_weights_that_are_gone_are_told(
     axes = AXES | {"evaluation": BEST}
     first = write_run(tmp_path / "first", tiny_dir, rows[0], held_out=rows[1], **axes)
     assert run(first) == EXIT_OK
-    for left in (first / "checkpoints" / store.best_name(best)).glob("weights*"):
+    for left in (first / "checkpoints" / best_name(best)).glob("weights*"):
         left.write_bytes(left.read_bytes()[:-1])
     second = write_run(tmp_path / "second", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **axes)
     assert run(second) == EXIT_OK

@@ -2,27 +2,25 @@
 
 A checkpoint is written to a folder aside, every file is synced, `manifest.json` gets size and SHA-256 of each, the
 folder is renamed, its parent is synced. A crash at any point leaves at most a folder whose name starts with `tmp-`,
-which nobody reads. Names sort by progress: `step-00000050`, and `step-00000050-micro-0003` inside a window. Beside
-them `best-00000040` holds the weights alone of an evaluation that was the best.
+which nobody reads. Names state the progress (core/spec/checkpoint_names.py). Beside the checkpoints, `best-00000040`
+holds the weights of the evaluation that was the best.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.spec.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
 from core.spec.run import UNFINISHED
 from core.train.files import sha256, sync
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"^step-(\d{8,})(?:-micro-(\d{4,}))?$")
-_BEST = re.compile(r"^best-(\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +30,21 @@ class Found:
     micro: int
 
 
-def name_of(step: int, micro: int) -> str:
-    """Folder name after `step` optimizer steps and `micro` backward passes of the next."""
-    return f"step-{step:08d}" + (f"-micro-{micro:04d}" if micro else "")
-
-
-def best_name(step: int) -> str:
-    return f"best-{step:08d}"
+def name_for(root: Path, step: int, micro: int) -> str:
+    """Folder name of the next checkpoint below `root` after `step` optimizer steps and `micro` backward passes of the
+    next step. It is a later version of one that is there already, which stays until the new one is whole."""
+    there = (progress_of(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    versions = [one.version for one in there if one is not None and (one.step, one.micro) == (step, micro)]
+    return checkpoint_name(Progress(step, micro, max(versions, default=0) + 1))
 
 
 def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Make checkpoint `name` below `root` from what `fill` writes into a folder. OSError when the disk refuses:
-    then nothing complete has appeared and the older checkpoints are untouched."""
+    then nothing complete has appeared and the older checkpoints are untouched. FileExistsError when there is one of
+    that name: a checkpoint is never replaced."""
     root.mkdir(parents=True, exist_ok=True)
+    if (root / name).exists():
+        raise FileExistsError(f"there is a checkpoint {name} in {root} already")
     aside = root / f"{UNFINISHED}{name}-{os.getpid()}"
     if aside.exists():
         shutil.rmtree(aside)
@@ -57,8 +57,6 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
         for path in [*files, aside / MANIFEST, aside]:
             sync(path)
         final = root / name
-        if final.exists():  # the same state, written before
-            shutil.rmtree(final)
         aside.rename(final)
         sync(root)
     except BaseException:
@@ -68,30 +66,42 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints of a folder, and folders left aside by a crash."""
+    """Remove all but the newest `keep_last` checkpoints of a folder, older versions of those, and folders left aside by
+    a crash."""
+    for name in superseded(path.name for path in root.iterdir()):
+        discard(root / name)
     for old in newest_first([root])[keep_last:]:
-        shutil.rmtree(old.path)
+        discard(old.path)
     for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left)
 
 
 def prune_best(root: Path, keep: Collection[int]) -> None:
-    """Remove the weights of evaluations that nobody would call the best any more: all but those of the steps `keep`."""
+    """Remove the weights of evaluations that can no longer become the best: all but those of the steps `keep`."""
     for path in sorted(root.iterdir()):
-        if (match := _BEST.match(path.name)) and int(match[1]) not in keep:
-            shutil.rmtree(path)
+        if (step := best_step(path.name)) is not None and step not in keep:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so that a crash leaves no half of one under that name."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    shutil.rmtree(aside)
 
 
 def newest_first(roots: Iterable[Path]) -> list[Found]:
-    """All checkpoints below the given folders, the furthest first; at a tie the folder named first wins."""
-    found: list[Found] = []
+    """All checkpoints below the given folders, the furthest first; at a tie the folder named first wins, and in one
+    folder the later version."""
+    found: list[tuple[Progress, Path]] = []
     for root in roots:
-        if not root.is_dir():
-            continue
-        for path in sorted(root.iterdir()):
-            if (match := _NAME.match(path.name)) and path.is_dir():
-                found.append(Found(path, int(match[1]), int(match[2] or 0)))
-    return sorted(found, key=lambda item: (-item.step, -item.micro))
+        there = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        named = [(progress, path) for path in there if (progress := progress_of(path.name)) is not None]
+        found += sorted(named, reverse=True)
+    found.sort(key=lambda item: item[0][:2], reverse=True)  # stable: folders stay in order
+    return [Found(path, progress.step, progress.micro) for progress, path in found]
 
 
 def fault(path: Path) -> str | None:
