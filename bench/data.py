@@ -136,7 +136,7 @@ class Bench:
 
         model, order = self.model(), self.order(arm)
         optimizer = build_optimizer(
-            AdamW(learning_rate=1e-4), {n: p for n, p in model.named_parameters() if p.requires_grad}
+            AdamW(learning_rate=1e-4), {n: p for n, p in model.named_parameters() if p.requires_grad}, model
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model.to(device)

@@ -108,7 +108,7 @@ def contender(
     if how == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained: dict[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(AdamW(learning_rate=1e-4), trained)
+    optimizer = build_optimizer(AdamW(learning_rate=1e-4), trained, model)
     engine = Engine(model, optimizer, lambda step: 1.0, device=device, autocast=torch.bfloat16)
     held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
     return Contender(engine, choose_sft_loss(engine)[0], streamed, held)

@@ -82,7 +82,7 @@ def ours(folder: Path, device: torch.device, args: argparse.Namespace, *, offloa
     if not offload:
         updates = OnDevice(model)
     _checkpoint(model, args)
-    optimizer = build_optimizer(AdamW(learning_rate=RATE), updates.parameters)
+    optimizer = build_optimizer(AdamW(learning_rate=RATE), updates.parameters, model)
     engine = Engine(
         model, optimizer, lambda step: 1.0, device=device, autocast=torch.bfloat16, pad_token_id=0, updates=updates
     )

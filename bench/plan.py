@@ -171,8 +171,8 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     )  # fmt: skip
     updates = built.offload or OnDevice(built.model)
     engine = Engine(
-        built.model, build_optimizer(spec.optimizer, updates.parameters), lambda step: 1.0, device=placement.device,
-        autocast=placement.autocast, updates=updates,
+        built.model, build_optimizer(spec.optimizer, updates.parameters, built.model), lambda step: 1.0,
+        device=placement.device, autocast=placement.autocast, updates=updates,
     )  # fmt: skip
     if isinstance(spec.batching, Packed):
         prepare_packing(engine)

@@ -98,7 +98,7 @@ def _ours(folder: Path, shape: Shape) -> Step:
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = Engine(
-        model, build_optimizer(spec, trained), lambda _: 1.0, device=shape.device, autocast=torch.bfloat16,
+        model, build_optimizer(spec, trained, model), lambda _: 1.0, device=shape.device, autocast=torch.bfloat16,
         max_grad_norm=1.0,
     )  # fmt: skip
 

@@ -22,11 +22,13 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_logits
+from core.train.optim import state as optimizer_state
 from core.train.optim.updates import OnDevice, Updates
 from core.train.ranks.group import ALONE, Ranks
 from core.train.scaler import LossScaler
@@ -168,7 +170,7 @@ class Engine:
             return StepResult(norm, self._base_learning_rates[0] * factor, skipped=True)
         self._note(norm if watch is None else norm + watch.detach())
         for group, base in zip(self.optimizer.param_groups, self._base_learning_rates, strict=True):
-            group["lr"] = base * factor
+            optimizer_state.set_learning_rate(group, base * factor)
         self.updates.update(self.optimizer, norm, self.max_grad_norm)
         self.micro_steps = 0
         self.steps += 1
@@ -239,8 +241,9 @@ class Engine:
     ) -> list[list[int]]:
         """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out.
 
-        What the model's own generation_config says beside that (a repetition penalty, say) does not count: greedy is
-        the most likely token. `between` runs after each token and may raise to stop.
+        The model's own generation_config has no say, be it a repetition penalty, a minimum length or forced tokens:
+        greedy is the most likely token, and nothing but `stop_token_ids` ends an answer before `max_new_tokens`.
+        `between` runs after each token and may raise to stop.
         """
         width = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), width), self.pad_token_id, dtype=torch.int64)
@@ -248,30 +251,28 @@ class Engine:
         for row, prompt in enumerate(prompts):  # left-padded: every row continues at the same position
             ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, width - len(prompt) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # the defaults
+        wanted = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self.pad_token_id,
+            eos_token_id=list(stop_token_ids) or None,
+            use_cache=True,
+        )
         if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+            wanted.update(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
         going = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
 
         def look(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
             between()
             return going
 
-        with self.inference() as model:
+        with self.inference() as model, _without_generation_config(model):
             if seed is not None:
                 torch.manual_seed(seed)
             output = model.generate(  # type: ignore[operator]
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                max_new_tokens=max_new_tokens,
-                pad_token_id=self.pad_token_id,
-                use_cache=True,
-                num_beams=1,
-                repetition_penalty=1.0,
-                no_repeat_ngram_size=0,
+                generation_config=wanted,
                 stopping_criteria=[look],
-                **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
-                **sampling,
             )
         stops = set(stop_token_ids)
         answers: list[list[int]] = []
@@ -291,7 +292,7 @@ class Engine:
         """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
         place of writing what is no good (`step`). Of several ranks the first does this, all others `save_rank`."""
         self.save_weights(folder)
-        tensors, numbers = self._optimizer_state()
+        tensors, numbers = optimizer_state.capture(self.optimizer, self._trained)
         save_file(_flat(tensors), folder / "optimizer.safetensors")
         state = {
             "steps": self.steps,
@@ -325,7 +326,11 @@ class Engine:
         """What `save` and `save_rank` of all would write now, less some kilobytes of JSON and random numbers."""
         self.updates.gather()
         gradients = [p.grad for p in self._trained.values() if p.grad is not None] * self.ranks.world
-        tensors = [*self._weights().values(), *gradients, *self._optimizer_state()[0].values()]
+        tensors = [
+            *self._weights().values(),
+            *gradients,
+            *optimizer_state.capture(self.optimizer, self._trained)[0].values(),
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def save_weights(self, folder: Path) -> None:
@@ -372,7 +377,8 @@ class Engine:
         for name, parameter in self._trained.items():
             saved = gradients.get(name)
             parameter.grad = None if saved is None else (saved * rescale).to(parameter.device)
-        self._load_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
+        tensors = load_file(folder / "optimizer.safetensors")
+        optimizer_state.restore(self.optimizer, self._trained, tensors, state["optimizer"])
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         self.steps = int(state["steps"])
@@ -400,30 +406,19 @@ class Engine:
         }
         return {**self._trained, **buffers}
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors: dict[str, Tensor] = {}
-        numbers: dict[str, Any] = {}
-        for name, parameter in self._trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                place = f"{name}:{key}"
-                if isinstance(value, Tensor):
-                    tensors[place] = value
-                else:
-                    numbers[place] = value
-        return tensors, numbers
 
-    def _load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        self.optimizer.state.clear()
-        for place, value in [*tensors.items(), *numbers.items()]:
-            name, _, key = place.rpartition(":")
-            if name not in self._trained:
-                raise ValueError(f"the checkpoint is of another model: it has an optimizer state for {name}")
-            parameter = self._trained[name]
-            # `step` counters live where the optimizer made them: beside the weights if it is fused, else on the CPU.
-            fused = bool(self.optimizer.param_groups[0].get("fused"))
-            if isinstance(value, Tensor) and (value.dim() > 0 or fused):
-                value = value.to(parameter.device)
-            self.optimizer.state[parameter][key] = value
+@contextmanager
+def _without_generation_config(model: nn.Module) -> Iterator[None]:
+    """The model as if it had come without a generation_config: transformers fills from it whatever a call leaves open,
+    and PEFT copies its own into the model it wraps."""
+    kept = {module: module.generation_config for module in model.modules() if "generation_config" in vars(module)}
+    for module in kept:
+        module.generation_config = GenerationConfig()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, config in kept.items():
+            module.generation_config = config
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

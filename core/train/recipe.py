@@ -127,7 +127,7 @@ def _train(
     updates = built.offload or OnDevice(built.model)
     engine = Engine(
         built.model,
-        build_optimizer(spec.optimizer, updates.parameters),
+        build_optimizer(spec.optimizer, updates.parameters, built.model),
         build_schedule(spec.schedule, total_steps),
         device=placement.device,
         autocast=placement.autocast,

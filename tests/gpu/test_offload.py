@@ -38,7 +38,7 @@ def engine(device: torch.device, offload: bool, autocast: torch.dtype | None, pi
     model.to(device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     updates = held or OnDevice(model)
-    optimizer = build_optimizer(AdamW(learning_rate=RATE, weight_decay=0.01), updates.parameters)
+    optimizer = build_optimizer(AdamW(learning_rate=RATE, weight_decay=0.01), updates.parameters, model)
     return Engine(model, optimizer, lambda step: 1.0, device=device, autocast=autocast, updates=updates)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, Trainer
 
 from core.spec.training import AdamW, Linear, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
@@ -17,7 +21,7 @@ from core.train.load import load_model
 from core.train.logits import label_logits
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
-from core.train.optim.optimizers import build_optimizer
+from core.train.optim.optimizers import build_optimizer, without_decay
 from core.train.optim.schedules import build_schedule
 from core.train.stages.sft import sft_loss
 
@@ -32,7 +36,7 @@ def make(tiny: Path, *, method: LoRA | None = LORA, autocast: bool = False, clip
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained),
+        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained, model),
         build_schedule(Linear(warmup_ratio=0.1), 50),
         device=CPU,
         autocast=torch.bfloat16 if autocast else None,
@@ -121,6 +125,32 @@ def test_the_schedule_scales_every_group_and_decay_spares_norms(tiny_dir: Path) 
     assert rates == {1e-2 * build_schedule(Linear(warmup_ratio=0.1), 50)(11)}
 
 
+FAMILIES = {
+    "gpt2": {"n_layer": 1, "n_embd": 32, "n_head": 2},
+    "gptj": {"n_layer": 1, "n_embd": 32, "n_head": 2, "rotary_dim": 8},
+    "gpt_bigcode": {"n_layer": 1, "n_embd": 32, "n_head": 2},
+    "bloom": {"n_layer": 1, "hidden_size": 32, "n_head": 2},
+    "falcon": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "new_decoder_architecture": True,
+               "num_kv_heads": 1},
+    "mpt": {"n_layers": 1, "d_model": 32, "n_heads": 2},
+    "opt": {"num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2,
+            "word_embed_proj_dim": 32},
+    "llama": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
+    "qwen3": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 16},
+    "gemma3_text": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+                    "num_key_value_heads": 2, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_decay_spares_what_transformers_spares(family: str) -> None:
+    config = CONFIG_MAPPING[family](vocab_size=64, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config)
+    decayed = Trainer.get_decay_parameter_names(object.__new__(Trainer), model)
+    assert {name for name, _ in model.named_parameters()} - set(decayed) == without_decay(model)
+
+
 def test_clipping_bounds_the_update_and_reports_the_norm_before(tiny_dir: Path) -> None:
     rows = batch(4)
     engine = make(tiny_dir, method=None, clip=1e-3)
@@ -193,6 +223,37 @@ def test_generation_is_greedy_and_padding_does_not_matter(tiny_dir: Path) -> Non
     assert int(logits[0, -1].argmax()) == together[1][0]
 
 
+OF_A_MODEL: dict[str, Any] = {
+    "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "num_beams": 3, "temperature": 0.1, "top_k": 1, "min_p": 0.5,
+    "typical_p": 0.2, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "min_new_tokens": 10, "min_length": 20,
+    "suppress_tokens": [40], "begin_suppress_tokens": [40], "bad_words_ids": [[40]], "sequence_bias": [[[40], -50.0]],
+    "exponential_decay_length_penalty": [1, 9.0], "guidance_scale": 3.0, "forced_eos_token_id": 1, "eos_token_id": 40,
+    "remove_invalid_values": True, "renormalize_logits": True, "num_return_sequences": 2, "max_time": 0.0001,
+    "max_length": 3, "stop_strings": ["a"], "prompt_lookup_num_tokens": 2, "output_scores": True,
+    "return_dict_in_generate": True, "cache_implementation": "static", "penalty_alpha": 0.6,
+}  # fmt: skip
+"""What a generation_config may say that changes an answer, or makes generate raise."""
+
+
+def test_the_models_own_generation_config_has_no_say(tiny_dir: Path) -> None:
+    engine, prompts = make(tiny_dir), [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
+
+    def answers() -> list[list[list[int]]]:
+        greedy = engine.generate(prompts, max_new_tokens=8)
+        return [greedy, engine.generate(prompts, max_new_tokens=8, temperature=1.0, seed=3)]
+
+    base: Any = engine.model.get_base_model()  # type: ignore[operator]
+    base.generation_config = GenerationConfig()
+    expected = answers()
+    token = expected[0][0][0]
+    for key, value in OF_A_MODEL.items():
+        own = GenerationConfig()
+        setattr(own, key, json.loads(json.dumps(value).replace("40", str(token))))
+        base.generation_config = own
+        assert answers() == expected, key
+        assert base.generation_config is own
+
+
 def test_looking_does_not_disturb(tiny_dir: Path) -> None:
     """Evaluation, log-probabilities and generation between steps leave the trajectory as it was, to the bit."""
     method = LoRA(r=4, lora_alpha=8, lora_dropout=0.2)
@@ -248,6 +309,59 @@ def test_state_at_any_micro_step(tiny_dir: Path, tmp_path: Path, method: LoRA | 
     for name, parameter in reference.trained_parameters.items():
         assert torch.equal(parameter, engine.trained_parameters[name]), name
     assert not any(path.suffix in (".pt", ".bin", ".pkl") for path in tmp_path.rglob("*"))
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """As some published optimizers do: the step counter, a running maximum as a tensor, and a factor that changes, in
+    the parameter group; the learning rate is a tensor."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        group = {"step": 0, "betas": (0.9, 0.99), "largest": torch.tensor(1e-6), "mode": "train"}
+        super().__init__(parameters, {"lr": torch.tensor(0.05), **group})
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            assert isinstance(group["lr"], torch.Tensor)
+            assert isinstance(group["betas"], tuple)
+            group["step"] += 1
+            for parameter in group["params"]:
+                group["largest"] = torch.maximum(group["largest"], parameter.grad.abs().max())
+                parameter.data -= group["lr"] / group["step"] * parameter.grad / group["largest"]
+
+
+@pytest.mark.parametrize("optimizer", [CountsInItsGroup, torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor])
+def test_an_optimizer_goes_on_with_what_it_keeps_in_its_groups(
+    tiny_dir: Path, tmp_path: Path, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    def fresh() -> Engine:
+        engine = make(tiny_dir)
+        return Engine(
+            engine.model,
+            optimizer(engine.trained_parameters.values()),
+            build_schedule(Linear(warmup_ratio=0.1), 50),
+            device=CPU,
+            pad_token_id=1,
+        )
+
+    windows = [[batch(2, seed)] for seed in range(5)]
+    undisturbed = fresh()
+    train(undisturbed, windows)
+    killed, resumed = fresh(), fresh()
+    train(killed, windows[:3])
+    killed.save(tmp_path)
+    train(resumed, windows[:1])
+    resumed.load(tmp_path)
+    train(resumed, windows[3:])
+    for name, parameter in undisturbed.trained_parameters.items():
+        assert torch.equal(parameter, resumed.trained_parameters[name]), name
+
+
+def test_an_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_its_name(tiny_dir: Path, tmp_path: Path) -> None:
+    engine = make(tiny_dir)
+    train(engine, [[batch(2)]])
+    next(iter(engine.optimizer.state.values()))["projector"] = object()
+    with pytest.raises(TypeError, match="projector as object"):
+        engine.save(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def make(tiny: Path, *, scale: float | None = None, interval: int = 2000) -> Eng
     assert {p.dtype for p in trained.values()} == {torch.float32}
     return Engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2), trained),
+        build_optimizer(AdamW(learning_rate=1e-2), trained, model),
         SCHEDULE,
         device=torch.device("cpu"),
         autocast=None if scale is None else torch.float16,

@@ -64,7 +64,7 @@ def engine_of(
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad} if updates is None else updates.parameters
     return Engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained),
+        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained, model),
         lambda step: 1.0 / (1 + step),
         device=CPU,
         autocast=autocast,

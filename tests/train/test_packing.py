@@ -74,7 +74,9 @@ def engine_of(config: PretrainedConfig, *, attention: str = "sdpa", lora: bool =
     if lora:
         model = adapt_lora(model, LoRA(r=4, lora_alpha=8))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Engine(model, build_optimizer(AdamW(learning_rate=1e-3), trained), lambda _: 1.0, device=torch.device("cpu"))
+    return Engine(
+        model, build_optimizer(AdamW(learning_rate=1e-3), trained, model), lambda _: 1.0, device=torch.device("cpu")
+    )
 
 
 def compare(engine: Engine) -> None:

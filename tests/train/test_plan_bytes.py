@@ -93,7 +93,7 @@ def test_what_is_held_is_what_was_planned(folder: Path, tmp_path: Path, axes: di
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert found.trained == sum(p.numel() for p in trained.values())
 
-    optimizer = build_optimizer(spec.optimizer, trained)
+    optimizer = build_optimizer(spec.optimizer, trained, model)
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -128,7 +128,7 @@ def test_the_most_that_torch_has_at_once(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = Engine(
-        model, build_optimizer(spec.optimizer, trained), lambda step: 1.0, device=torch.device("cpu"),
+        model, build_optimizer(spec.optimizer, trained, model), lambda step: 1.0, device=torch.device("cpu"),
         autocast=torch.bfloat16,
     )  # fmt: skip
     loss, _ = choose_sft_loss(engine)

@@ -15,12 +15,27 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 """Names exempt from weight decay, as `transformers.Trainer.get_decay_parameter_names` has them."""
 
 
-def build_optimizer(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """`spec.learning_rate` must be resolved. Biases and norms go into a group of their own without decay."""
+def without_decay(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that weight decay spares, by transformers' rule: biases and norms by their names, and
+    everything in an `nn.LayerNorm`, whatever its name (`ln_1` of GPT-2)."""
+    by_name = {name for name, _ in model.named_parameters() if _NO_DECAY.search(name.lower())}
+    by_type = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+    return frozenset(by_name | by_type)
+
+
+def build_optimizer(spec: Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over `parameters`, which have their names in `model`. `spec.learning_rate` must be resolved. Biases
+    and norms go into a group of their own without decay."""
     match spec:
         case AdamW():
-            decay = [p for name, p in parameters.items() if not _NO_DECAY.search(name.lower())]
-            exempt = [p for name, p in parameters.items() if _NO_DECAY.search(name.lower())]
+            spared = without_decay(model)
+            decay = [p for name, p in parameters.items() if name not in spared]
+            exempt = [p for name, p in parameters.items() if name in spared]
             groups: list[dict[str, Any]] = [
                 {"params": decay, "weight_decay": spec.weight_decay},
                 {"params": exempt, "weight_decay": 0.0},
