@@ -251,7 +251,7 @@ class Engine:
         for row, prompt in enumerate(prompts):  # left-padded: every row continues at the same position
             ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, width - len(prompt) :] = 1
-        wanted = GenerationConfig(
+        wanted: Any = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=max_new_tokens,
             pad_token_id=self.pad_token_id,
             eos_token_id=list(stop_token_ids) or None,
@@ -413,7 +413,7 @@ def _without_generation_config(model: nn.Module) -> Iterator[None]:
     and PEFT copies its own into the model it wraps."""
     kept = {module: module.generation_config for module in model.modules() if "generation_config" in vars(module)}
     for module in kept:
-        module.generation_config = GenerationConfig()  # type: ignore[assignment]
+        module.generation_config = GenerationConfig()  # type: ignore[assignment,no-untyped-call]
     try:
         yield
     finally:
