@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.data.faults import Faults, kind
+from core.data.faults import MAX_COLUMNS, TOO_MANY_COLUMNS, Faults, kind
 from core.data.formats.read import read
 from core.data.formats.settle import SHAPES, fits, missing, nearest
 from core.data.rows import Row
@@ -40,6 +40,9 @@ class RowChecker:
         before = self.faults.count
         if not isinstance(value, dict):
             self.faults.add("invalid_row", f"a row is an object with {SHAPES}, not {kind(value)}")
+            return None
+        if len(value) > MAX_COLUMNS:
+            self.faults.add("invalid_row", TOO_MANY_COLUMNS)
             return None
         named = self._renamed(value) if self.columns else value
         row_format = self._settle(named)

@@ -11,6 +11,9 @@ MAX_FAULTS = 50
 MAX_ROW_BYTES = 16 << 20
 """A longer row is a fault: none of that size fits a context, and every file is read in bounded memory."""
 
+MAX_COLUMNS = 4096
+TOO_MANY_COLUMNS = f"a row has at most {MAX_COLUMNS} columns; leave out those that no format reads"
+
 Unit = Literal["line", "row"]
 """How places are counted: lines of JSONL and CSV, rows of JSON and Parquet; both from 1."""
 

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from core import HOME
-from core.data.check import check_file
+from core.data.check import FileCheck, check_file
 from core.data.containers import parquet_pages
+from core.data.containers.json_array import JsonArray
 from core.data.stream import RowStream, content
 from core.spec.run import DataOrder
 
@@ -24,7 +25,7 @@ LOOK = """
 import json, resource, sys
 from pathlib import Path
 import pyarrow.parquet as pq
-from core.data.check import check_file
+from core.data.check import FileCheck, check_file
 
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -226,3 +227,82 @@ def test_a_bomb_is_refused_in_little_memory(looked: dict[str, Any], name: str) -
 
 def test_a_reader_that_believes_the_file_runs_out_of_that_memory(looked: dict[str, Any]) -> None:
     assert looked["believed"] == "MemoryError"
+
+
+# --- more than rows are worth --------------------------------------------------------------------------
+
+
+def first_fault(path: Path) -> tuple[str, str]:
+    fault = check_file(path).faults[0]
+    return fault.code, fault.message
+
+
+@pytest.mark.parametrize(("columns", "good"), [(4096, True), (4097, False)])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_columns_are_bounded(tmp_path: Path, kind: str, columns: int, good: bool) -> None:
+    row: dict[str, Any] = {"text": "a"} | {f"c{at}": "b" for at in range(columns - 1)}
+    path = tmp_path / "rows"
+    match kind:
+        case "jsonl":
+            path.write_text(json.dumps(row) + "\n")
+        case "json":
+            path.write_text(json.dumps([row]))
+        case "csv":
+            path.write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+        case _:
+            pq.write_table(pa.table({name: [cell] for name, cell in row.items()}), path)
+    report = check_file(path)
+    assert report.ok is good, report.faults
+    assert good or "at most 4096 columns" in report.faults[0].message
+
+
+def test_rows_that_repeat_one_another_take_a_share_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a"] * 100_000)}), path)
+    assert check_file(path).rows == 100_000
+    pq.write_table(pa.table({"text": pa.array(["a"] * 100_001)}), path)
+    code, message = first_fault(path)
+    assert code == "too_large" and "100001 rows" in message
+
+
+def test_empty_columns_take_a_share_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 30
+    pq.write_table(pa.table({"messages": pa.array([turns] * 10_000)}), path)
+    code, message = first_fault(path)
+    assert code == "too_large" and "values and more" in message
+
+
+def test_types_of_parquet_nested_without_end_are_a_fault(tmp_path: Path) -> None:
+    path, value, kind = tmp_path / "rows.parquet", "a", pa.string()
+    for _ in range(70):
+        value, kind = [value], pa.list_(kind)  # type: ignore[assignment]
+    pq.write_table(pa.table({"text": pa.array([value], kind)}), path)
+    assert first_fault(path)[0] in ("invalid_parquet", "unreadable_file")
+
+
+@pytest.mark.parametrize("opening", [b"\x19", b"\x1c"], ids=["lists", "structs"])
+def test_page_headers_nested_without_end_are_no_headers(tmp_path: Path, opening: bytes) -> None:
+    path = texts(tmp_path / "rows.parquet", ["a" * 3000])
+    raw = path.read_bytes()
+    start = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
+    path.write_bytes(raw[:start] + opening * 2000 + raw[start + 2000 :])
+    code, message = first_fault(path)
+    assert code == "unreadable_file" and "nested too deeply" in message
+
+
+def test_a_string_cut_anywhere_is_one_string(tmp_path: Path) -> None:
+    rows = [{"text": 'a "quoted" word, \\ and [brackets] {in} it \\'}, {"text": "b\\"}]
+    raw = json.dumps(rows).encode()
+    for size in range(1, 12):
+        check = FileCheck()
+        for at in range(0, len(raw), size):
+            check.feed(raw[at : at + size])
+        assert check.finish().rows == 2
+        path = tmp_path / "rows.json"
+        path.write_bytes(raw)
+        reader = JsonArray()
+        found = [
+            json.loads(record.raw) for at in range(0, len(raw), size) for record in reader.feed(raw[at : at + size])
+        ]
+        assert found == rows, size

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from core.data.containers.jsonl import BOM
-from core.data.containers.record import TOO_LONG, Record, decode_json
+from core.data.containers.record import TOO_LONG, Record, decode_json, wrong_columns
 from core.data.faults import MAX_ROW_BYTES, Faults
 
 _FIELD = rb'(?:"(?:[^"]|"")*+"|[^",]*+)'
@@ -45,19 +45,24 @@ class CsvRecords:
         self._ours = {theirs: ours for ours, theirs in columns.items()}
         self._rest = bytearray()
         """Of a line that has no end yet."""
+        self._searched = 0
+        """Bytes of that in which no line ends."""
         self._record = bytearray()
         """Whole lines of a record with an open quote."""
+        self._quoted = False
+        """A quote is open behind those lines."""
         self._begun_at = 0
         self._blank_at: int | None = None
 
     def feed(self, chunk: bytes) -> Iterator[Record]:
         self._rest += chunk
         start = 0
-        while not self.finished and (end := self._rest.find(b"\n", start)) >= 0:
+        while not self.finished and (end := self._rest.find(b"\n", max(start, self._searched))) >= 0:
             line = bytes(self._rest[start : end + 1])
             start = end + 1
             yield from self._line(line)
         del self._rest[:start]
+        self._searched = len(self._rest)
         if len(self._rest) + len(self._record) > MAX_ROW_BYTES and not self.finished:
             yield self._dead(self._begun_at or self._lines + 1, *self._too_long())
 
@@ -65,6 +70,7 @@ class CsvRecords:
         if self._rest and not self.finished:
             line = bytes(self._rest)
             self._rest.clear()
+            self._searched = 0
             yield from self._line(line)
         if self._record and not self.finished:
             yield self._dead(self._begun_at, "invalid_csv", "a quote is opened here and never closed")
@@ -113,8 +119,9 @@ class CsvRecords:
         if len(self._record) > MAX_ROW_BYTES:
             yield self._dead(self._begun_at, *self._too_long())
             return
-        if self._record.count(b'"') % 2:
-            return  # a quote is open: the record goes on in the next line
+        self._quoted ^= line.count(b'"') % 2 == 1
+        if self._quoted:
+            return  # the record goes on in the next line
         raw = bytes(self._record).removesuffix(b"\n").removesuffix(b"\r")
         self._record.clear()
         if not raw.strip():
@@ -135,9 +142,7 @@ class CsvRecords:
         except (ValueError, csv.Error) as error:
             yield self._dead(self._begun_at, "invalid_csv", f"the header cannot be read: {error}")
             return
-        double = next((name for name in names if names.count(name) > 1), None)
-        if double is not None:
-            words = f"the column {double[:40]!r} stands twice" if double else "a column has no name"
+        if (words := wrong_columns(names)) is not None:
             yield self._dead(self._begun_at, "invalid_csv", words)
             return
         self.header = names

@@ -16,7 +16,8 @@ from core.data.faults import MAX_ROW_BYTES, Faults
 
 HEAD = re.compile(rb'\s*(\[|\{\s*"data"\s*:\s*\[)')
 _MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
-_SPACE = re.compile(rb"\s*")
+_INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+"""Of a string, up to its closing quote or as far as it is there."""
 _BROKEN = "the array is not closed: the file ends in the middle of it"
 
 
@@ -36,6 +37,8 @@ class JsonArray:
         self._start = 0
         """Where the row that is being gathered begins in the buffer."""
         self._scanned = 0
+        self._in_string = False
+        """What was scanned ends inside a string."""
         self._depth = 0
         self._between = number > 0
         """A row has just ended: a comma or the end of the array is next."""
@@ -76,16 +79,22 @@ class JsonArray:
     def _rows(self) -> Iterator[Record]:
         position = self._scanned
         while not self._closed:
+            if self._in_string:
+                inside = _INSIDE.match(self._buffer, position)
+                position = inside.end() if inside is not None else position
+                if self._buffer[position : position + 1] != b'"':
+                    break
+                position += 1
+                self._in_string = False
             mark = _MARKS.search(self._buffer, position)
             if mark is None:
                 position = len(self._buffer)
                 break
             token = self._buffer[mark.start()]
-            if token == 0x22 and mark.end() == mark.start() + 1:  # a string that has no end yet
-                position = mark.start()
-                break
             position = mark.end()
-            if token in b"[{":
+            if token == 0x22 and position == mark.start() + 1:  # a string that has no end yet
+                self._in_string = True
+            elif token in b"[{":
                 self._depth += 1
             elif token in b"]}" and self._depth:
                 self._depth -= 1

@@ -10,12 +10,16 @@ added up.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from core.data.containers.parquet_pages import DELTA_BYTE_ARRAY, DELTA_ENCODINGS, BadPage, Page, pages
+from core.data.containers.record import wrong_columns
 from core.data.faults import MAX_ROW_BYTES, Faults
 from core.data.formats.settle import KNOWN
 
@@ -30,7 +34,18 @@ VALUE_BYTES = 8
 """What a value counts for, however it is written."""
 MAX_DIRECTORY_BYTES = 32 << 20
 MAX_FIXED_BYTES = 1024
+MAX_ROWS_FREE, ROW_BYTES = 100_000, 4
+"""So many rows may take any number of bytes, and beyond that a row takes so many of the file: rows that repeat one
+another cost next to nothing in a file, and each its time when it is read."""
+MAX_VALUES_FREE, VALUES_A_BYTE = 1_000_000, 8
+"""The same of values, nulls among them, in all columns that are read."""
+MAX_DEPTH = 60
+"""Of lists and structs inside each other, as of JSON."""
 BATCH_ROWS = 256
+BATCH_BYTES = 64 << 20
+DICTIONARY_BYTES = 4096
+"""pyarrow hands out a copy of the dictionaries with every batch, so a batch has a row for each so many bytes of them,
+and more than BATCH_ROWS of them take BATCH_BYTES at most."""
 _ALSO = {"functions", "history"}
 """Columns that are read to be refused: ignoring them would train something else than was meant."""
 
@@ -49,6 +64,8 @@ def rows(
         yield from _rows(path, columns, faults, everything, place)
     except BadPage as error:
         faults.add_file("unreadable_file", f"the Parquet file cannot be read: {error}")
+    except RecursionError:
+        faults.add_file("unreadable_file", "the Parquet file cannot be read: it is nested too deeply")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError, UnicodeDecodeError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         faults.add_file("unreadable_file", f"the Parquet file cannot be read: {said[:200]}")
@@ -71,8 +88,10 @@ def _rows(
         metadata, schema = file.metadata, file.schema_arrow
     wanted = _wanted(schema, columns, faults, everything)
     for name in wanted:
-        _check_type(schema.field(name).type, name, faults)
-    leaves = _checked_sizes(path, metadata, wanted, faults)
+        _check_type(schema.field(name).type, name[:40], faults)
+    if faults.count > before:
+        return
+    leaves, batch_rows = _checked_sizes(path, metadata, wanted, faults)
     if faults.count > before:
         return
     first, done, number = place
@@ -80,16 +99,16 @@ def _rows(
     with pq.ParquetFile(path, read_dictionary=leaves, pre_buffer=False, buffer_size=1 << 20) as file:
         for group in range(first, metadata.num_row_groups):
             at = 0
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False):
+            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=wanted, use_threads=False):
                 if at + batch.num_rows <= done:
                     at += batch.num_rows
                     continue
                 arrays = list(zip(batch.schema.names, batch.columns, strict=True))
-                light = sum(size_of(array) for _, array in arrays) <= MAX_ROW_BYTES
+                sizes = sum((row_sizes(array) for _, array in arrays), np.zeros(batch.num_rows, np.int64))
                 for row in range(max(0, done - at), batch.num_rows):
                     number += 1
                     value: dict[str, Any] | None = None
-                    if light or sum(size_of(array.slice(row, 1)) for _, array in arrays) <= MAX_ROW_BYTES:
+                    if sizes[row] <= MAX_ROW_BYTES:
                         value = {name: cell for name, array in arrays if (cell := array[row].as_py()) is not None}
                     else:
                         faults.number = number
@@ -99,35 +118,44 @@ def _rows(
             done = 0
 
 
-def size_of(array: Any) -> int:
-    """Bytes of an Arrow array's texts as Python would have them, and VALUE_BYTES for every other value or element."""
+def row_sizes(array: Any) -> NDArray[np.int64]:
+    """Of each row of an Arrow array: bytes of its texts as Python would have them, and VALUE_BYTES for every other
+    value or element."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    kind = array.type
+    kind, count = array.type, len(array)
     if pa.types.is_dictionary(kind):
-        if len(array) == 0:
-            return 0
-        lengths = pc.cast(pc.binary_length(array.dictionary), pa.int64())
-        return pc.sum(lengths.take(array.indices)).as_py() or 0
+        lengths = np.append(_filled(pc.binary_length(array.dictionary)), 0)  # a null's: the last one
+        return lengths[_filled(array.indices, -1)]
     if pa.types.is_struct(kind):
-        return len(array) * VALUE_BYTES + sum(map(size_of, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return len(array) * VALUE_BYTES + size_of(array.flatten())
+        parts = [row_sizes(part) for part in array.flatten()]
+        return np.sum([*parts, np.full(count, VALUE_BYTES, np.int64)], axis=0)
+    if pa.types.is_fixed_size_list(kind):
+        inner = row_sizes(array.values.slice(array.offset * kind.list_size, count * kind.list_size))
+        return np.asarray(inner.reshape(count, kind.list_size).sum(axis=1) + VALUE_BYTES)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _list_sizes(array, array.values)
     if pa.types.is_map(kind):
-        entries = [array.keys, array.items] if len(array) and not array.offset else _entries(array)
-        return len(array) * VALUE_BYTES + sum(map(size_of, entries))
+        return _list_sizes(array, array.keys, array.items)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-        return pc.sum(pc.cast(pc.binary_length(array), pa.int64())).as_py() or 0
-    return len(array) * VALUE_BYTES
+        return _filled(pc.binary_length(array))
+    return np.full(count, VALUE_BYTES, np.int64)
 
 
-def _entries(array: Any) -> list[Any]:
-    """Keys and items of a slice of a map: those properties have all of them."""
-    if not len(array):
-        return []
-    begin, end = array.offsets[0].as_py(), array.offsets[len(array)].as_py()
-    return [array.keys.slice(begin, end - begin), array.items.slice(begin, end - begin)]
+def _list_sizes(array: Any, *children: Any) -> NDArray[np.int64]:
+    """Of each list: its elements lie side by side in each of the children."""
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    begin, end = offsets[0], offsets[-1]
+    sizes = np.full(len(array), VALUE_BYTES, np.int64)
+    for child in children:
+        until = np.concatenate(([0], np.cumsum(row_sizes(child.slice(begin, end - begin)))))
+        sizes += np.diff(until[offsets - begin])
+    return sizes
+
+
+def _filled(array: Any, null: int = 0) -> NDArray[np.int64]:
+    return np.asarray(array.fill_null(null).to_numpy(zero_copy_only=False)).astype(np.int64)
 
 
 # --- before anything is decoded ------------------------------------------------------------------------
@@ -145,9 +173,8 @@ def _check_directory(path: Path, faults: Faults) -> None:
 
 def _wanted(schema: Any, columns: Mapping[str, str], faults: Faults, everything: bool) -> list[str]:
     names = list(schema.names)
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        faults.add_file("invalid_parquet", f"the column {double[:40]!r} stands twice")
+    if (words := wrong_columns(names)) is not None:
+        faults.add_file("invalid_parquet", words)
         return []
     known = KNOWN | set(columns.values()) | _ALSO
     found = names if everything or "reference" in names else [name for name in names if name in known]
@@ -157,7 +184,7 @@ def _wanted(schema: Any, columns: Mapping[str, str], faults: Faults, everything:
     return found
 
 
-def _read(metadata: Any, group: int, wanted: list[str]) -> Iterator[tuple[int, Any]]:
+def _read(metadata: Any, group: int, wanted: Set[str]) -> Iterator[tuple[int, Any]]:
     """(number, column chunk) of what is read of a row group."""
     chunks = metadata.row_group(group)
     for at in range(metadata.num_columns):
@@ -185,24 +212,34 @@ class _TooLarge(Exception):
     """The words are for a fault."""
 
 
-def _checked_sizes(path: Path, metadata: Any, wanted: list[str], faults: Faults) -> list[str]:
-    """Paths of the columns to read as dictionaries. Adds a fault for what would swell. Raises BadPage."""
+def _checked_sizes(path: Path, metadata: Any, wanted: list[str], faults: Faults) -> tuple[list[str], int]:
+    """Paths of the columns to read as dictionaries, and how many rows to read at once. Adds a fault for what would
+    swell. Raises BadPage."""
     leaves: dict[int, _Leaf] = {}
+    size = 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _measure(descriptor, metadata, wanted, leaves)
+        size = _measure(descriptor, metadata, frozenset(wanted), leaves)
     except _TooLarge as error:
         faults.add_file("too_large", str(error))
     finally:
         os.close(descriptor)
     found = [at for at, leaf in leaves.items() if leaf.dictionary and not leaf.delta]
-    return [metadata.row_group(0).column(at).path_in_schema for at in found]
+    dictionaries = sum(leaves[at].dictionary for at in found)
+    roomy = BATCH_BYTES * metadata.num_rows // max(size, 1)
+    paths = [metadata.row_group(0).column(at).path_in_schema for at in found]
+    return paths, max(BATCH_ROWS, min(dictionaries // DICTIONARY_BYTES, roomy))
 
 
-def _measure(descriptor: int, metadata: Any, wanted: list[str], leaves: dict[int, _Leaf]) -> None:
+def _measure(descriptor: int, metadata: Any, wanted: Set[str], leaves: dict[int, _Leaf]) -> int:
+    """Bytes of what is read, when decoded."""
     file_bytes = os.fstat(descriptor).st_size
     left = max(10_000, file_bytes // 128)
-    total = 0
+    headers_left = file_bytes
+    total = all_values = 0
+    if metadata.num_rows > max(MAX_ROWS_FREE, file_bytes // ROW_BYTES):
+        words = f"{file_bytes} bytes hold {metadata.num_rows} rows, fewer than {ROW_BYTES} bytes a row"
+        raise _TooLarge(f"{words}: its rows repeat one another; leave the doubles out")
     for group in range(metadata.num_row_groups):
         size = values = 0
         for at, column in _read(metadata, group, wanted):
@@ -210,7 +247,8 @@ def _measure(descriptor: int, metadata: Any, wanted: list[str], leaves: dict[int
             told, found = max(column.total_uncompressed_size, 0), 0
             for page in pages(descriptor, *_place(column), column.num_values):
                 left -= 1
-                if left < 0:
+                headers_left -= page.header
+                if left < 0 or headers_left < 0:  # many columns may lie at one place of the file
                     raise BadPage("it has more pages than rows are worth")
                 _look(page, metadata.schema.column(at), leaf, group)
                 found += page.size
@@ -222,10 +260,15 @@ def _measure(descriptor: int, metadata: Any, wanted: list[str], leaves: dict[int
         if values > MAX_GROUP_VALUES:
             words = f"row group {group + 1} has {values} values, more than {MAX_GROUP_VALUES}"
             raise _TooLarge(f"{words}; write smaller row groups")
+        all_values += values
+        if all_values > max(MAX_VALUES_FREE, file_bytes * VALUES_A_BYTE):
+            words = f"{file_bytes} bytes hold {all_values} values and more, over {VALUES_A_BYTE} a byte"
+            raise _TooLarge(f"{words}: its rows repeat one another, or have many empty columns; leave them out")
         total += max(size, values * VALUE_BYTES)
         if total > MAX_SWELL * max(file_bytes, SMALLEST):
             words = f"{file_bytes} bytes would become {total} and more when decoded"
             raise _TooLarge(f"{words}, over {MAX_SWELL} times as many")
+    return total
 
 
 def _look(page: Page, column: Any, leaf: _Leaf, group: int) -> None:
@@ -264,10 +307,13 @@ def _place(column: Any) -> tuple[int, int]:
     return start, length
 
 
-def _check_type(kind: Any, where: str, faults: Faults) -> None:
+def _check_type(kind: Any, where: str, faults: Faults, depth: int = 0) -> None:
     """A struct has the keys of all rows in every row, so it cannot hold the arguments of one call among many."""
     import pyarrow as pa
 
+    if depth > MAX_DEPTH:
+        faults.add_file("invalid_parquet", f"{where[:80]}: it is nested more than {MAX_DEPTH} levels deep")
+        return
     if pa.types.is_struct(kind):
         for field in kind:
             place = f"{where}.{field.name}"
@@ -275,6 +321,8 @@ def _check_type(kind: Any, where: str, faults: Faults) -> None:
                 words = "as a Parquet struct every row would have the keys of all rows; store it as JSON text"
                 faults.add_file("unsupported_field", f"{place}: {words}")
                 return
-            _check_type(field.type, place, faults)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        _check_type(kind.value_type, f"{where}[]", faults)
+            _check_type(field.type, place, faults, depth + 1)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        _check_type(kind.value_type, f"{where}[]", faults, depth + 1)
+    elif pa.types.is_map(kind):
+        _check_type(kind.item_type, f"{where}{{}}", faults, depth + 1)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-HEADER_BYTES = (512, 64 << 10, 17 << 20)
+HEADER_BYTES = (512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 17 << 20)
 """What is read for one header, and again if that was too little: statistics may hold long values. pyarrow ends at 16
-MiB."""
+MiB. Eight times as much each time, so that the work stays in proportion to the header."""
 MAX_DEPTH = 16
 DELTA_BYTE_ARRAY = 7
 DELTA_ENCODINGS = (6, DELTA_BYTE_ARRAY)
@@ -35,6 +35,8 @@ class Page:
     values: int
     """Nulls included; of a nested column all of their levels."""
     encoding: int
+    header: int
+    """Bytes of its header."""
 
 
 def pages(descriptor: int, start: int, length: int, values: int) -> Iterator[Page]:
@@ -47,7 +49,7 @@ def pages(descriptor: int, start: int, length: int, values: int) -> Iterator[Pag
         count = encoding = 0
         if isinstance(inner, dict):
             count, encoding = _number(inner, 1), _number(inner, 4 if kind == _DATA_V2 else 2)
-        yield Page(kind == _DICTIONARY, whole, count, encoding)
+        yield Page(kind == _DICTIONARY, whole, count, encoding, size)
         seen += count if kind != _DICTIONARY else 0
         at += size + packed
 
@@ -81,8 +83,6 @@ class _Compact:
         self.at = 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        if depth > MAX_DEPTH:
-            raise BadPage("a page's header is nested too deeply")
         fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():
@@ -91,6 +91,9 @@ class _Compact:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
+        """`depth`: of the structs and lists that it stands in."""
+        if depth > MAX_DEPTH:
+            raise BadPage("a page's header is nested too deeply")
         match kind:
             case 1 | 2:
                 return kind == 1
@@ -105,7 +108,7 @@ class _Compact:
             case 9 | 10:
                 head = self._byte()
                 count = head >> 4 if head >> 4 < 15 else self._varint()
-                return self._elements(head & 15, count, depth)
+                return self._elements(head & 15, count, depth + 1)
             case 12:
                 return self.struct(depth + 1)
             case _:
@@ -116,7 +119,7 @@ class _Compact:
             if kind in (1, 2):
                 self._byte()
             else:
-                self._value(kind, depth + 1)
+                self._value(kind, depth)
 
     def _byte(self) -> int:
         value = self._raw[self.at]

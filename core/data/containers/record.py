@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from core.data.decode import decode
-from core.data.faults import MAX_ROW_BYTES, Faults
+from core.data.faults import MAX_COLUMNS, MAX_ROW_BYTES, TOO_MANY_COLUMNS, Faults
 
 Container = Literal["jsonl", "json", "csv", "parquet"]
 
@@ -43,6 +44,16 @@ class Splitter(Protocol):
 
 
 TOO_LONG = ("too_long", f"a row has at most {MAX_ROW_BYTES >> 20} MiB")
+
+
+def wrong_columns(names: Sequence[str]) -> str | None:
+    """What is wrong with the names of a table's columns, in words."""
+    if len(names) > MAX_COLUMNS:
+        return TOO_MANY_COLUMNS
+    double, times = Counter(names).most_common(1)[0] if names else ("", 1)
+    if times == 1:
+        return None
+    return f"the column {double[:40]!r} stands twice" if double else "a column has no name"
 
 
 def decode_json(raw: bytes, faults: Faults) -> Any:
