@@ -130,7 +130,7 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
         return lengths[_filled(array.indices, -1)]
     if pa.types.is_struct(kind):
         parts = [row_sizes(part) for part in array.flatten()]
-        return np.sum([*parts, np.full(count, VALUE_BYTES, np.int64)], axis=0)
+        return np.asarray(np.sum([*parts, np.full(count, VALUE_BYTES, np.int64)], axis=0))
     if pa.types.is_fixed_size_list(kind):
         inner = row_sizes(array.values.slice(array.offset * kind.list_size, count * kind.list_size))
         return np.asarray(inner.reshape(count, kind.list_size).sum(axis=1) + VALUE_BYTES)
