@@ -95,7 +95,19 @@ JOBS: dict[str, Code] = {
     "same_rows": ("Training and held-out rows are the same.", "Give another file, or `data.split`."),
     "priority_too_high": ("Higher than the project may ask for.", "An admin raises the limit: `eft quota set`."),
     "already_final": ("The job has ended.", "`eft retry` makes it run again."),
-    "not_ended": ("Only an ended job is tried again.", "Wait, or cancel it first."),
+    "not_ended": ("Only an ended job is tried again or deleted.", "Wait, or cancel it first."),
+    "job_in_use": (
+        "A retry of the job may go on from its checkpoints.",
+        "Delete that retry first, or leave both; the message names it.",
+    ),
+    "queue_full": (
+        "As many jobs or previews of the project wait as may wait.",
+        "Submit again when some have started; the message names the setting or the quota.",
+    ),
+    "specs_full": (
+        "The specs of the project's jobs take as much of the database as they may take.",
+        "`eft delete` jobs that are no longer needed; EFT_MAX_SPEC_BYTES of the box.",
+    ),
     "not_pausable": ("It neither waits nor runs.", "`eft show JOB` says what it does."),
     "not_paused": ("Only a paused job is resumed.", "`eft show JOB` says what it does."),
     "still_pausing": ("It is writing its checkpoint.", "Try again in a moment."),

@@ -102,6 +102,14 @@ class Settings(BaseSettings):
     """Requests that a key may send at once before `rate_per_minute` holds."""
     rate_strangers_per_minute: float = Field(default=60.0, ge=0)
     """Requests a minute without a valid API key of one address, in one API process. 0: no limit."""
+    max_waiting_jobs: int = Field(default=10_000, ge=0)
+    """Jobs of one project that may wait; beyond that submits are refused with 429. 0: no bound."""
+    max_previews: int = Field(default=100, ge=0)
+    """Previews of one project that may wait or run at once, unless its quota says otherwise (`eft quota set`); beyond
+    that they are refused with 429. 0: no bound."""
+    max_spec_bytes: int = Field(default=1 << 30, ge=0)
+    """What the specs of all jobs and previews of one project may take in the database; beyond that submits are refused
+    with 507 until jobs are deleted (`eft delete`). 0: no bound."""
     idempotency_hours: float = Field(default=48.0, ge=24)
     """How long the answer to an Idempotency-Key is kept for retries."""
 

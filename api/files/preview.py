@@ -23,6 +23,7 @@ from core.errors import Fault, NotFound, SpecError
 from core.jobs import previews, queries
 from core.jobs.states import FINAL, Status
 from core.jobs.submit import Actor
+from core.jobs.volume import Bounds
 
 router = APIRouter(tags=["files"])
 
@@ -190,7 +191,7 @@ def _ask(here: Installation, asking: Actor, file_id: str, body: bytes, content_t
     here.layout.require_space(here.settings.min_free_bytes)
     with here.database.write() as session:
         queries.find_file(session, asking.project_id, file_id, lock="share")
-        return previews.ask(session, asking, spec, file_id).id
+        return previews.ask(session, asking, spec, file_id, Bounds.of(here.settings)).id
 
 
 def _with_file(document: Any, file_id: str) -> Any:

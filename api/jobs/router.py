@@ -1,4 +1,4 @@
-"""`/jobs`: submit, list, look, change, measure, read, fetch, pause, resume, cancel, retry."""
+"""`/jobs`: submit, list, look, change, measure, read, fetch, pause, resume, cancel, retry, delete."""
 
 from __future__ import annotations
 
@@ -175,6 +175,23 @@ async def change_job(request: Request, job_id: JobId, asking: Writing, here: Her
             return schemas.job_view(priority.change(session, asking, job_id, wish.priority))
 
     return JSONResponse(await run_in_threadpool(write))
+
+
+@router.delete(
+    "/jobs/{job_id}",
+    summary="Delete a job",
+    response_model=schemas.JobDeleted,
+    response_class=JSONResponse,
+    responses=responses(404, 409),
+)
+def delete_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+    """Delete a job that has ended: its run folder with checkpoints, artifacts and logs, its events, metrics and spec.
+
+    Its GPU time stays in `GET /usage`, uploaded files stay, and so do backups. Refused while the job has not ended,
+    and while a retry of it that has not succeeded may go on from its checkpoints. Asking twice is fine.
+    """
+    jobs = Jobs(here.database, here.settings, here.layout)
+    return JSONResponse(jobs.delete(asking, job_id, here.store))
 
 
 @router.post(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.body import Body
 from api.jobs import plan_schemas
 from core.db.tables import Artifact, Job
+from core.jobs.deletion import Freed
 from core.spec.job import JobSpec
 
 _ID = "job-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -116,6 +118,32 @@ class JobView(BaseModel):
     links: dict[str, str]
 
 
+_FREED: dict[str, Any] = {"checkpoints": 1214511104, "artifacts": 19620812, "other": 48211}
+
+
+class FreedView(BaseModel):
+    """Bytes of its run folder."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    checkpoints: int
+    artifacts: int
+    other: int
+    """Logs, events and records."""
+
+
+class JobDeleted(BaseModel):
+    """The job is gone, and so is all it has written."""
+
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [{"id": _ID, "deleted": True, "freed_bytes": _FREED}]},
+    )
+    id: str
+    deleted: bool
+    freed_bytes: FreedView
+    """Zeros where it was deleted before."""
+
+
 class JobChange(Body):
     """What may be changed of a job that has been submitted."""
 
@@ -212,6 +240,10 @@ def job_view(
             **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS},
         },
     }
+
+
+def deleted_view(job_id: str, freed: Freed) -> dict[str, Any]:
+    return {"id": job_id, "deleted": True, "freed_bytes": asdict(freed)}
 
 
 def artifact_view(artifact: Artifact) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from sqlalchemy.orm import Session
 from api import idempotency
 from api.errors import UnsupportedMediaType, printable
 from api.jobs import plan
-from api.jobs.schemas import job_view
+from api.jobs.schemas import deleted_view, job_view
 from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
-from core.jobs import limits, queries, settle
+from core.jobs import deletion, limits, queries, retention, settle
 from core.jobs.submit import Actor, find, retry, submit
+from core.jobs.volume import Bounds
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec.data import FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
@@ -30,6 +31,7 @@ from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.model import GGUFModel, HubModel, LocalModel
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
+from core.storage.store import Store
 
 JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -95,7 +97,7 @@ class Jobs:
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
-            body = job_view(submit(session, actor, spec))
+            body = job_view(submit(session, actor, spec, bounds=Bounds.of(self._settings)))
             if key is not None:
                 idempotency.keep(session, actor, key, body)
             return Answer(201, body)
@@ -108,11 +110,35 @@ class Jobs:
             spec = settle.effective(old.spec, old.settled, old.adjusted or {})
         self._refuse_what_fits_nowhere(actor, spec)
         with self._database.write() as session:
-            again = retry(session, actor, job_id)
+            again = retry(session, actor, job_id, Bounds.of(self._settings))
             for field, source in _sources(JobSpec.model_validate(again.spec)):
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
             return job_view(again)
+
+    def delete(self, actor: Actor, job_id: str, store: Store) -> dict[str, Any]:
+        """Delete an ended job with all it has written. Raises NotFound, Conflict."""
+        half_life = self._settings.fairshare_half_life_hours * 3600.0
+        with self._database.read() as session:
+            deletion.require(session, actor, job_id)
+        freed = deletion.Freed.of(store.tree(f"runs/{job_id}"))
+        aside: Path | None = None
+        folder = self._layout.job(job_id)
+        try:
+            with self._database.write() as session:
+                if not deletion.remove(session, actor, job_id, freed, half_life):
+                    freed = deletion.Freed()
+                if not self._settings.is_remote and folder.is_dir():
+                    aside = retention.set_aside(folder)
+        except BaseException:
+            if aside is not None:  # the transaction failed at its end: the job is still there
+                aside.rename(folder)
+            raise
+        if aside is not None:
+            retention.discard(aside)
+        elif self._settings.is_remote:
+            store.discard(f"runs/{job_id}")
+        return deleted_view(job_id, freed)
 
     def _refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:
         """Raises SpecError where it is known that no node can take it, now or later."""

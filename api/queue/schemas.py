@@ -172,6 +172,7 @@ _LIMIT: dict[str, Any] = {
     "max_priority": 10,
     "max_running": 2,
     "max_queued": None,
+    "max_previews": None,
     "gpu_hours_week": 100.0,
     "disk_bytes": None,
     "preemptible": None,
@@ -190,6 +191,8 @@ class NewLimit(Body):
     """Of a project; null: 10."""
     max_running: int | None = Field(default=None, ge=0, le=1_000_000)
     max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
+    max_previews: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Previews that wait or run at once; others are refused. Of a project, null: EFT_MAX_PREVIEWS."""
     gpu_hours_week: float | None = Field(default=None, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     preemptible: bool | None = None
@@ -213,6 +216,7 @@ class LimitView(BaseModel):
     max_priority: int | None
     max_running: int | None
     max_queued: int | None
+    max_previews: int | None
     gpu_hours_week: float | None
     disk_bytes: int | None
     preemptible: bool | None

@@ -59,6 +59,7 @@ for verb in (
     commands.retry,
     commands.priority,
     commands.cancel,
+    commands.delete,
 ):
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
 app.add_typer(commands_files.app, name="files", rich_help_panel=DATA)

@@ -1,4 +1,4 @@
-"""`eft submit|ls|show|check|pause|resume|retry|priority|cancel`: the verbs of jobs."""
+"""`eft submit|ls|show|check|pause|resume|retry|priority|cancel|delete`: the verbs of jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
 from eft.manual import manual
-from eft.output import Output, jobs_table
+from eft.output import Output, jobs_table, size
 from eft.session import JobArgument, JsonOption, UrlOption, session
 from eft.types import File, Job
 from eft.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
@@ -204,6 +204,33 @@ def cancel(
             if wait and not job.finished:
                 job = client.wait(job_id)
             _tell_status(output, job)
+
+
+@manual(
+    examples=[
+        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Free what it has left on the server."),
+        ("eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete", "All that failed."),
+    ]
+)
+def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Delete jobs that have ended, and free what they have left: checkpoints, adapters and models, logs, curves and
+    specs. There is no way back but a backup. Uploaded files and the record of GPU time stay. Retries go before the jobs
+    that they are retries of, in whatever order they are named."""
+    with session(as_json, url) as (client, output):
+        for job_id in sorted(job_ids, reverse=True):  # ids grow with time, and a retry is younger
+            answer = client.delete(job_id)
+            if as_json:
+                output.json(answer)
+            else:
+                output.text(f"{job_id} deleted: {_freed(answer['freed_bytes'])}\n")
+
+
+def _freed(count: dict[str, int]) -> str:
+    parts = [f"{name} {size(number)}" for name, number in count.items() if number and name != "other"]
+    total = sum(count.values())
+    if not total:
+        return "it had left nothing on the disk"
+    return f"{size(total)} freed" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _tell_status(output: Output, job: Job) -> None:

@@ -114,7 +114,18 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
             return
         _table(
             output,
-            ("", "NAME", "SHARES", "PRIORITY", "RUNNING", "QUEUED", "GPU HOURS/WEEK", "DISK", "PREEMPTIBLE"),
+            (
+                "",
+                "NAME",
+                "SHARES",
+                "PRIORITY",
+                "RUNNING",
+                "QUEUED",
+                "PREVIEWS",
+                "GPU HOURS/WEEK",
+                "DISK",
+                "PREEMPTIBLE",
+            ),
             [_quota(row) for row in rows],
         )
 
@@ -134,6 +145,7 @@ def set_quota(
     max_priority: Annotated[str | None, typer.Option(help="Highest priority that jobs of a project may have.")] = None,
     max_running: Annotated[str | None, typer.Option(help="Jobs that run at once.")] = None,
     max_queued: Annotated[str | None, typer.Option(help="Jobs that stand in line at once.")] = None,
+    max_previews: Annotated[str | None, typer.Option(help="Previews that wait or run at once.")] = None,
     gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
     disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
     preemptible: Annotated[
@@ -146,12 +158,14 @@ def set_quota(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set what is named; `none` takes a quota away. It holds jobs, with their reasons, and refuses none."""
+    """Set what is named; `none` takes a quota away. Quotas hold jobs in the queue, with their reasons; only
+    previews are refused."""
     given: dict[str, str | None] = {
         "shares": shares,
         "max_priority": max_priority,
         "max_running": max_running,
         "max_queued": max_queued,
+        "max_previews": max_previews,
         "gpu_hours_week": gpu_hours_week,
         "disk_bytes": disk_gb,
     }
@@ -177,8 +191,11 @@ def _figure(field: str, text: str) -> float | None:
     return figure if field in ("shares", "gpu_hours_week") else round(figure)
 
 
+_COUNTS = ("shares", "max_priority", "max_running", "max_queued", "max_previews")
+
+
 def _quota(row: dict[str, Any]) -> tuple[str, ...]:
-    figures = [row[name] for name in ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week")]
+    figures = [row.get(name) for name in (*_COUNTS, "gpu_hours_week")]
     disk = "" if row["disk_bytes"] is None else size(row["disk_bytes"])
     return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk, _yes(row)
 
@@ -188,8 +205,8 @@ def _yes(row: dict[str, Any]) -> str:
 
 
 def _words(row: dict[str, Any]) -> str:
-    names = ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week", "disk_bytes")
-    words = [f"{name} {row[name]:g}" for name in names if row[name] is not None]
+    names = (*_COUNTS, "gpu_hours_week", "disk_bytes")
+    words = [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
     return ", ".join([*words, *(["preemptible"] if row.get("preemptible") else [])]) or "no quotas"
 
 

@@ -30,6 +30,7 @@ _PATHS = frozenset({"FILE", "PATH", "JOB|FILE"})
 _STATUSES = ("queued", "preparing", "starting", "running", "pausing", "paused", "stopping")
 _OF_VERB: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("cancel",): _STATUSES,
+    ("delete",): ("succeeded", "failed", "cancelled"),
     ("pause",): ("queued", "preparing", "starting", "running"),
     ("priority",): _STATUSES,
     ("resume",): ("paused",),

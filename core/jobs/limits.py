@@ -21,7 +21,16 @@ Scope = Literal["project", "owner"]
 MAX_PRIORITY = 10
 """The highest priority that jobs of a project may have, unless an admin of the box has set another."""
 WEEK_DAYS = 7
-FIELDS = ("shares", "max_priority", "max_running", "max_queued", "gpu_hours_week", "disk_bytes", "preemptible")
+FIELDS = (
+    "shares",
+    "max_priority",
+    "max_running",
+    "max_queued",
+    "max_previews",
+    "gpu_hours_week",
+    "disk_bytes",
+    "preemptible",
+)
 
 
 @dataclass(frozen=True, slots=True)

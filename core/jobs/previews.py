@@ -14,6 +14,7 @@ from core.errors import NotFound
 from core.jobs.states import FINAL, Status
 from core.jobs.submit import submit
 from core.jobs.transitions import Actor
+from core.jobs.volume import NO_BOUNDS, Bounds
 from core.spec.job import JobSpec
 
 FRESH_SECONDS = 600
@@ -21,8 +22,11 @@ FRESH_SECONDS = 600
 NEWEST = 50
 
 
-def ask(session: Session, actor: Actor, spec: JobSpec, file_id: str) -> Job:
-    """A preview of the file that `data.train` of a resolved spec names: a new one, or what was asked for just now."""
+def ask(session: Session, actor: Actor, spec: JobSpec, file_id: str, bounds: Bounds = NO_BOUNDS) -> Job:
+    """A preview of the file that `data.train` of a resolved spec names: a new one, or what was asked for just now.
+
+    Raises QueueFull and SpecsFull beyond `bounds`.
+    """
     plain = spec.model_copy(update={"name": None})
     document = plain.model_dump(mode="json")
     alive = or_(
@@ -32,7 +36,7 @@ def ask(session: Session, actor: Actor, spec: JobSpec, file_id: str) -> Job:
     for known in session.execute(_of_file(actor, file_id).where(alive)).scalars():
         if known.spec == document:
             return known
-    return submit(session, actor, plain, kind="preview")
+    return submit(session, actor, plain, kind="preview", bounds=bounds)
 
 
 def find(session: Session, actor: Actor, file_id: str, preview_id: str) -> Job:

@@ -23,8 +23,8 @@ from sqlalchemy import ColumnElement, Select, Text, cast, delete, exists, func, 
 from sqlalchemy.orm import Session, aliased
 
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Artifact, Attempt, Event, File, Job, Metric, OutboxMessage
-from core.jobs import audit, queries
+from core.db.tables import Artifact, Event, File, Job, Metric
+from core.jobs import audit, deletion, queries
 from core.jobs.states import FINAL
 from core.jobs.transitions import Actor
 from core.spec.run import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
@@ -107,7 +107,7 @@ def remove(database: Database, layout: Layout, actor: Actor | None, removal: Rem
         told = {"kind": removal.kind, "bytes": removal.bytes, "why": removal.why}
         audit.record(session, actor, "gc.remove", removal.id, told, project_id=removal.project_id)
     for path in aside:
-        _delete(path)
+        discard(path)
     return True
 
 
@@ -121,19 +121,18 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
             session.execute(delete(File).where(File.id == row.id))
             return [layout.file(row.id)]  # the row first, as when somebody deletes it; the bytes once that is written
         case "checkpoints" | "preview" | "history":
-            job = select(Job).where(Job.id == removal.id, Job.status.in_(_ENDED)).with_for_update()
-            if session.execute(job).scalar_one_or_none() is None:
+            query = select(Job).where(Job.id == removal.id, Job.status.in_(_ENDED)).with_for_update()
+            job = session.execute(query).scalar_one_or_none()
+            if job is None:
                 return None
             if removal.kind == "preview":
-                for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage):
-                    session.execute(delete(table).where(table.job_id == removal.id))
-                session.execute(delete(Job).where(Job.id == removal.id))
+                deletion.rows(session, job)
             elif removal.kind == "history":
                 session.execute(delete(Metric).where(Metric.job_id == removal.id))
                 session.execute(delete(Event).where(Event.job_id == removal.id, _CHATTER))
             elif session.execute(select(resumed(removal.id, removal.before))).scalar_one():
                 return None
-            return [_renamed(path) for path in removal.paths if path.exists()]
+            return [set_aside(path) for path in removal.paths if path.exists()]
 
 
 def _ended(before: float, kind: str) -> Select[str, str]:
@@ -178,7 +177,8 @@ def _named(session: Session, row: File) -> bool:
     return session.execute(query.limit(1)).first() is not None
 
 
-def _renamed(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
+    """Renamed, so that nobody meets half of it; `sweep` deletes what stays behind."""
     aside = path.with_name(f"{ASIDE}{uuid.uuid4().hex}")
     path.rename(aside)
     return aside
@@ -188,11 +188,11 @@ def sweep(layout: Layout) -> int:
     """Delete what a process that was killed has set aside and not deleted. Returns how much there was."""
     left = [*layout.runs.glob(f"{ASIDE}*"), *layout.runs.glob(f"*/*/{ASIDE}*")]
     for path in left:
-        _delete(path)
+        discard(path)
     return len(left)
 
 
-def _delete(path: Path) -> None:
+def discard(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

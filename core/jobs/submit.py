@@ -10,10 +10,11 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs import audit, limits, outbox, room
+from core.jobs import audit, limits, outbox, room, volume
 from core.jobs.slots import Key, Needs
 from core.jobs.states import FINAL, Status
 from core.jobs.transitions import Actor, move
+from core.jobs.volume import NO_BOUNDS, Bounds
 from core.spec.job import JobSpec
 
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
@@ -26,17 +27,24 @@ def submit(
     *,
     kind: Literal["train", "preview"] = "train",
     retry_of: Job | None = None,
+    bounds: Bounds = NO_BOUNDS,
 ) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
-    Raises SpecError for a priority above the project's limit.
+    Raises SpecError for a priority above the project's limit, and QueueFull or SpecsFull beyond `bounds`.
     """
     priority = 0 if kind == "preview" else spec.priority
     if retry_of is None:
         limits.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
         priority = min(retry_of.priority, limits.max_priority(session, actor.project_id))
+    document = spec.model_dump(mode="json")
+    volume.add(session, actor.project_id, document, bounds)
+    if kind == "train":
+        volume.require_room(session, actor.project_id, bounds)
+    else:
+        volume.require_preview(session, actor.project_id, actor.user_id, bounds)
     job_id = new_id("job" if kind == "train" else "preview")
     session.add(
         Job(
@@ -45,7 +53,7 @@ def submit(
             owner_id=actor.user_id,
             project_id=actor.project_id,
             name=spec.name,
-            spec=spec.model_dump(mode="json"),
+            spec=document,
             accelerator=spec.resources.accelerator,
             priority=priority,
             bound_seconds=spec.resources.max_runtime_seconds,
@@ -165,11 +173,11 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
     return job
 
 
-def retry(session: Session, actor: Actor, job_id: str) -> Job:
+def retry(session: Session, actor: Actor, job_id: str, bounds: Bounds = NO_BOUNDS) -> Job:
     """A new job with the spec of one that failed or was cancelled, going on from that one's newest checkpoint.
 
     A new job, since an end is an end: whoever saw the old one fail, saw right. Asked again while that one has not
-    failed too, it answers the same. Raises Conflict for a job in any other state.
+    failed too, it answers the same. Raises Conflict for a job in any other state, QueueFull and SpecsFull.
     """
     old = find(session, actor, job_id, lock=True)
     if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
@@ -178,7 +186,7 @@ def retry(session: Session, actor: Actor, job_id: str) -> Job:
     going = session.execute(query.limit(1)).scalar_one_or_none()
     if going is not None:
         return going
-    return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old)
+    return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old, bounds=bounds)
 
 
 def _ask(

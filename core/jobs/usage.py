@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import Select, func, insert, select
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
@@ -57,17 +57,22 @@ def due(session: Session) -> bool:
 
 def charge(session: Session, half_life: float = HALF_LIFE_SECONDS, limit: int = 500) -> int:
     """Charge what has ended, at most `limit` rows a transaction. Returns how many; call again while it is `limit`."""
-    ended = (
-        session.execute(
-            select(Allocation)
-            .where(Allocation.charged_at.is_(None), Allocation.released_at.is_not(None))
-            .order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
-            .limit(limit)
-            .with_for_update(skip_locked=True)  # two that believe to lead: each row is charged once
-        )
-        .scalars()
-        .all()
-    )
+    query = _due().limit(limit).with_for_update(skip_locked=True)  # two that believe to lead: each row is charged once
+    return _book(session, session.execute(query).scalars().all(), half_life)
+
+
+def charge_job(session: Session, job_id: str, half_life: float = HALF_LIFE_SECONDS) -> int:
+    """The same for one job, whose rows are about to go."""
+    query = _due().where(Allocation.job_id == job_id).with_for_update()
+    return _book(session, session.execute(query).scalars().all(), half_life)
+
+
+def _due() -> Select[Allocation]:
+    ended = select(Allocation).where(Allocation.charged_at.is_(None), Allocation.released_at.is_not(None))
+    return ended.order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
+
+
+def _book(session: Session, ended: Sequence[Allocation], half_life: float) -> int:
     if not ended:
         return 0
     now = session.execute(select(db_now())).scalar_one()

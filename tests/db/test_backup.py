@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Base, Delivery, File, Installation, Job, Leader, Webhook
 from core.ids import new_id
-from core.jobs import claims, installation, leader
+from core.jobs import claims, deletion, installation, leader
+from core.jobs.finish import Failed, RetryPolicy, finish
 from core.jobs.slots import Slot
 from core.settings import Settings
 from core.storage.layout import RESTORING, HalfRestored, Layout
@@ -142,6 +144,25 @@ def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store:
         gone, freed = store.prune(1)
     assert len(gone) == 3 and freed == 10 and store.names() == [fourth.name]
     assert list(store.damage(fourth)) == []
+
+
+def test_a_backup_keeps_a_job_that_is_deleted(
+    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+) -> None:
+    claim = run(lab, layout, "a")
+    with lab.database.write() as session:
+        finish(session, claim.token, "train", Failed("user", "x", "y"), 0, RetryPolicy())
+    kept = content(layout.root)
+    first = create(lab.database, layout, store, Options())
+    actor = lab.actor("ada")
+    with lab.database.write() as session:
+        assert deletion.remove(session, actor, claim.token.job_id, deletion.Freed(), 3600.0)
+    shutil.rmtree(layout.job(claim.token.job_id))
+    second = create(lab.database, layout, store, Options())
+    assert [list(store.damage(one)) for one in (first, second)] == [[], []] and second.files == 0
+    settings = another()
+    restore(settings, store, first.name)
+    assert content(settings.root) == {name: data for name, data in kept.items() if "tmp-" not in name}
 
 
 def test_what_runs_is_handed_back_and_charged_to_the_backup(lab: Lab, layout: Layout, store: Store) -> None:

@@ -297,6 +297,8 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
             if refusal(stated(here, route), who) is not None:
                 continue
             things = objects(here, here.lab, fresh=route[0] not in ("GET", "HEAD"))
+            if route == ("DELETE", "/jobs/{job_id}"):
+                things["job_id"] = here.job(here.lab.owner, here.lab.file)
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):
                 things["key_id"] = _own_key(here, who)
             reply = send(here, route, who.key, here.lab, things)

@@ -80,6 +80,11 @@ class AsyncJobs:
         body = {"priority": priority}
         return Job.parse(await self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
 
+    async def delete(self, job_id: str) -> dict[str, Any]:
+        """Delete a job that has ended, with checkpoints, artifacts, logs and spec; `freed_bytes` says how much went."""
+        answer: dict[str, Any] = await self._transport.json("DELETE", paths.job(job_id), idempotent=True)
+        return answer
+
     async def _ask(self, job_id: str, verb: str) -> Job:
         # Asking twice for one of these is asking once, says the API: an answer that was lost is asked for again.
         return Job.parse(await self._transport.json("POST", f"{paths.job(job_id)}/{verb}", idempotent=True))

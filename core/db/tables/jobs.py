@@ -133,6 +133,13 @@ class Job(Owned, Base):
             for what, waits in {**WAITS_FOR, "bounded": BOUNDED}.items()
         ),
         Index(
+            "ix_jobs_waiting",
+            "project_id",
+            "kind",
+            sqlite_where=text(QUEUED),
+            postgresql_where=text(QUEUED),
+        ),
+        Index(
             "ix_jobs_previews",
             "project_id",
             "id",

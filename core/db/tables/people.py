@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Boolean, Float, ForeignKey, Index, Integer, String
+from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Index, Integer, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from core.db.engine import db_now
@@ -27,6 +27,8 @@ class Project(Base):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     name: Mapped[str] = mapped_column(String(100), unique=True)
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
+    spec_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0, server_default="0")
+    """Of the specs of its jobs and previews (core/jobs/volume.py)."""
 
 
 class Membership(Base):

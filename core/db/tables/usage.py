@@ -49,6 +49,8 @@ class Limit(Base):
     """Of a project; null: core.jobs.limits.MAX_PRIORITY."""
     max_running: Mapped[int | None] = mapped_column(Integer)
     max_queued: Mapped[int | None] = mapped_column(Integer)
+    max_previews: Mapped[int | None] = mapped_column(Integer)
+    """Previews that wait or run at once; beyond it they are refused. Null, of a project: EFT_MAX_PREVIEWS."""
     gpu_hours_week: Mapped[float | None] = mapped_column(Float)
     disk_bytes: Mapped[int | None] = mapped_column(BigInteger)
     preemptible: Mapped[bool | None] = mapped_column(Boolean)
