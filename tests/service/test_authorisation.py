@@ -22,6 +22,7 @@ from sqlalchemy import func, select
 from api.auth import table
 from api.auth.policy import NoPolicy, Reading, Role, Scope, Writing, policy_of
 from core.db.tables import Audit, Job
+from core.jobs.submit import cancel, submit
 from tests.support.world import MODEL, SHA, Caller, Project, World, world
 
 OPEN = {
@@ -298,7 +299,9 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                 continue
             things = objects(here, here.lab, fresh=route[0] not in ("GET", "HEAD"))
             if route == ("DELETE", "/jobs/{job_id}"):
-                things["job_id"] = here.job(here.lab.owner, here.lab.file)
+                with here.database.write() as session:
+                    things["job_id"] = submit(session, here.lab.owner, here.spec(here.lab.file)).id
+                    cancel(session, here.lab.owner, things["job_id"])
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):
                 things["key_id"] = _own_key(here, who)
             reply = send(here, route, who.key, here.lab, things)
