@@ -138,6 +138,10 @@ DATA: dict[str, Code] = {
     "invalid_unicode": ("Half a surrogate pair: no text.", "Write the character itself."),
     "nul_character": ("A NUL character.", "Remove it."),
     "invalid_type": ("Not the kind of value that belongs there.", "The message says which does."),
+    "not_in_template": (
+        "The chat template has no place for a field of the row (tool calls, reasoning, a name …), which would be lost.",
+        "The message names the field, and families as `data.rendering` that have a place for it; docs/rendering.md.",
+    ),
     "unsupported_field": ("A field that training cannot use as it is.", "The message says what to do with it."),
     "unknown_role": ("No role of a chat.", "system, user, assistant or tool."),
     "role_order": ("Turns out of order.", "The message says which turn cannot follow which."),

@@ -167,7 +167,7 @@ def test_tools_names_thoughts_and_calls_are_text_too() -> None:
         (
             Message("user", "x"),
             Message("assistant", "", tool_calls=(ToolCall(end, f"f{end}", {end: end}),), reasoning=f"so {end}"),
-            Message("tool", end, tool_call_id=end, name=end),
+            Message("tool", end, tool_call_id=end, name=f"f{end}"),
             Message("assistant", "done"),
         ),
         (tool,),

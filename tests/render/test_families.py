@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -172,10 +173,16 @@ def test_golden_prompts(name: str) -> None:
     assert not any(rendered.learned)
 
 
-def test_thoughts_of_deepseek_are_left_out() -> None:
-    chat = Chat((Message("user", "1+1?"), Message("assistant", "<think>one, two</think>It is 2.")))
+def test_thoughts_of_deepseek_are_left_out_where_nothing_is_learned() -> None:
+    thinking = Message("assistant", "<think>one, two</think>It is 2.", weight=0)
+    chat = Chat((Message("user", "1+1?"), thinking, Message("user", "And 2+2?"), Message("assistant", "4.")))
+    tokenizer = family_tokenizer("deepseek")
     rendered = family("deepseek").render(chat, 1)
-    assert learned_text(family_tokenizer("deepseek"), rendered) == "It is 2.<｜end▁of▁sentence｜>"
+    assert learned_text(tokenizer, rendered) == "4.<｜end▁of▁sentence｜>"
+    assert "It is 2." in tokenizer.decode(rendered.ids) and "one, two" not in tokenizer.decode(rendered.ids)
+    with pytest.raises(DataError, match="leaves out the reasoning of an answer that is learned") as error:
+        family("deepseek").render(Chat((Message("user", "1+1?"), replace(thinking, weight=None))), 3)
+    assert (error.value.code, error.value.field) == ("not_in_template", "line 3: messages[1].content")
 
 
 def test_thoughts_and_tools_of_qwen3() -> None:

@@ -30,6 +30,8 @@ class TemplateFamily:
     """Chats of at most one system message (the first), then user and assistant in turns."""
     extends_with_tools: bool | None = None
     """The same with tool calls and their results; None: it has no form for tools."""
+    reasoning: bool = False
+    """It has a form for `reasoning_content`."""
     signs: tuple[str, ...] = ()
     """What the source of a model's template has in it, if it may be of this family; default: `tokens`."""
 
@@ -80,7 +82,7 @@ FAMILIES: dict[str, TemplateFamily] = {
         TemplateFamily("phi3", "Phi 3, 3.5", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), extends=False),
         TemplateFamily("phi4", "Phi 4", (*_CHATML, "<|im_sep|>"), extends=True),
         TemplateFamily("qwen2.5", "Qwen2.5", _CHATML, extends=True, extends_with_tools=False),
-        TemplateFamily("qwen3", "Qwen3", _CHATML, extends=False, extends_with_tools=False),
+        TemplateFamily("qwen3", "Qwen3", _CHATML, extends=False, extends_with_tools=False, reasoning=True),
         TemplateFamily("smollm2", "SmolLM2", _CHATML, extends=True),
         TemplateFamily("zephyr", "Zephyr, TinyLlama", (), extends=True, signs=("<|", "|>", "eos_token")),
     )

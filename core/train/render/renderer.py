@@ -180,8 +180,12 @@ class Renderer:
         else:
             asked, inside = self._asked(self._with_system(row.prompt), row.tools, line)
             template = self._setup.template_for(line)
-            work = Work(template.text(asked, asked.messages, prompt=True), (), inside, line)
-            ids = self._encoder.encode(work).ids
+            shift = len(asked.messages) - len(row.prompt)
+            complete = self._setup.complete_for(line)
+            with complete.way_out(asked):
+                text = template.text(asked, asked.messages, prompt=True)
+            complete.check(asked, text, frozenset(), prompt=True, shift=shift)
+            ids = self._encoder.encode(Work(text, (), inside, line)).ids
         return Rendered(ids, [False] * len(ids))
 
     def _answered(self, prompt: Prompt, answer: Prompt, tools: Sequence[Mapping[str, Any]], line: int) -> Rendered:
@@ -267,8 +271,12 @@ class Renderer:
         whole = self._with_system(messages)
         shift = len(whole) - len(messages)
         asked, inside = self._asked(whole, tools, line)
-        found = self._setup.finder_for(line).find(asked)
-        wanted = self._wanted(whole, found.turns, begin + shift if begin else 0, line)
+        begin = begin + shift if begin else 0
+        finder, complete = self._setup.finder_for(line), self._setup.complete_for(line)
+        with complete.way_out(asked):
+            found = finder.find(asked)
+        wanted = self._wanted(whole, found.turns, begin, line)
+        complete.check(asked, found.text, self._learned_messages(whole, begin), shift=shift)
         return _Chat(Work(found.text, [(turn.start, turn.end) for turn in found.turns], inside, line), wanted)
 
     def _asked(
@@ -289,6 +297,23 @@ class Renderer:
         if self._system is None or (messages and messages[0].role in ("system", "developer")):
             return messages
         return (Message("system", self._system), *messages)
+
+    def _learned_messages(self, messages: Sequence[Message], begin: int) -> frozenset[int]:
+        """Places of the assistant's turns that are learned."""
+        answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
+        if begin:
+            return frozenset(at for at in answers if at >= begin)
+        match self.options.loss_on:
+            case "all":
+                return frozenset(answers)
+            case "completions":
+                return frozenset(at for at in answers if messages[at].weight != 0)
+            case "turns":
+                return frozenset(at for at in answers if messages[at].weight)
+            case "last":
+                return frozenset(answers[-1:])
+            case _ as never:
+                assert_never(never)
 
     def _wanted(self, messages: Sequence[Message], turns: Sequence[Turn], begin: int, line: int) -> list[bool]:
         """Which of the turns found are learned."""

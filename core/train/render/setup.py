@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from core.data.rows import Message
 from core.errors import DataError, SpecError
 from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate, Rendering
+from core.train.render.complete import Completeness
 from core.train.render.controls import Controls
 from core.train.render.encode import Encoder
 from core.train.render.families import FAMILIES, TemplateFamily
@@ -19,7 +20,7 @@ from core.train.render.options import RenderOptions
 from core.train.render.template import Asked, ChatTemplate, Endless, without_marks
 from core.train.render.turns import TurnFinder
 
-VERSION = 1
+VERSION = 2
 """Of the rendering: raise it with every change that gives another row of tokens or another mask."""
 
 _SYSTEM, _ONE, _TWO, _THREE, _FOUR = (
@@ -49,6 +50,13 @@ class Setup:
     """The template is the one that the tokenizer has."""
     knows_developer: bool
     """The template has the role `developer`; else it is a system message."""
+    complete: Completeness | None
+    """The check that what a chat says is in its text; None: there is no template."""
+
+    def complete_for(self, line: int) -> Completeness:
+        if self.complete is None:
+            raise _no_template(line)
+        return self.complete
 
     def template_for(self, line: int) -> ChatTemplate:
         """DataError when there is none."""
@@ -111,7 +119,7 @@ def set_up(tokenizer: Any, rendering: Rendering) -> Setup:
                 field="data.rendering.system_prompt",
             )
         encoder = Encoder(tokenizer, Controls(_special_tokens(tokenizer)))
-        return Setup(None, None, encoder, None, None, True, False)
+        return Setup(None, None, encoder, None, None, True, False, None)
     template = _compiled(source, constants, field, name, ours=isinstance(rendering, FamilyTemplate))
     encoder = Encoder(tokenizer, Controls(_control_tokens(tokenizer, template)))
     family = FAMILIES[rendering.name] if isinstance(rendering, FamilyTemplate) else None
@@ -128,6 +136,7 @@ def set_up(tokenizer: Any, rendering: Rendering) -> Setup:
         None if family is None or not same else family.extends,
         own,
         "developer" in source,
+        Completeness(template, [name for name, found in FAMILIES.items() if not _missing_tokens(tokenizer, found)]),
     )
 
 
@@ -175,12 +184,16 @@ def _control_tokens(tokenizer: Any, template: ChatTemplate) -> set[str]:
     return tokens | {token for token in added if token.strip() and token in written}
 
 
-def _check_tokens(tokenizer: Any, family: TemplateFamily) -> None:
+def _missing_tokens(tokenizer: Any, family: TemplateFamily) -> list[str]:
     known = {token.content for token in tokenizer.added_tokens_decoder.values()}
     missing = [token for token in family.tokens if token not in known]
     if "bos_token" in family.source and not tokenizer.bos_token:
         missing.append("a BOS token")
-    if missing:
+    return missing
+
+
+def _check_tokens(tokenizer: Any, family: TemplateFamily) -> None:
+    if missing := _missing_tokens(tokenizer, family):
         raise SpecError(
             f"the model's tokenizer lacks {', '.join(missing)}, which the family {family.name} writes; they would "
             "become ordinary text. Take the family that the model was trained with",
