@@ -15,7 +15,7 @@ from api import joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from core import health, logfile
+from core import health, logfile, private
 from core.errors import EftError
 from core.settings import settings
 from core.storage.store import StoreAway
@@ -60,6 +60,7 @@ class Server(uvicorn.Server):
 
 
 def main() -> None:
+    private.umask()
     _parser().parse_args()
     if (file := settings().log_file) is not None:
         logfile.keep(file, settings().log_bytes, settings().log_files)

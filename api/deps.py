@@ -5,6 +5,7 @@ Those that ask no database are coroutines: a plain function would cost a request
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from api.auth import service
+from api.auth import families, service
 from api.auth.last_use import LastUse
 from api.auth.permit import forbidden, lacks
 from api.auth.policy import Principal, policy_of
@@ -26,6 +27,8 @@ from core.errors import NotFound, Unauthorized
 from core.settings import Settings
 from core.storage.layout import Layout
 from core.storage.store import Store
+
+log = logging.getLogger("eft.api.auth")
 
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
@@ -102,8 +105,12 @@ def identify(here: Installation, credentials: str, address: str) -> Principal:
     try:
         with here.database.read() as session:
             found = service.authenticate(session, credentials, request_id.get())
-    except Unauthorized:  # it has expired
+    except Unauthorized as error:  # it has expired
         here.limits.stranger(credentials, address)
+        if isinstance(error, families.Reused):
+            with here.database.write() as session:
+                ended = families.end_reused(session, error.key_id)
+            log.warning("key %s came after its end: its family is revoked, %d keys worked", error.key_id, len(ended))
         raise
     if found is None:
         here.limits.stranger(credentials, address)

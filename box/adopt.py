@@ -12,6 +12,7 @@ import sys
 import redis
 from sqlalchemy.exc import SQLAlchemyError
 
+from core import private
 from core.db import migrate
 from core.db.engine import Database
 from core.errors import EftError
@@ -30,6 +31,7 @@ example:
 
 
 def main() -> int:
+    private.umask()
     parser = argparse.ArgumentParser(
         prog="eft adopt",
         description="What EFT_DATA names is the data root of EFT_DATABASE_URL from now on.",

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from core import private
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Job, Node
@@ -26,6 +27,7 @@ exit status: 0 this version may use the database (status), or it was brought for
 
 
 def main() -> int:
+    private.umask()
     parser = argparse.ArgumentParser(
         prog="eft db",
         description="The database's schema: where it stands, and bringing it forward while jobs run.",

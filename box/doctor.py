@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError
 
 from box import doctor_disk, doctor_gpus, software
 from box.report import Report
-from core import __version__, health
+from core import __version__, health, private
 from core.db.engine import Database
 from core.hardware import installed, tools
 from core.hardware.record import record
@@ -118,8 +118,8 @@ def _data(report: Report, settings: Settings) -> None:
     check = health.data(root, settings.min_free_bytes)
     report.add("ok" if check.ok else "problem", "data", f"{root}: {check.detail}")
     mode = root.stat().st_mode & 0o777
-    if mode & 0o007:
-        report.add("note", "data", f"{root} is open to everybody on this box (mode {mode:o}); chmod 700 it")
+    if mode & private.OTHERS:
+        report.add("note", "data", f"{root} is open to others on this box (mode {mode:o}); the next start closes it")
 
 
 def _database(report: Report, settings: Settings) -> None:

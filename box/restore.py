@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.restore import Restored, restore
 from box.backup.store import Store
+from core import private
 from core.errors import EftError
 from core.settings import Settings
 
@@ -33,6 +34,7 @@ exit status: 0 done; 1 not done, and begun again by the same command.
 
 
 def main() -> int:
+    private.umask()
     parser = argparse.ArgumentParser(
         prog="eft restore",
         description="Put a backup into an empty data root and an empty database.",

@@ -27,7 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from box import broker
 from box.instance import AlreadyRunning, Instance
 from box.process import Member
-from core import HOME, __version__, logfile
+from core import HOME, __version__, logfile, private
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
@@ -108,7 +108,7 @@ class Supervisor:
     def _database(self) -> None:
         try:
             self.layout.create()
-        except HalfRestored as error:
+        except (HalfRestored, private.OpenDataRoot) as error:
             raise GivesUp(str(error)) from error
         database = Database(self.settings.sqlalchemy_url)
         try:
@@ -292,6 +292,7 @@ def free_port(host: str) -> int:
 
 
 def main() -> int:
+    private.umask()
     parser = argparse.ArgumentParser(prog="python -m box.up", description="The whole service on this machine.")
     parser.add_argument("--host", help="address to listen on (EFT_HOST; default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")

@@ -54,15 +54,27 @@ RIGHTS: dict[str, Code] = {
     "missing_api_key": ("No key came with the request.", "`eft login`, or set `EFT_API_KEY` for the client."),
     "invalid_api_key": ("No key that was ever valid.", "`eft keys list` shows yours; `eft keys create` makes one."),
     "expired_api_key": ("The key is past its end.", "`eft keys rotate`, or ask an admin for a new one."),
+    "reused_api_key": (
+        "A key that has a successor was used after its end: somebody may have stolen it.",
+        "All keys of its family have been revoked. Make a new one, and look at `eft audit --action key.`.",
+    ),
     "user_disabled": ("The key's owner was disabled.", "An admin enables them again."),
     "forbidden": ("Known, but not allowed to.", "The message names what is missing and who can give it."),
     "missing_scope": ("The key was made for less.", "Make one with the scope that the message names."),
+    "missing_right": (
+        "The key was made without this right.",
+        "Make one with the right that the message names (`eft keys create --right`).",
+    ),
     "missing_role": ("Your role in the project does not allow it.", "An admin of the project can raise it."),
     "not_a_member": ("You are no member of that project.", "One of its admins can add you."),
     "box_admin_only": ("Only who runs the box may do this.", "Ask them, or use the key that `eft up` showed."),
     "last_admin": ("Nobody would be left to administrate.", "Make another admin first."),
     "name_taken": ("A user or project is called so.", "Take another name."),
     "already_rotated": ("The key has a successor.", "Use that one; revoke what is no longer needed."),
+    "too_many_keys": (
+        "A user has at most EFT_KEYS_PER_MEMBER working keys in a project.",
+        "Revoke those that nobody uses: `eft keys list` shows the last use of each.",
+    ),
     "key_is_over": ("The key was revoked or has expired.", "Create a new one."),
 }
 
@@ -306,6 +318,10 @@ BOX: dict[str, Code] = {
     "other_data_root": (
         "The folder or bucket belongs to another installation.",
         "EFT_DATA; `eft adopt` if it was moved.",
+    ),
+    "open_data_root": (
+        "Other users of the box may look into the data root, and the service's user cannot change that.",
+        "`chmod 700` it as its owner, or give a folder below it (EFT_DATA).",
     ),
     "half_restored": ("A restore was begun and not finished.", "Run `eft restore` again: it goes on."),
     "backup": ("The backup cannot be made or read.", "The message names the file."),

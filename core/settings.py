@@ -110,6 +110,11 @@ class Settings(BaseSettings):
     max_spec_bytes: int = Field(default=1 << 30, ge=0)
     """What the specs of all jobs and previews of one project may take in the database; beyond that submits are refused
     with 507 until jobs are deleted (`eft delete`). 0: no bound."""
+    key_longest_days: float = Field(default=0.0, ge=0, le=36500)
+    """Longest life of a new API key in days; one that is made without an end gets this one. Keys that are there already
+    keep theirs. 0: no bound."""
+    keys_per_member: int = Field(default=50, ge=1, le=10_000)
+    """Working API keys that a user may have in a project."""
     idempotency_hours: float = Field(default=48.0, ge=24)
     """How long the answer to an Idempotency-Key is kept for retries."""
 

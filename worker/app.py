@@ -19,7 +19,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 import core
-from core import logfile
+from core import logfile, private
 from core.errors import EftError
 from core.settings import settings
 from worker import joining
@@ -105,6 +105,7 @@ def backlog() -> int:
 def _prepare(conf: Any, **_: Any) -> None:
     """Find the box's slots before the pool is made: one thread a slot."""
     global _agent
+    private.umask()
     if (file := settings().log_file) is not None:
         logfile.keep(file, settings().log_bytes, settings().log_files)
     try:

@@ -1,22 +1,26 @@
-"""Keys over HTTP: whose one may list, make, rotate and revoke. Inside the caller's transaction; each change audited."""
+"""Keys over HTTP: whose one may list, make, rotate and revoke. Inside the caller's transaction; each change audited.
+
+What holds for each: a key allows no more than the one it is made with, lives no longer, and ends with it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import Select, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from api.auth import people, service
+from api.auth import families, people, service
 from api.auth.permit import forbidden
-from api.auth.policy import Principal, Role, Scope, widest
+from api.auth.policy import Principal, Right, Role, Scope, widest
 from api.auth.schemas import KeyWish
 from api.errors import BadRequest
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Project, User
-from core.errors import Conflict, NotFound
+from core.errors import Conflict, NotFound, Unauthorized
 from core.jobs import audit
 from core.jobs.queries import Page, UnknownCursor
+from core.settings import Settings
 
 DAY = 86400.0
 
@@ -64,8 +68,9 @@ def find(session: Session, asking: Principal, key_id: str, *, lock: bool = False
     return Shown(*row)
 
 
-def create(session: Session, asking: Principal, wish: KeyWish) -> tuple[str, Shown]:
-    """It allows no more than the key it is made with, and lives no longer. Raises Forbidden, NotFound, BadRequest."""
+def create(session: Session, asking: Principal, wish: KeyWish, settings: Settings) -> tuple[str, Shown]:
+    """Raises Forbidden, NotFound, BadRequest, Conflict; Unauthorized where the key it is made with ended just now."""
+    _still_works(session, asking)
     where = _where(session, asking, wish.project)
     whose = asking.user_id
     if wish.user is not None and wish.user not in (asking.user_id, asking.user_name):
@@ -89,14 +94,10 @@ def create(session: Session, asking: Principal, wish: KeyWish) -> tuple[str, Sho
         raise BadRequest(
             f"`{user.name}` is {what}: a key of scope `{scope.value}` would be of no use to them", field="scope"
         )
-    expires_at = asking.expires_at
-    if wish.expires_in_days is not None:
-        expires_at = _now(session) + wish.expires_in_days * DAY
-        if asking.expires_at is not None and expires_at > asking.expires_at:
-            raise BadRequest(
-                "a key cannot live longer than the one it is made with; leave `expires_in_days` out for as long",
-                field="expires_in_days",
-            )
+    rights = _rights(session, asking, wish)
+    _room(session, whose, where, settings.keys_per_member)
+    now = _now(session)
+    expires_at = _end(asking, wish.expires_in_days, now, settings)
     key, row = service.create(
         session,
         user_id=whose,
@@ -105,29 +106,45 @@ def create(session: Session, asking: Principal, wish: KeyWish) -> tuple[str, Sho
         scope=scope,
         expires_at=expires_at,
         created_by=asking.user_id,
+        made_with=asking.key_id,
+        rights=rights,
     )
     told = {
         "name": row.name,
         "prefix": row.prefix,
         "user": user.name,
         "scope": scope.value,
+        "rights": row.rights,
         "expires_at": expires_at,
     }
     audit.record(session, asking, "key.create", row.id, told, project_id=where)
     return key, find(session, asking, row.id)
 
 
-def rotate(session: Session, asking: Principal, key_id: str, overlap_seconds: float) -> tuple[str, Shown]:
-    """A successor with the same name, scope and span of life; the old key works for `overlap_seconds` more.
+def rotate(
+    session: Session,
+    asking: Principal,
+    key_id: str,
+    overlap_seconds: float,
+    settings: Settings,
+    *,
+    expires_in_days: float | None = None,
+) -> tuple[str, Shown]:
+    """A successor with the same name, scope, rights and end; the old key works for `overlap_seconds` more.
 
-    Raises NotFound, Forbidden, BadRequest, and Conflict for a key that does not work or has its successor already.
+    `expires_in_days`: another end; a later one is for admins. Raises NotFound, Forbidden, BadRequest; Conflict for a
+    key that does not work, or that has its successor already.
     """
+    right = Right.SELF_ROTATE if key_id == asking.key_id else Right.MAKE_KEYS
+    if right not in asking.rights:
+        raise forbidden(session, asking, right)
+    _still_works(session, asking)
     old = find(session, asking, key_id, lock=True)
     if not asking.scope.reaches(Scope(old.key.scope)):
         raise forbidden(session, asking, Scope(old.key.scope))
-    if asking.expires_at is not None and key_id != asking.key_id:
+    if asking.expires_at is not None and (old.key.expires_at is None or old.key.expires_at > asking.expires_at):
         raise BadRequest(
-            "a key that expires rotates only itself: the successor of another might outlive it", field="key_id"
+            "a key that expires does not rotate one that lives longer: the successor would outlive it", field="key_id"
         )
     now = _now(session)
     if old.key.revoked_at is not None or (old.key.expires_at is not None and old.key.expires_at <= now):
@@ -139,7 +156,8 @@ def rotate(session: Session, asking: Principal, key_id: str, overlap_seconds: fl
             code="already_rotated",
             field="key_id",
         )
-    span = None if old.key.expires_at is None else old.key.expires_at - old.key.created_at
+    _room(session, old.user.id, old.project.id, settings.keys_per_member, besides=key_id)
+    expires_at = _successors_end(asking, old.key, expires_in_days, now, settings)
     ends = now + overlap_seconds if old.key.expires_at is None else min(now + overlap_seconds, old.key.expires_at)
     key, row = service.create(
         session,
@@ -147,9 +165,11 @@ def rotate(session: Session, asking: Principal, key_id: str, overlap_seconds: fl
         project_id=old.key.project_id,
         name=old.key.name,
         scope=Scope(old.key.scope),
-        expires_at=None if span is None else now + span,
+        expires_at=expires_at,
         created_by=asking.user_id,
+        made_with=asking.key_id,
         rotated_from=key_id,
+        rights=service.rights_of(old.key.rights),
     )
     session.execute(update(ApiKey).where(ApiKey.id == key_id).values(expires_at=ends))
     told = {"successor": row.id, "prefix": row.prefix, "old_key_ends_at": ends, "expires_at": row.expires_at}
@@ -157,19 +177,87 @@ def rotate(session: Session, asking: Principal, key_id: str, overlap_seconds: fl
     return key, find(session, asking, row.id)
 
 
-def revoke(session: Session, asking: Principal, key_id: str) -> Shown:
-    """It stops working at once; asking twice is fine. Raises NotFound; and Forbidden where one's own key of a smaller
-    scope would revoke one of a larger."""
+def revoke(session: Session, asking: Principal, key_id: str, *, alone: bool) -> tuple[Shown, list[str]]:
+    """It stops working at once, and unless `alone` so do all that were made with it; their ids. Asking twice is fine.
+
+    Raises NotFound; and Forbidden where one's own key of a smaller scope would revoke one of a larger.
+    """
     found = find(session, asking, key_id, lock=True)
     mine = found.key.owner_id == asking.user_id
     if mine and not (asking.manages or asking.operates) and not asking.scope.reaches(Scope(found.key.scope)):
         raise forbidden(session, asking, Scope(found.key.scope))
-    if found.key.revoked_at is None:
-        session.execute(update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=db_now()))
-        told = {"name": found.key.name, "prefix": found.key.prefix, "user": found.user.name}
-        audit.record(session, asking, "key.revoke", key_id, told, project_id=found.key.project_id)
-        session.refresh(found.key)
-    return found
+    others = families.end(session, asking, key_id, alone=alone)
+    session.refresh(found.key)
+    return found, others
+
+
+def _still_works(session: Session, asking: Principal) -> None:
+    """Raises Unauthorized where the key that asks was revoked since it was let in. It stays locked, so that whoever
+    revokes it waits, and finds what is made with it."""
+    query = select(ApiKey.revoked_at).where(ApiKey.id == asking.key_id).with_for_update()
+    if session.execute(query).scalar_one() is not None:
+        raise Unauthorized("this API key is not known here or has been revoked")
+
+
+def _rights(session: Session, asking: Principal, wish: KeyWish) -> list[Right]:
+    """A key without a scope is a person's and has all that its maker's has; one with a scope has what is named."""
+    if wish.rights is None:
+        return [] if wish.scope is not None else sorted(asking.rights)
+    for right in wish.rights:
+        if right not in asking.rights:
+            raise forbidden(session, asking, right)
+    return sorted(set(wish.rights))
+
+
+def _room(session: Session, user_id: str, project_id: str, most: int, *, besides: str | None = None) -> None:
+    """Raises Conflict for a user who has so many working keys in the project. (The user's row is locked: two requests
+    at once count one after the other.)"""
+    session.execute(select(User.id).where(User.id == user_id).with_for_update())
+    works = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > db_now())
+    query = select(func.count()).where(
+        ApiKey.owner_id == user_id, ApiKey.project_id == project_id, ApiKey.revoked_at.is_(None), works
+    )
+    if besides is not None:
+        query = query.where(ApiKey.id != besides)
+    if session.execute(query).scalar_one() >= most:
+        raise Conflict(
+            f"a user has at most {most} working keys in a project (EFT_KEYS_PER_MEMBER): revoke those that nobody uses",
+            code="too_many_keys",
+        )
+
+
+def _end(asking: Principal, days: float | None, now: float, settings: Settings) -> float | None:
+    """When a new key ends. Raises BadRequest for more than the asking key, or the box, allows."""
+    longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
+    if days is None:
+        return min((end for end in (asking.expires_at, longest) if end is not None), default=None)
+    wanted = now + days * DAY
+    if asking.expires_at is not None and wanted > asking.expires_at:
+        raise BadRequest(
+            "a key cannot live longer than the one it is made with; leave `expires_in_days` out for as long",
+            field="expires_in_days",
+        )
+    if longest is not None and wanted > longest:
+        raise BadRequest(
+            f"a key lives at most {settings.key_longest_days:g} days here (EFT_KEY_LONGEST_DAYS)",
+            field="expires_in_days",
+        )
+    return wanted
+
+
+def _successors_end(asking: Principal, old: ApiKey, days: float | None, now: float, settings: Settings) -> float | None:
+    """That of the old key, unless an admin gives a later one: rotation must not keep a lent key alive."""
+    if days is None:
+        longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
+        return min((end for end in (old.expires_at, longest) if end is not None), default=None)
+    wanted = _end(asking, days, now, settings)
+    later = old.expires_at is not None and wanted is not None and wanted > old.expires_at
+    if later and not (asking.manages or asking.operates):
+        raise BadRequest(
+            "a successor ends when the key before it would have; an admin of the project can give it a later end",
+            field="expires_in_days",
+        )
+    return wanted
 
 
 def _shown() -> Select[ApiKey, User, Project]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from api.auth import people, service
-from api.auth.policy import Role, Scope, widest
+from api.auth import families, people, service
+from api.auth.policy import Right, Role, Scope, widest
+from core import private
 from core.db.engine import Database, db_now
 from core.db.tables import Project, User
 from core.errors import Conflict, EftError
@@ -33,6 +35,7 @@ def create(
     role: Role | None = None,
     scope: Scope | None = None,
     days: float | None = None,
+    rights: Sequence[Right] | None = None,
     box_admin: bool = False,
 ) -> str | None:
     """The new key; None when `if_none` is given and there is a key already.
@@ -48,7 +51,7 @@ def create(
             with database.write() as session:
                 if if_none is not None and service.any_key(session):
                     return None
-                key = _create(session, project, user, name, role, scope, days, box_admin)
+                key = _create(session, project, user, name, role, scope, days, rights, box_admin)
                 if if_none is not None:
                     write_private(if_none, f"{key}\n".encode())
                 return key
@@ -66,6 +69,7 @@ def _create(
     role: Role | None,
     scope: Scope | None,
     days: float | None,
+    rights: Sequence[Right] | None,
     box_admin: bool,
 ) -> str:
     whose = session.execute(select(User).where(User.name == user)).scalar_one_or_none()
@@ -82,13 +86,26 @@ def _create(
     given = role or has or (Role.MEMBER if people.admins(session, where.id) else Role.ADMIN)
     people.set_member(session, None, where.id, whose, given)
     expires_at = None
+    longest = settings().key_longest_days
+    if longest and days is not None and days > longest:
+        raise Conflict(f"a key lives at most {longest:g} days here (EFT_KEY_LONGEST_DAYS)", code="invalid_value")
+    days = days or longest or None
     if days is not None:
         expires_at = float(session.execute(select(db_now() + days * 86400.0)).scalar_one())
+    if rights is None:  # as over HTTP: one without a scope is a person's
+        rights = list(Right) if scope is None else []
     scope = scope or widest(given, whose.box_admin)
     key, row = service.create(
-        session, user_id=whose.id, project_id=where.id, name=name, scope=scope, expires_at=expires_at
+        session, user_id=whose.id, project_id=where.id, name=name, scope=scope, expires_at=expires_at, rights=rights
     )
-    told = {"name": name, "prefix": row.prefix, "user": user, "scope": scope.value, "expires_at": expires_at}
+    told = {
+        "name": name,
+        "prefix": row.prefix,
+        "user": user,
+        "scope": scope.value,
+        "rights": row.rights,
+        "expires_at": expires_at,
+    }
     audit.record(session, None, "key.create", row.id, told, project_id=where.id)
     return key
 
@@ -117,15 +134,23 @@ def _parser() -> argparse.ArgumentParser:
     roles, scopes = [role.value for role in Role], [scope.value for scope in Scope]
     make.add_argument("--role", choices=roles, help="of the user in the project; default: as they are")
     make.add_argument("--scope", choices=scopes, help="of the key; default: all that its user may")
-    make.add_argument("--days", type=_days, help="it expires after so many; default: never")
+    make.add_argument(
+        "--right",
+        action="append",
+        choices=[right.value for right in Right],
+        help="with keys; may be given several times; default: both without --scope, none with it",
+    )
+    make.add_argument("--days", type=_days, help="it expires after so many; default: EFT_KEY_LONGEST_DAYS")
     make.add_argument("--box-admin", action="store_true", help="the user looks after the box, too")
     commands.add_parser("list", help="prefix, name, user and project of all keys")
-    end = commands.add_parser("revoke", help="a key stops working at once")
+    end = commands.add_parser("revoke", help="a key stops working at once, and all that were made with it")
     end.add_argument("prefix", help="the 8 characters behind eft_")
+    end.add_argument("--alone", action="store_true", help="leave those that were made with it, and its successors")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
+    private.umask()
     asked = _parser().parse_args(arguments)
     database = Database(settings().sqlalchemy_url)
     try:
@@ -140,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
                     role=None if asked.role is None else Role(asked.role),
                     scope=None if asked.scope is None else Scope(asked.scope),
                     days=asked.days,
+                    rights=None if asked.right is None else [Right(right) for right in asked.right],
                     box_admin=asked.box_admin,
                 )
                 if key is None:
@@ -155,10 +181,13 @@ def main(arguments: list[str] | None = None) -> int:
                         print(f"{row.prefix}  {made}  {state:<7}  {row.scope:<5}  {user}  {project}  {row.name}")
             case "revoke":
                 with database.write() as session:
-                    found = service.revoke(session, asked.prefix)
-                if not found:
+                    key_id = service.by_prefix(session, asked.prefix)
+                    others = [] if key_id is None else families.end(session, None, key_id, alone=asked.alone)
+                if key_id is None:
                     print(f"no working key has the prefix {asked.prefix!r}; `list` shows them", file=sys.stderr)
                     return 1
+                for other in others:
+                    print(f"also revoked: {other}")
         return 0
     except EftError as error:
         print(error.message, file=sys.stderr)

@@ -7,15 +7,22 @@ from typing import Literal
 from sqlalchemy.orm import Session
 
 from api.auth import people
-from api.auth.policy import Policy, Principal, Role, Scope
+from api.auth.policy import Policy, Principal, Right, Role, Scope
 from core.errors import Forbidden
 
-Lacking = Literal["no box admin"] | Role | Scope
+Lacking = Literal["no box admin"] | Role | Scope | Right
 """What somebody would need and has not."""
 
 
 def lacks(asking: Principal, policy: Policy) -> Lacking | None:
-    """What is missing first: the rights of the user, then those of the key."""
+    """What is missing first: the role of the user, then the scope of the key, then its right."""
+    missing = _lacks_role_or_scope(asking, policy)
+    if missing is None and policy.right is not None and policy.right not in asking.rights:
+        return policy.right
+    return missing
+
+
+def _lacks_role_or_scope(asking: Principal, policy: Policy) -> Lacking | None:
     if policy.box != "no" and asking.operates:
         return None
     if policy.box == "only":
@@ -55,6 +62,13 @@ def forbidden(session: Session, asking: Principal, missing: Lacking) -> Forbidde
                 f"this needs a key of scope `{missing.value}`, and this one has `{asking.scope.value}`: use another "
                 f"key of yours, or ask {whom} for one",
                 code="missing_scope",
+            )
+        case Right():
+            whom = _names(people.admins(session, asking.project_id), "an admin of the project")
+            return Forbidden(
+                f"this needs a key with the right `{missing.value}`, and this one was made without it: use another key "
+                f"of yours, or ask {whom} for one",
+                code="missing_right",
             )
 
 

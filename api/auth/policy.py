@@ -1,8 +1,8 @@
 """Who may do what: roles of users, scopes of keys, and the one place where a route says which of them it needs.
 
 A route states its policy by the type of its parameter `asking` (`Reading`, `Writing`, `Managing`, `Operating`,
-`Scraping`, `Knowing`) or, without a key, by the dependency `PUBLIC`. The application does not start with a route that
-states none.
+`Scraping`, `Knowing`, `MakingKeys`) or, without a key, by the dependency `PUBLIC`. The application does not start with
+a route that states none.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of `Requires.__call__`.
@@ -49,6 +49,15 @@ class Scope(StrEnum):
         return list(Scope).index(self) >= list(Scope).index(needed)
 
 
+class Right(StrEnum):
+    """Of a key, beside its scope: what it may do with keys. A key that leaked does no more than it was given."""
+
+    SELF_ROTATE = "self_rotate"
+    """Take a successor for itself (`POST /keys/{key_id}/rotate`)."""
+    MAKE_KEYS = "make_keys"
+    """Make keys, and rotate others than itself."""
+
+
 def widest(role: Role | None, box_admin: bool) -> Scope:
     """What a user with this role can make use of: the scope of a new key, unless another is asked for."""
     if box_admin:
@@ -74,6 +83,8 @@ class Principal(Actor):
     box_admin: bool
     expires_at: float | None
     """Of the key."""
+    rights: frozenset[Right]
+    """Of the key."""
 
     @property
     def operates(self) -> bool:
@@ -95,20 +106,28 @@ class Policy:
     """In the project of the key; None: any user."""
     box: Literal["no", "also", "only"] = "no"
     """also: an admin of the box passes too, whatever their role; only: nobody else does."""
+    right: Right | None = None
+    """That the key must have beside its scope."""
 
     def document(self) -> dict[str, Any]:
         """In OpenAPI, under `x-eft-policy`."""
         if self.scope is None:
             return {"key": False}
-        return {"key": True, "role": self.role and self.role.value, "scope": self.scope.value, "box_admin": self.box}
+        asked = {"key": True, "role": self.role and self.role.value, "scope": self.scope.value, "box_admin": self.box}
+        return asked if self.right is None else {**asked, "right": self.right.value}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Policy":
         """From what `document` made."""
         if not document["key"]:
             return cls()
-        role = document["role"]
-        return cls(Scope(document["scope"]), None if role is None else Role(role), document["box_admin"])
+        role, right = document["role"], document.get("right")
+        return cls(
+            Scope(document["scope"]),
+            None if role is None else Role(role),
+            document["box_admin"],
+            None if right is None else Right(right),
+        )
 
     def words(self) -> str:
         if self.scope is None:
@@ -117,7 +136,8 @@ class Policy:
             narrow = f"`{self.scope.value}` or " if self.scope is not Scope.BOX else ""
             return f"an admin of the box; key of scope {narrow}`box`"
         who = "anybody with a key" if self.role is None else f"role `{self.role.value}`"
-        return f"{who}; scope `{self.scope.value}`" + ("; or an admin of the box" if self.box == "also" else "")
+        beside = "" if self.right is None else f"; right `{self.right.value}`"
+        return f"{who}; scope `{self.scope.value}`{beside}" + ("; or an admin of the box" if self.box == "also" else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +162,7 @@ Writing = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER)
 Managing = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN)))]
 Operating = Annotated[Principal, Depends(Requires(Policy(Scope.BOX, None, "only")))]
 Scraping = Annotated[Principal, Depends(Requires(Policy(Scope.METRICS, None, "only")))]
-WritingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER, "also")))]
+MakingKeys = Annotated[Principal, Depends(Requires(Policy(Scope.WRITE, Role.MEMBER, "also", Right.MAKE_KEYS)))]
 ReadingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.READ, Role.VIEWER, "also")))]
 ManagingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, Role.ADMIN, "also")))]
 

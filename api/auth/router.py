@@ -11,13 +11,14 @@ from fastapi.responses import JSONResponse, Response
 
 from api.auth import keyring, schemas
 from api.auth.keyring import Shown
-from api.auth.policy import Knowing, Principal, ReadingOrOperating, WritingOrOperating
+from api.auth.policy import Knowing, MakingKeys, Principal, ReadingOrOperating
 from api.body import json_body, read_json
 from api.deps import After, Here, Installation, Limit
 from api.errors import printable, responses
 from core.errors import NotFound
 
 router = APIRouter(tags=["access"])
+NO_STORE = {"cache-control": "no-store"}
 
 _KEY_ID = re.compile(r"key-[0-9a-z]{26}")
 
@@ -72,11 +73,12 @@ def list_keys(
     summary="Make a key",
     response_model=schemas.NewKeyView,
     response_class=JSONResponse,
-    responses=responses(404, 413, 415, 422),
+    responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.KeyWish, {"name": "ci", "scope": "write", "expires_in_days": 90}),
 )
-async def create_key(request: Request, asking: WritingOrOperating, here: Here) -> Response:
-    """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer.
+async def create_key(request: Request, asking: MakingKeys, here: Here) -> Response:
+    """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer, and it is
+    revoked with it.
 
     Admins of a project make keys for its members, admins of the box for any project.
     """
@@ -97,31 +99,44 @@ def rotate_key(
     asking: ReadingOrOperating,
     here: Here,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old key still works.")] = 24.0,
+    expires_in_days: Annotated[
+        float | None,
+        Query(gt=0, le=36500, description="Another end than the old key's; a later one is for admins of the project."),
+    ] = None,
 ) -> Response:
-    """A successor with the same name, scope and span of life; the reply has it, this once. The old key stops working
-    after the overlap."""
+    """A successor with the same name, scope, rights and end; the reply has it, this once. The old key stops working
+    after the overlap; where it is used after that, the whole family of keys is revoked."""
     with here.database.write() as session:
-        key, shown = keyring.rotate(session, asking, key_id, overlap_hours * 3600)
-    return JSONResponse({**_view(shown), "key": key}, 201)
+        key, shown = keyring.rotate(
+            session, asking, key_id, overlap_hours * 3600, here.settings, expires_in_days=expires_in_days
+        )
+        return JSONResponse({**_view(shown), "key": key}, 201, headers=NO_STORE)
 
 
 @router.delete(
     "/keys/{key_id}",
     summary="Revoke a key",
-    response_model=schemas.KeyView,
+    response_model=schemas.RevokedKeyView,
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def revoke_key(key_id: KeyId, asking: ReadingOrOperating, here: Here) -> Response:
-    """It stops working at once, for good; open event streams of it end within half a minute. Asking twice is fine."""
+def revoke_key(
+    key_id: KeyId,
+    asking: ReadingOrOperating,
+    here: Here,
+    alone: Annotated[bool, Query(description="Leave the keys that were made with it, and its successors.")] = False,
+) -> Response:
+    """It stops working at once, for good, and so does every key that was made with it or succeeded it; open event
+    streams end within half a minute. Asking twice is fine."""
     with here.database.write() as session:
-        return JSONResponse(_view(keyring.revoke(session, asking, key_id)))
+        shown, others = keyring.revoke(session, asking, key_id, alone=alone)
+        return JSONResponse({**_view(shown), "also_revoked": others})
 
 
 def _create(here: Installation, asking: Principal, wish: schemas.KeyWish) -> Response:
     with here.database.write() as session:
-        key, shown = keyring.create(session, asking, wish)
-    return JSONResponse({**_view(shown), "key": key}, 201, headers={"cache-control": "no-store"})
+        key, shown = keyring.create(session, asking, wish, here.settings)
+        return JSONResponse({**_view(shown), "key": key}, 201, headers=NO_STORE)
 
 
 def _view(shown: Shown) -> dict[str, object]:

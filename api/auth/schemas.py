@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from api.auth.policy import Principal, Role, Scope
+from api.auth.policy import Principal, Right, Role, Scope
+from api.auth.service import rights_of
 from api.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import ApiKey, Audit, Membership, Project, User
@@ -172,14 +173,17 @@ KEY: dict[str, Any] = {
     "user": {"id": _USER, "name": "ada"},
     "project": {"id": _PROJECT, "name": "voice"},
     "scope": "write",
+    "rights": ["self_rotate"],
     "state": "works",
     "created_at": _NOW,
     "expires_at": "2027-02-19T09:20:55.004000Z",
     "last_used_at": None,
     "revoked_at": None,
     "rotated_from": None,
+    "made_with": "key-01kar3v8x5m2h6n9qst4wyz0bb",
 }
 NEW_KEY: dict[str, Any] = {**KEY, "key": "eft_7h2kq0zx_…"}
+REVOKED: dict[str, Any] = {**KEY, "state": "revoked", "revoked_at": _NOW, "also_revoked": []}
 
 
 class KeyWish(Body):
@@ -187,6 +191,9 @@ class KeyWish(Body):
     """To tell keys apart."""
     scope: Scope | None = None
     """The most it may be used for: read, write, admin, box. Default: all that its user may, within your key's own."""
+    rights: list[Right] | None = Field(default=None, max_length=10)
+    """What it may do with keys: `self_rotate`, take a successor for itself; `make_keys`, make keys and rotate others.
+    Default: those of your key where no `scope` is given, and none where one is."""
     expires_in_days: float | None = Field(default=None, gt=0, le=36500)
     """Default: when your key expires, if it does."""
     user: Name | None = None
@@ -206,6 +213,8 @@ class KeyView(BaseModel):
     user: Named
     project: Named
     scope: Scope
+    rights: list[Right]
+    """What it may do with keys."""
     state: Literal["works", "expired", "revoked"]
     created_at: str
     expires_at: str | None
@@ -214,6 +223,16 @@ class KeyView(BaseModel):
     revoked_at: str | None
     rotated_from: str | None
     """The key that it succeeds."""
+    made_with: str | None
+    """The key that it was made or rotated with, and ends with; null: made on the box itself."""
+
+
+class RevokedKeyView(KeyView):
+    """With those that ended with it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [REVOKED]})
+    also_revoked: list[str]
+    """Ids of keys that were made with it or succeeded it, and worked until now."""
 
 
 class NewKeyView(KeyView):
@@ -249,12 +268,14 @@ def key_view(key: ApiKey, user: User, project: Project) -> dict[str, Any]:
         "user": {"id": user.id, "name": user.name},
         "project": {"id": project.id, "name": project.name},
         "scope": key.scope,
+        "rights": sorted(rights_of(key.rights)),
         "state": state,
         "created_at": iso(key.created_at),
         "expires_at": iso(key.expires_at),
         "last_used_at": iso(key.last_used_at),
         "revoked_at": iso(key.revoked_at),
         "rotated_from": key.rotated_from,
+        "made_with": key.made_with,
     }
 
 
@@ -265,6 +286,7 @@ _ME: dict[str, Any] = {
     "project": {"id": _PROJECT, "name": "voice"},
     "role": "member",
     "scope": "write",
+    "rights": ["make_keys", "self_rotate"],
     "box_admin": False,
     "key": _KEY_ID,
     "key_expires_at": None,
@@ -281,6 +303,8 @@ class Me(BaseModel):
     """Null: no longer a member of the project."""
     scope: Scope
     """Of the key."""
+    rights: list[Right]
+    """Of the key: what it may do with keys."""
     box_admin: bool
     """The user is an admin of the box; a key of scope `box` can use that."""
     key: str
@@ -293,6 +317,7 @@ def me_view(asking: Principal) -> dict[str, Any]:
         "project": {"id": asking.project_id, "name": asking.project_name},
         "role": asking.role,
         "scope": asking.scope,
+        "rights": sorted(asking.rights),
         "box_admin": asking.box_admin,
         "key": asking.key_id,
         "key_expires_at": iso(asking.expires_at),

@@ -1,4 +1,4 @@
-"""API keys: `eft_<prefix>_<secret>`. The database has the prefix to find a key and its SHA-256 to check it."""
+"""API keys: `eft_<prefix>_<secret><checksum>`. The database has a key's prefix, to find it, and its SHA-256."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Row, bindparam, select, update
+from sqlalchemy import Row, bindparam, select
 from sqlalchemy.orm import Session
 
-from api.auth.policy import Principal, Role, Scope
+from api.auth import families
+from api.auth.policy import Principal, Right, Role, Scope
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Membership, Project, User
 from core.errors import Unauthorized
 from core.ids import new_id
-from core.jobs import audit
 
-_FORM = re.compile(r"eft_([0-9a-z]{8})_[0-9A-Za-z]{40}")
+PATTERN = r"eft_[0-9a-z]{8}_[0-9A-Za-z]{46}"
+"""Every key that is made now; for those who search code and logs for secrets (docs/security.md)."""
+_FORM = re.compile(r"eft_([0-9a-z]{8})_[0-9A-Za-z]{40}(?:[0-9A-Za-z]{6})?")
+"""Those of earlier versions have no checksum."""
+_CHECKSUM = 6
+_PLAIN = 4 + 8 + 1 + 40
+"""Characters of a key without its checksum."""
 _NOBODYS = "0" * 64
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_DIGITS = _LETTERS[:10] + _LETTERS[10:].upper() + _LETTERS[10:]
 
 _HOLDERS = (
     select(
@@ -31,6 +39,7 @@ _HOLDERS = (
         ApiKey.owner_id,
         ApiKey.project_id,
         ApiKey.scope,
+        ApiKey.rights,
         ApiKey.expires_at,
         (ApiKey.expires_at <= db_now()).label("expired"),
         User.name.label("user_name"),
@@ -52,10 +61,10 @@ _BY_ID = _HOLDERS.where(ApiKey.id == bindparam("id"))
 def authenticate(session: Session, key: str, request_id: str | None = None) -> Principal | None:
     """Who holds this key, in what role; None for an unknown, revoked or malformed one, and for one of a disabled user.
 
-    Raises Unauthorized for one that has expired: whoever has all of it may know that.
+    Raises Unauthorized for one that has expired: whoever has all of it may know that; Reused where it has a successor.
     """
     form = _FORM.fullmatch(key)
-    if form is None:
+    if form is None or (len(key) > _PLAIN and checksum(key[:_PLAIN]) != key[_PLAIN:]):
         return None
     row = session.execute(_BY_PREFIX, {"prefix": form[1]}).one_or_none()
     # A key has 238 random bits, so a plain hash is enough: there is nothing to guess slowly. It is compared where
@@ -64,6 +73,8 @@ def authenticate(session: Session, key: str, request_id: str | None = None) -> P
     if row is None or not right:
         return None
     if row.expired:
+        if families.has_successor(session, row.id):
+            raise families.Reused(row.id)
         when = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M")
         raise Unauthorized(
             f"this API key expired on {when} UTC; make a new one (`eft keys create`), or ask an admin of the project",
@@ -90,7 +101,23 @@ def _principal(row: Row[*tuple[Any, ...]], request_id: str | None) -> Principal:
         scope=Scope(row.scope),
         box_admin=row.box_admin,
         expires_at=row.expires_at,
+        rights=rights_of(row.rights),
     )
+
+
+def rights_of(stored: Iterable[str] | None) -> frozenset[Right]:
+    """From the column of a key; those of earlier versions have all."""
+    return frozenset(Right) if stored is None else frozenset(Right(one) for one in stored)
+
+
+def checksum(plain: str) -> str:
+    """The last six characters of a key: CRC-32 of those before in base 62. It says that a text is a key of eft, so that
+    a search for leaked secrets raises no false alarm; it protects nothing."""
+    value, digits = zlib.crc32(plain.encode()), ""
+    for _ in range(_CHECKSUM):
+        value, digit = divmod(value, len(_DIGITS))
+        digits = _DIGITS[digit] + digits
+    return digits
 
 
 def create(
@@ -102,12 +129,15 @@ def create(
     scope: Scope,
     expires_at: float | None = None,
     created_by: str | None = None,
+    made_with: str | None = None,
     rotated_from: str | None = None,
+    rights: Iterable[Right] = tuple(Right),
 ) -> tuple[str, ApiKey]:
     """Make a key. The text is the only time it can be read."""
     prefix = "".join(secrets.choice(_LETTERS) for _ in range(8))
     secret = "".join(secrets.choice(_LETTERS + _LETTERS[10:].upper()) for _ in range(40))
     key = f"eft_{prefix}_{secret}"
+    key += checksum(key)
     row = ApiKey(
         id=new_id("key"),
         owner_id=user_id,
@@ -118,6 +148,8 @@ def create(
         scope=scope.value,
         expires_at=expires_at,
         created_by=created_by,
+        made_with=made_with,
+        rights=sorted(right.value for right in rights),
         rotated_from=rotated_from,
     )
     session.add(row)
@@ -140,17 +172,10 @@ def listing(session: Session) -> Sequence[tuple[ApiKey, str, str]]:
     return [(key, user, project) for key, user, project in rows]
 
 
-def revoke(session: Session, prefix: str) -> bool:
-    """By a command on the box itself. False when no working key has this prefix."""
-    row = session.execute(
-        update(ApiKey)
-        .where(ApiKey.prefix == prefix, ApiKey.revoked_at.is_(None))
-        .values(revoked_at=db_now())
-        .returning(ApiKey.id, ApiKey.project_id)
-    ).one_or_none()
-    if row is not None:
-        audit.record(session, None, "key.revoke", row.id, {"prefix": prefix}, project_id=row.project_id)
-    return row is not None
+def by_prefix(session: Session, prefix: str) -> str | None:
+    """The id of the key with this prefix that has not been revoked, locked."""
+    query = select(ApiKey.id).where(ApiKey.prefix == prefix, ApiKey.revoked_at.is_(None))
+    return session.execute(query.with_for_update()).scalar_one_or_none()
 
 
 def _hash(key: str) -> str:

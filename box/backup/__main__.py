@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.create import Options, create
 from box.backup.store import BackupError, Snapshot, Store
+from core import private
 from core.db.engine import Database
 from core.settings import Settings
 from core.storage.layout import Layout
@@ -36,6 +37,7 @@ it as you keep the data root.
 
 
 def main() -> int:
+    private.umask()
     parser = argparse.ArgumentParser(
         prog="eft backup",
         description="Keep database and data root, while jobs run. The second backup brings only what is new.",

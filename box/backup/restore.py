@@ -22,6 +22,7 @@ from box.backup.database import SQLITE
 from box.backup.settle import RESTORED, Notices, Settled, settle
 from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store, sha256_of
 from box.instance import AlreadyRunning, Instance
+from core import private
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Audit, Installation
@@ -70,6 +71,7 @@ def restore(
     if (snapshot.bucket is None) is settings.is_remote:
         where = "a folder" if snapshot.bucket is None else f"{snapshot.bucket}, or a copy of it"
         raise BackupError(f"the backup {snapshot.name} is of an installation whose data root is {where}: set EFT_DATA")
+    private.close(settings.root)
     settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         instance = Instance.take(settings.root, patience=0)
@@ -154,7 +156,8 @@ def _files(layout: Layout, store: Store, snapshot: Snapshot, damaged: bool, tell
     left_out, done = [], 0
     for number, kept in enumerate(store.kept(snapshot), 1):
         target = layout.root / kept.path
-        if ".." in Path(kept.path).parts or target == layout.root or Path(kept.path).is_absolute():
+        parts = Path(kept.path).parts
+        if ".." in parts or target == layout.root or Path(kept.path).is_absolute() or "\0" in kept.path:
             raise BackupError(f"the backup names a file outside the data root: {kept.path[:200]!r}")
         if not _there(target, kept):
             fault = _put(store.object(kept.sha256), target, layout.root, kept)
@@ -187,7 +190,7 @@ def _put(source: Path, target: Path, root: Path, kept: Kept) -> str | None:
             while block := file.read(BLOCK):
                 digest.update(block)
                 copy.write(block)
-            os.fchmod(copy.fileno(), kept.mode)
+            os.fchmod(copy.fileno(), kept.mode & 0o700)  # never a bit for others, whatever the snapshot says
     except FileNotFoundError:
         return f"{kept.path}: its content is not in the backup"
     if digest.hexdigest() != kept.sha256:

@@ -31,6 +31,10 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or p
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Name or id of a user.")]
 ProjectOption = Annotated[str | None, typer.Option(help="Name or id of a project. Default: that of your key.")]
 SCOPES = "read, write, admin, box, or metrics (of an admin of the box, for `GET /metrics` alone)"
+RIGHTS = (
+    "self_rotate (a successor for itself) or make_keys (make keys, rotate others); several times for both. Default: "
+    "those of your key without --scope, none with it"
+)
 STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 
@@ -86,7 +90,8 @@ def list_keys(
 def create_key(
     name: Annotated[str, typer.Argument(help="To tell keys apart.")] = "key",
     scope: Annotated[str | None, typer.Option(help=f"{SCOPES}. Default: all that its user may.")] = None,
-    days: Annotated[float | None, typer.Option(help="It expires after so many. Default: never.")] = None,
+    right: Annotated[list[str] | None, typer.Option(help=RIGHTS)] = None,
+    days: Annotated[float | None, typer.Option(help="It expires after so many. Default: with your key.")] = None,
     user: Annotated[str | None, typer.Option(help="A member whose key it shall be; for admins.")] = None,
     project: ProjectOption = None,
     url: UrlOption = None,
@@ -94,7 +99,9 @@ def create_key(
 ) -> None:
     """Make a key and print it, this once."""
     with session(as_json, url) as (client, output):
-        made = client.access.create_key(name, scope=scope, expires_in_days=days, user=user, project=project)
+        made = client.access.create_key(
+            name, scope=scope, rights=right, expires_in_days=days, user=user, project=project
+        )
         _tell_key(output, made)
 
 
@@ -103,6 +110,9 @@ def create_key(
 def rotate_key(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its id or prefix. Default: your own.")] = None,
     overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old key still works.")] = 24.0,
+    days: Annotated[
+        float | None, typer.Option(help="The new key's end. Default: the old key's; a later one is for admins.")
+    ] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep your new key where `eft login` does; print none.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -115,7 +125,7 @@ def rotate_key(
             raise UsageFault("--save is for the key that you use yourself")
         if save and os.environ.get("EFT_API_KEY"):
             raise UsageFault("--save keeps the key in the file of `eft login`, and EFT_API_KEY goes before it")
-        made = client.access.rotate_key(chosen, overlap_hours=overlap_hours)
+        made = client.access.rotate_key(chosen, overlap_hours=overlap_hours, expires_in_days=days)
         if save:
             path = write_config(client.config.url, made.pop("key"))
             output.json(made) if as_json else output.note(f"{made['id']} kept in {path}")
@@ -125,11 +135,23 @@ def rotate_key(
 
 @keys.command("revoke")
 @manual(examples=[("eft keys revoke key-01kar3v8x5m2h6n9qst4wyz0bc", "At once and for good.")])
-def revoke_key(key: KeyArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """A key stops working at once, for good."""
+def revoke_key(
+    key: KeyArgument,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Leave the keys that were made with it, and its successors.")
+    ] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """A key stops working at once, for good, and so does every key that was made with it or succeeded it."""
     with session(as_json, url) as (client, output):
-        gone = client.access.revoke_key(_key_id(client, key))
-        output.json(gone) if as_json else output.text(f"{gone['id']} revoked\n")
+        gone = client.access.revoke_key(_key_id(client, key), alone=alone)
+        if as_json:
+            output.json(gone)
+            return
+        for other in gone["also_revoked"]:
+            output.text(f"{other} revoked with it\n")
+        output.text(f"{gone['id']} revoked\n")
 
 
 pass_on(keys, "local", *KEYS)

@@ -21,7 +21,7 @@ from alembic.script import Script, ScriptDirectory
 from sqlalchemy import delete, insert, inspect, select
 from sqlalchemy.orm import Session
 
-from core import HOME
+from core import HOME, private
 from core.db.engine import Database
 from core.db.tables import SchemaFloor
 from core.errors import EftError
@@ -135,6 +135,11 @@ def record_floor(session: Session, scripts: Path) -> None:
 def bring_forward() -> int:
     """The database of the settings to this version's schema, in words; the exit status."""
     here = settings()
+    try:
+        private.close(here.root)
+    except private.OpenDataRoot as error:
+        print(f"eft migrate: {error}", file=sys.stderr)
+        return 1
     here.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     database = Database(here.sqlalchemy_url)
     before = current(database)
@@ -150,6 +155,7 @@ def bring_forward() -> int:
 
 
 if __name__ == "__main__":
+    private.umask()
     argparse.ArgumentParser(
         prog="eft migrate",
         description="Bring the database to this version's schema, while jobs run. The same as `eft db upgrade`.",

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from core import private
 from core.errors import EftError, NoSpace
 from core.spec.run import ARTIFACTS
 
@@ -63,11 +64,12 @@ class Layout:
         return self.attempt(job_id, attempt) / ARTIFACTS
 
     def create(self) -> None:
-        """Make the folders; only this user may look inside. Raises HalfRestored."""
+        """Make the folders; only this user may look inside. Raises HalfRestored, OpenDataRoot."""
         if (self.root / RESTORING).exists():
             raise HalfRestored(
                 f"a backup is being put into {self.root}, or its restore broke off: end it with the same `eft restore`"
             )
+        private.close(self.root)
         for folder in (self.root, self.files, self.uploads, self.models, self.cache, self.runs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

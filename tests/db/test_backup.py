@@ -275,6 +275,32 @@ def test_what_is_damaged_is_found_and_never_put_back(
         restore(another("third"), store, made.name, damaged=True)
 
 
+def test_a_snapshot_that_lies_gets_no_more_than_its_users_files(
+    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+) -> None:
+    """Sums prove what was written, not who wrote it."""
+    file_id = upload(lab, layout, b"rows\n")
+    made = create(lab.database, layout, store, Options())
+    lines = (store.folder(made) / "files.jsonl").read_text().splitlines()
+
+    def forged(**changes: Any) -> None:
+        path = store.folder(made) / "files.jsonl"
+        path.write_text("".join(json.dumps(json.loads(line) | changes) + "\n" for line in lines))
+        told = store.folder(made) / "snapshot.json"
+        document = json.loads(told.read_text())
+        document["sums"]["files.jsonl"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        told.write_text(json.dumps(document))
+
+    for name in ("a\0b", "../b", "/b", "."):
+        forged(path=name)
+        with pytest.raises(BackupError, match="outside the data root"):
+            restore(another(f"to-{ord(name[0])}"), store, made.name)
+    forged(mode=0o106777)
+    settings = another("modes")
+    restore(settings, store, made.name)
+    assert Layout(settings.root).file(file_id).stat().st_mode & 0o7777 == 0o700
+
+
 def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content(
     lab: Lab, layout: Layout, store: Store
 ) -> None:

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.auth import keys
 from api.auth import service as auth
+from api.auth.service import PATTERN
 from core import HOME
 from core.db.engine import Database
 from core.db.migrate import head, upgrade
@@ -221,7 +222,7 @@ def test_the_key_command(tmp_path: Path) -> None:
     upgrade(database)
     kept = tmp_path / "keys" / "first"
     key = run("create", "--project", "lab", "--user", "ada", "--if-none", str(kept)).stdout.strip()
-    assert re.fullmatch(r"eft_[0-9a-z]{8}_[0-9A-Za-z]{40}", key)
+    assert re.fullmatch(PATTERN, key)
     assert kept.read_text() == key + "\n"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     second = tmp_path / "second"

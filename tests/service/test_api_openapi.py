@@ -140,6 +140,7 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
         NewKeyView,
         ProjectList,
         ProjectView,
+        RevokedKeyView,
         UserList,
         UserView,
     )
@@ -167,7 +168,8 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
         MemberList: http.get("/projects/lab/members").json(),
         MemberRemoved: http.delete(member).json(),
         NewKeyView: key,
-        KeyView: http.delete(f"/keys/{key['id']}").json(),
+        KeyView: http.get("/keys").json()["data"][0],
+        RevokedKeyView: http.delete(f"/keys/{key['id']}").json(),
         KeyPage: http.get("/keys").json(),
         AuditPage: http.get("/audit").json(),
         NodeList: http.get("/nodes").json(),

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from sqlalchemy import func, select
 
 from api.auth import table
-from api.auth.policy import NoPolicy, Reading, Role, Scope, Writing, policy_of
+from api.auth.policy import NoPolicy, Reading, Right, Role, Scope, Writing, policy_of
 from core.db.tables import Audit, Job
 from core.jobs.submit import cancel, submit
 from tests.support.world import MODEL, SHA, Caller, Project, World, world
@@ -34,7 +34,7 @@ OPEN = {
 """All that answers without a key; beside /openapi.json."""
 OWN_KEYS = {("POST", "/keys/{key_id}/rotate"), ("DELETE", "/keys/{key_id}")}
 """Changes that viewers may make: of their own keys."""
-FEW = {"viewer", "member", "boss", "who has left"}
+FEW = {"viewer", "member", "boss", "who has left", "member's machine"}
 ROLES, SCOPES = ["viewer", "member", "admin"], ["metrics", "read", "write", "admin", "box"]
 BOX_LEVEL = {"name", "user"}
 """Parameters whose objects belong to no project."""
@@ -55,6 +55,7 @@ def callers(here: World) -> dict[str, Caller]:
         here.caller("viewer with a wide key", Role.VIEWER, Scope.ADMIN),
         here.caller("member", Role.MEMBER, Scope.WRITE),
         here.caller("member with a narrow key", Role.MEMBER, Scope.READ),
+        here.caller("member's machine", Role.MEMBER, Scope.WRITE, rights=[]),
         here.caller("admin", Role.ADMIN, Scope.ADMIN),
         here.caller("admin with a narrow key", Role.ADMIN, Scope.WRITE),
         here.caller("boss", Role.VIEWER, Scope.BOX, box_admin=True),
@@ -86,6 +87,13 @@ def stated(here: World, route: tuple[str, str]) -> dict[str, Any]:
 
 def refusal(policy: dict[str, Any], who: Caller) -> str | None:
     """The code of the 403 that this caller must get, or None."""
+    missing = _lacks_role_or_scope(policy, who)
+    if missing is None and "right" in policy and policy["right"] not in who.rights:
+        return "missing_right"
+    return missing
+
+
+def _lacks_role_or_scope(policy: dict[str, Any], who: Caller) -> str | None:
     operates = who.box_admin and who.scope == "box"
     if policy["box_admin"] in ("also", "only") and operates:
         return None
@@ -285,7 +293,7 @@ def test_who_may_not_is_told_what_is_missing_and_changes_nothing(here: World, ca
             assert len(answers) <= 1, "it hangs on what was asked for"
             for message in answers:
                 assert re.search(r"`(owner of lab|root)`", message), f"whom to ask: {message}"
-    assert seen >= {"missing_role", "box_admin_only", "not_a_member"}
+    assert seen >= {"missing_role", "box_admin_only", "not_a_member", "missing_right"}
     assert "missing_scope" in seen or not here.database.is_sqlite
     with here.database.read() as session:
         assert session.execute(select(func.count()).select_from(Audit)).scalar_one() == before
@@ -305,6 +313,9 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):
                 things["key_id"] = _own_key(here, who)
             reply = send(here, route, who.key, here.lab, things)
+            if route == ("POST", "/keys/{key_id}/rotate") and Right.MAKE_KEYS not in who.rights:
+                assert reply.json()["error"]["code"] == "missing_right", "this one is not the key that asks"
+                continue
             assert reply.status_code < 500 and reply.status_code not in (401, 403, 404), (
                 who.name,
                 route,
@@ -324,6 +335,8 @@ def test_what_is_somebody_elses_is_not_there(here: World, callers: dict[str, Cal
                 continue
             if policy["box_admin"] == "also" and who.box_admin and who.scope == "box":
                 continue  # looking after projects and keys is what they are for
+            if route == ("POST", "/keys/{key_id}/rotate") and Right.MAKE_KEYS not in who.rights:
+                continue
             foreign = send(here, route, who.key, here.lab, theirs)
             absent = send(here, route, who.key, here.lab, none)
             assert foreign.status_code == 404, (who.name, route, foreign.text)

@@ -48,7 +48,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
     """For the tests that leave it up."""
-    yield from running(tmp_path_factory.mktemp("up"), {"EFT_MODEL_ROOTS": str(models), **SECRETS})
+    folder = tmp_path_factory.mktemp("up")
+    (folder / "data").mkdir(mode=0o755)  # as an administrator makes one
+    (folder / "data").chmod(0o755)
+    yield from running(folder, {"EFT_MODEL_ROOTS": str(models), **SECRETS})
 
 
 @pytest.fixture
@@ -120,6 +123,15 @@ def test_a_trainers_environment_holds_no_secret_and_one_filter(service: Service,
     service.client.post(f"/jobs/{job_id}/cancel")
     service.wait(job_id, "cancelled")
     assert service.trainers() == []
+
+
+def test_nothing_in_the_data_root_is_for_others(service: Service) -> None:
+    """A job has been there: API, worker, broker and trainer have all made something."""
+    assert "was open to other users of this box (mode 755)" in service.log()
+    seen = [path for path in service.data.rglob("*") if not path.is_symlink()]
+    assert {"eft.db", "runs", "logs", "broker"} <= {path.name for path in seen}
+    assert {"run.json", "log.txt"} & {path.name for path in seen}
+    assert [(path, oct(path.stat().st_mode)) for path in seen if path.exists() and path.stat().st_mode & 0o077] == []
 
 
 def test_a_killed_broker_comes_back_and_no_job_waits_for_ever(service: Service, models: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from sqlalchemy import select, update
 
 from api.app import create_app
 from api.auth import people, service
-from api.auth.policy import Role, Scope
+from api.auth.policy import Right, Role, Scope
 from core.db.engine import db_now
 from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
@@ -43,6 +43,7 @@ class Caller:
     box_admin: bool = False
     key: str = ""
     user_id: str = ""
+    rights: tuple[Right, ...] = tuple(Right)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class World:
         *,
         box_admin: bool = False,
         project: str | None = None,
+        rights: Iterable[Right] = tuple(Right),
         **values: Any,
     ) -> Caller:
         """`values`: columns of the key to set, such as `expires_at`."""
@@ -113,11 +115,11 @@ class World:
             user = user or people.add_user(session, None, name, box_admin=box_admin)
             if role is not None:
                 people.set_member(session, None, where, user, role)
-            key, row = service.create(session, user_id=user.id, project_id=where, name="k", scope=scope)
+            key, row = service.create(session, user_id=user.id, project_id=where, name="k", scope=scope, rights=rights)
             if values:
                 session.execute(update(ApiKey).where(ApiKey.id == row.id).values(**values))
         self.secrets.append(key)
-        return Caller(name, role, scope, box_admin, key, user.id)
+        return Caller(name, role, scope, box_admin, key, user.id, tuple(rights))
 
     def key_of(self, project: Project) -> str:
         """The id of a new key that a member of the project has and nobody uses."""

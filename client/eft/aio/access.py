@@ -34,6 +34,7 @@ class AsyncAccess:
         name: str = "key",
         *,
         scope: str | None = None,
+        rights: list[str] | None = None,
         expires_in_days: float | None = None,
         user: str | None = None,
         project: str | None = None,
@@ -42,6 +43,7 @@ class AsyncAccess:
         wish = {
             "name": name,
             "scope": scope,
+            "rights": rights,
             "expires_in_days": expires_in_days,
             "user": user,
             "project": project,
@@ -49,12 +51,17 @@ class AsyncAccess:
         body = {field: value for field, value in wish.items() if value is not None}
         return await self._json("POST", "/keys", body=body)
 
-    async def rotate_key(self, key_id: str, *, overlap_hours: float | None = None) -> Raw:
-        """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day)."""
-        return await self._json("POST", f"/keys/{_part(key_id)}/rotate", params={"overlap_hours": overlap_hours})
+    async def rotate_key(
+        self, key_id: str, *, overlap_hours: float | None = None, expires_in_days: float | None = None
+    ) -> Raw:
+        """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day). It ends when
+        the old key would have; `expires_in_days` gives it another end, a later one for admins alone."""
+        params: dict[str, Param] = {"overlap_hours": overlap_hours, "expires_in_days": expires_in_days}
+        return await self._json("POST", f"/keys/{_part(key_id)}/rotate", params=params)
 
-    async def revoke_key(self, key_id: str) -> Raw:
-        return await self._json("DELETE", f"/keys/{_part(key_id)}")
+    async def revoke_key(self, key_id: str, *, alone: bool = False) -> Raw:
+        """With it end the keys that were made with it and its successors (`answer["also_revoked"]`), unless `alone`."""
+        return await self._json("DELETE", f"/keys/{_part(key_id)}", params={"alone": "true" if alone else None})
 
     # --- users, for admins of the box
 

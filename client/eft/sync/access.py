@@ -35,6 +35,7 @@ class Access:
         name: str = "key",
         *,
         scope: str | None = None,
+        rights: list[str] | None = None,
         expires_in_days: float | None = None,
         user: str | None = None,
         project: str | None = None,
@@ -43,6 +44,7 @@ class Access:
         wish = {
             "name": name,
             "scope": scope,
+            "rights": rights,
             "expires_in_days": expires_in_days,
             "user": user,
             "project": project,
@@ -50,12 +52,17 @@ class Access:
         body = {field: value for field, value in wish.items() if value is not None}
         return self._json("POST", "/keys", body=body)
 
-    def rotate_key(self, key_id: str, *, overlap_hours: float | None = None) -> Raw:
-        """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day)."""
-        return self._json("POST", f"/keys/{_part(key_id)}/rotate", params={"overlap_hours": overlap_hours})
+    def rotate_key(
+        self, key_id: str, *, overlap_hours: float | None = None, expires_in_days: float | None = None
+    ) -> Raw:
+        """A successor, in `answer["key"]`; the old key works for `overlap_hours` more (default: a day). It ends when
+        the old key would have; `expires_in_days` gives it another end, a later one for admins alone."""
+        params: dict[str, Param] = {"overlap_hours": overlap_hours, "expires_in_days": expires_in_days}
+        return self._json("POST", f"/keys/{_part(key_id)}/rotate", params=params)
 
-    def revoke_key(self, key_id: str) -> Raw:
-        return self._json("DELETE", f"/keys/{_part(key_id)}")
+    def revoke_key(self, key_id: str, *, alone: bool = False) -> Raw:
+        """With it end the keys that were made with it and its successors (`answer["also_revoked"]`), unless `alone`."""
+        return self._json("DELETE", f"/keys/{_part(key_id)}", params={"alone": "true" if alone else None})
 
     # --- users, for admins of the box
 

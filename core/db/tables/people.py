@@ -62,7 +62,11 @@ class ApiKey(Owned, Base):
     """The key that this one succeeds."""
     created_by: Mapped[str | None] = mapped_column(Id)
     """The user who made it; null: made on the box itself."""
-    __table_args__ = (Index(None, "project_id", "owner_id"),)
+    made_with: Mapped[str | None] = mapped_column(Id)
+    """The key that it was made with, or rotated with; null: made on the box itself, or by an earlier version."""
+    rights: Mapped[list[Any] | None]
+    """What it may do with keys (api/auth/policy.py, Right); null: made by an earlier version, and has all."""
+    __table_args__ = (Index(None, "project_id", "owner_id"), Index(None, "made_with"), Index(None, "rotated_from"))
 
 
 class IdempotencyKey(Owned, Base):
