@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import logging.config
+import socket
 import sys
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from api import joining
+from api import connections, joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from core import health, logfile, private
+from core import descriptors, health, logfile, private
 from core.errors import EftError
-from core.settings import settings
+from core.settings import crosses_in_clear, settings
 from core.storage.store import StoreAway
 
 log = logging.getLogger("eft.api")
@@ -54,6 +56,11 @@ class Server(uvicorn.Server):
 
     hub: Hub
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(connections.quiet_about_accept)
+        await super().startup(sockets)
+        connections.listen_longer(self.servers)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         self.hub.close_soon()
@@ -65,6 +72,7 @@ def main() -> None:
     if (file := settings().log_file) is not None:
         logfile.keep(file, settings().log_bytes, settings().log_files)
     logging.config.dictConfig(LOGGING)
+    open_at_once = descriptors.raise_limit()
     try:
         app = create_app(settings())
         here = app.state.installation
@@ -77,8 +85,21 @@ def main() -> None:
     except EftError as error:
         print(f"eft api: {error}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_NOT_NOW if isinstance(error, StoreAway) else EXIT_CONFIG) from None
+    if (words := crosses_in_clear(settings())) is not None:
+        log.warning("%s", words)
+    connections.Connection.bounds = connections.Bounds.within(
+        open_at_once,
+        settings().max_connections,
+        settings().max_connections_per_address,
+        settings().trusted_proxies,
+    )
     config = uvicorn.Config(
         app,
+        http=connections.Connection,
+        ws="none",
+        backlog=connections.ACCEPTED_AT_ONCE,
+        proxy_headers=bool(settings().trusted_proxies),
+        forwarded_allow_ips=list(settings().trusted_proxies),
         host=settings().host,
         port=settings().port,
         log_config=None,

@@ -15,7 +15,7 @@ from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
 from api.auth.policy import policy_of
 from api.auth.router import router as access_router
-from api.deps import Installation, authorise, only_known_parameters
+from api.deps import Installation, authorise, only_known_parameters, public
 from api.events.hub import Hub
 from api.events.router import router as events_router
 from api.export.router import router as export_router
@@ -81,9 +81,11 @@ def create_app(settings: Settings) -> FastAPI:
         description=DESCRIPTION,
         openapi_tags=TAGS,
         lifespan=lifespan,
+        openapi_url=None,  # it would be written anew for each request (api/reference.py)
         docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/reference.py)
         redoc_url=None,
         separate_input_output_schemas=False,
+        redirect_slashes=False,  # the redirect would lead to whatever the Host header says
     )
     app.state.installation = here
     app.add_middleware(RequestContext, latencies=here.latencies)
@@ -117,7 +119,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.policies = policies
     for router in routers:
         # Those that ask for no key answer while the database does not.
-        guards = [Depends(authorise)] if _asks_for_keys(router) else []
+        guards = [Depends(authorise if _asks_for_keys(router) else public)]
         app.include_router(router, dependencies=[*guards, Depends(only_known_parameters)])
     plain_openapi = app.openapi
     unprocessable = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from api.errors import BadRequest, UnsupportedMediaType
+from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType
 from core.errors import Fault, TooLarge
 from core.spec.load import load_json
+
+BODY_SECONDS = 60.0
+"""For a body that is not an upload."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -27,10 +31,14 @@ async def read_body(request: Request, most: int) -> bytes:
     if announced.isdecimal() and int(announced) > most:
         raise error
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise error
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise error
+    except TimeoutError as late:
+        raise RequestTimeout(f"the body did not come within {BODY_SECONDS:.0f} seconds") from late
     return bytes(body)
 
 

@@ -71,6 +71,16 @@ async def only_known_parameters(request: Request) -> None:
             )
 
 
+def address_of(request: Request) -> str:
+    """Of whoever asks; behind a trusted proxy what that says (`api/__main__.py`)."""
+    return request.client.host if request.client is not None else "local"
+
+
+async def public(request: Request, here: Here) -> None:
+    """For routes that ask for no key. Raises RateLimited."""
+    here.limits.public(address_of(request))
+
+
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 
 
@@ -86,13 +96,13 @@ def authorise(
     if policy.scope is None:
         request.state.asking = None
         return
-    address = request.client.host if request.client is not None else "local"
+    address = address_of(request)
     here.limits.before(given.credentials if given is not None else None, address)
     if given is None:
         here.limits.stranger(None, address)
         raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
     asking = identify(here, given.credentials, address)
-    here.limits.known(given.credentials)
+    here.limits.known(given.credentials, asking.user_id)
     here.last_use.note(asking)
     request.state.asking = asking
     if (missing := lacks(asking, policy)) is not None:

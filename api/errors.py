@@ -110,6 +110,12 @@ def internal() -> JSONResponse:
     return _body(500, {"code": "internal", "message": message, "field": None})
 
 
+def two_lengths() -> JSONResponse:
+    message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+    error = {"code": "invalid_request", "message": message, "field": "transfer-encoding"}
+    return _body(400, error, {"connection": "close"})
+
+
 def install(app: FastAPI) -> None:
     app.add_exception_handler(EftError, _eft_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

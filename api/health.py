@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -62,7 +62,10 @@ class Version(BaseModel):
     spec_version: int
 
 
-@router.get("/healthz", summary="Alive?", response_model=Health, response_class=JSONResponse)
+LIMITED: dict[int | str, dict[str, Any]] = {429: responses()[429]}
+
+
+@router.get("/healthz", summary="Alive?", response_model=Health, response_class=JSONResponse, responses=LIMITED)
 async def healthz() -> Response:
     """200 while the process answers at all. Asks nobody else, needs no key."""
     return JSONResponse({"status": "ok"})
@@ -73,7 +76,7 @@ async def healthz() -> Response:
     summary="Ready to work?",
     response_model=Readiness,
     response_class=JSONResponse,
-    responses={503: {"model": Readiness, "description": "Something is missing; the checks say what."}},
+    responses={**LIMITED, 503: {"model": Readiness, "description": "Something is missing; the checks say what."}},
 )
 def readyz(here: Here) -> Response:
     """Database, its schema, broker and data root, each with what is wrong. Needs no key."""

@@ -65,12 +65,23 @@ class Buckets:
             self._full.popitem(last=False)
 
 
+KEYS_OF_A_USER = 3
+"""All keys of one user together may send as much as so many keys: making more of them gains nothing."""
+
+
 class Limits:
-    """Requests of one key, and requests without a good key from one address."""
+    """Requests of one key and of one user, and from one address those without a good key and those that need none."""
 
     def __init__(self, settings: Settings) -> None:
         self._keys = Buckets(settings.rate_per_minute, settings.rate_burst)
+        self._users = Buckets(settings.rate_per_minute * KEYS_OF_A_USER, settings.rate_burst * KEYS_OF_A_USER)
         self._strangers = Buckets(settings.rate_strangers_per_minute, int(settings.rate_strangers_per_minute))
+        self._public = Buckets(settings.rate_public_per_minute, int(settings.rate_public_per_minute))
+
+    def public(self, address: str) -> None:
+        """A request that needs no key. Raises RateLimited."""
+        if wait := self._public.take(network_of(address)):
+            raise _limited("too many requests without an API key from your address", wait)
 
     def before(self, credentials: str | None, address: str) -> None:
         """Before a key is looked up. An address that has sent too many wrong ones is not told of the next whether it is
@@ -78,19 +89,21 @@ class Limits:
         """
         if credentials is not None and _name(credentials) in self._keys:
             return
-        if wait := self._strangers.wait(_network(address)):
+        if wait := self._strangers.wait(network_of(address)):
             raise _limited("too many requests without a valid API key from your address", wait)
 
     def stranger(self, credentials: str | None, address: str) -> None:
         """The key was wrong, or there was none."""
         if credentials is not None:  # it may have been right before it was revoked
             self._keys.forget(_name(credentials))
-        self._strangers.take(_network(address))
+        self._strangers.take(network_of(address))
 
-    def known(self, credentials: str) -> None:
-        """The key was right. Raises RateLimited when it asks too often."""
+    def known(self, credentials: str, user_id: str) -> None:
+        """The key was right, and this user's. Raises RateLimited when either asks too often."""
         if wait := self._keys.take(_name(credentials)):
             raise _limited("too many requests with this API key", wait)
+        if wait := self._users.take(user_id):
+            raise _limited("too many requests with all of your API keys together", wait)
 
 
 def _limited(what: str, wait: float) -> RateLimited:
@@ -103,7 +116,7 @@ def _name(credentials: str) -> str:
     return hashlib.sha256(credentials.encode()).hexdigest()
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """An IPv6 subscriber has a /64 of addresses, so that counts as one."""
     try:
         ip = ipaddress.ip_address(address)

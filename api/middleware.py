@@ -57,7 +57,11 @@ class RequestContext:
             await send(message)
 
         try:
-            await self.app(scope, body.receive, answer)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                # RFC 9112, 6.3: somebody between us and the client may have cut the stream at another place.
+                await errors.two_lengths()(scope, body.receive, answer)
+            else:
+                await self.app(scope, body.receive, answer)
         except ClientDisconnect:
             status = DISCONNECTED
         except Exception:

@@ -36,7 +36,7 @@ class FileReply(Response):
         self._source: Source | None = None
         self._start, self._length = 0, size
         status = 200
-        if _matches(request.headers.get("if-none-match"), etag):
+        if matches(request.headers.get("if-none-match"), etag):
             status, self._length = 304, 0
         else:
             wanted = request.headers.get("range")
@@ -85,7 +85,7 @@ def _open(store: Store, key: str, size: int, start: int, length: int) -> Source:
         raise Gone("the file is no longer on the data root") from error
 
 
-def _matches(header: str | None, etag: str) -> bool:
+def matches(header: str | None, etag: str) -> bool:
     if header is None:
         return False
     return header.strip() == "*" or etag in (part.strip().removeprefix("W/") for part in header.split(","))

@@ -1,15 +1,21 @@
-"""`/docs`: the OpenAPI document as one page of plain HTML, made here: no script, nothing from elsewhere."""
+"""`/openapi.json`, and `/docs`: that document as one page of plain HTML, made here: no script, nothing from elsewhere.
+
+Both are made once for the life of the process.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from api.auth.policy import PUBLIC, Policy
+from api.ranges import matches
 
 router = APIRouter(include_in_schema=False, dependencies=[PUBLIC])
 
@@ -25,9 +31,29 @@ nav a { display: inline-block; margin-right: 1rem; }
 """
 
 
+@router.get("/openapi.json")
+async def openapi_json(request: Request) -> Response:
+    return _made_once(request, "openapi.json", lambda document: JSONResponse(document))
+
+
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    return HTMLResponse(page(request.app.openapi()), headers={"content-security-policy": POLICY})
+    headers = {"content-security-policy": POLICY}
+    return _made_once(request, "docs", lambda document: HTMLResponse(page(document), headers=headers))
+
+
+def _made_once(request: Request, name: str, make: Callable[[dict[str, Any]], Response]) -> Response:
+    """The reply, or 304 where the client has it already (If-None-Match)."""
+    made: dict[str, Response] = request.app.state.__dict__.setdefault("reference", {})
+    if name not in made:
+        reply = make(request.app.openapi())
+        reply.headers["etag"] = f'"{hashlib.sha256(bytes(reply.body)).hexdigest()}"'
+        reply.headers["cache-control"] = "no-cache"
+        made[name] = reply
+    reply = made[name]
+    if matches(request.headers.get("if-none-match"), reply.headers["etag"]):
+        return Response(status_code=304, headers={"etag": reply.headers["etag"], "cache-control": "no-cache"})
+    return Response(reply.body, headers=dict(reply.headers))
 
 
 def page(document: dict[str, Any]) -> str:

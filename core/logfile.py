@@ -33,21 +33,41 @@ def keep(path: Path, most: int, files: int) -> threading.Thread:
     """Send this process's output to `path` from now on, and begin a new file whenever it has `most` bytes; `files` full
     ones stay: PATH.1 (the newest) to PATH.N. The thread that looks after it ends with the process."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _open(path)
+    _put_under_output(_open(path))
 
     def look() -> None:
         pause = threading.Event()
         while not pause.wait(LOOK_SECONDS):
             try:
-                if os.fstat(1).st_size >= most:
-                    rotate(path, files)
-                    _open(path)
+                if (size := os.fstat(1).st_size) >= most:
+                    _begin_anew(path, files, size, most)
             except OSError as error:
                 log.warning("%s cannot be rotated: %s", path, error)
 
     thread = threading.Thread(target=look, name="eft-logfile", daemon=True)
     thread.start()
     return thread
+
+
+def _begin_anew(path: Path, files: int, size: int, most: int) -> None:
+    """The new file is there before the old one loses its name: where there is no descriptor or no room for it, nothing
+    has changed. A log of twice its size that still cannot be rotated begins anew in place, and says so."""
+    beside = path.with_name(f"{path.name}.0")
+    try:
+        descriptor = _open(beside)
+    except OSError as error:
+        if size < 2 * most:
+            raise
+        os.ftruncate(1, 0)
+        log.warning("%s: its %d bytes are no longer kept, since it cannot be rotated: %s", path, size, error)
+        return
+    try:
+        rotate(path, files)
+        beside.replace(path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    _put_under_output(descriptor)
 
 
 def rotate(path: Path, files: int) -> None:
@@ -67,8 +87,11 @@ def _move(old: Path, new: Path) -> None:
         return
 
 
-def _open(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _put_under_output(descriptor: int) -> None:
     try:
         for number in (1, 2):
             os.dup2(descriptor, number)

@@ -86,6 +86,15 @@ class Settings(BaseSettings):
     """Address the API listens on."""
     port: int = 8321
     """Port the API listens on."""
+    trusted_proxies: NameList = ()
+    """Addresses and networks in CIDR notation (separated by commas) of proxies before this service: of requests that
+    come from them, X-Forwarded-For says who asks and X-Forwarded-Proto by which scheme. From others neither counts.
+    Default: none."""
+    max_connections: int = Field(default=4096, ge=16)
+    """Connections that one API process holds open, as far as its limit of open files goes (`ulimit -n`)."""
+    max_connections_per_address: int = Field(default=1024, ge=8)
+    """Of these, connections of one address (of IPv6: of one /64), and never more than half of them. Proxies in
+    EFT_TRUSTED_PROXIES have no bound of their own."""
     max_body_bytes: int = 1 << 20
     """Largest request body that is not an upload."""
     max_upload_bytes: int = 8 << 30
@@ -97,7 +106,8 @@ class Settings(BaseSettings):
     the reserve (EFT_MIN_FREE_BYTES) is touched, those go that no job has used for longest, and never one that a job is
     using. 0: no bound."""
     rate_per_minute: float = Field(default=600.0, ge=0)
-    """Requests a minute of one API key, in one API process; above that 429 with Retry-After. 0: no limit."""
+    """Requests a minute of one API key, in one API process; above that 429 with Retry-After. All keys of one user
+    together may send three times as many. 0: no limit."""
     rate_burst: int = Field(default=200, ge=1)
     """Requests that a key may send at once before `rate_per_minute` holds."""
     rate_strangers_per_minute: float = Field(default=60.0, ge=0)
@@ -115,6 +125,9 @@ class Settings(BaseSettings):
     keep theirs. 0: no bound."""
     keys_per_member: int = Field(default=50, ge=1, le=10_000)
     """Working API keys that a user may have in a project."""
+    rate_public_per_minute: float = Field(default=1200.0, ge=0)
+    """Requests a minute of one address, in one API process, to the routes that ask for no key: health, version and the
+    reference pages. 0: no limit."""
     idempotency_hours: float = Field(default=48.0, ge=24)
     """How long the answer to an Idempotency-Key is kept for retries."""
 
@@ -275,7 +288,14 @@ class Settings(BaseSettings):
                 ipaddress.ip_network(part)  # its error names what is wrong
         return tuple(part.lower() for part in value)
 
-    @field_validator("node_labels", "webhook_allow", mode="before")
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for part in value:
+            ipaddress.ip_network(part)  # its error names what is wrong
+        return value
+
+    @field_validator("node_labels", "webhook_allow", "trusted_proxies", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -330,6 +350,23 @@ class Settings(BaseSettings):
     def celery_broker_url(self) -> str:
         given = with_password(self.broker_url, self.broker_password)
         return given or f"redis+socket://{quote(str(self.broker_socket))}"
+
+
+def crosses_in_clear(settings: Settings) -> str | None:
+    """What to say where keys cross a network unencrypted: the API listens beyond this machine, and nothing tells of a
+    proxy before it that speaks TLS."""
+    if settings.trusted_proxies or settings.public_url.startswith("https://"):
+        return None
+    try:
+        loopback = ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        loopback = settings.host == "localhost"
+    if loopback:
+        return None
+    return (
+        f"plain HTTP on {settings.host}: API keys cross the network in clear; put a proxy that speaks TLS before it "
+        "and name it in EFT_TRUSTED_PROXIES, or listen on 127.0.0.1 (EFT_HOST) and reach it through an SSH tunnel"
+    )
 
 
 def _check_for_password(what: str, url: str) -> None:

@@ -32,7 +32,7 @@ from core.jobs.transitions import Token
 from core.storage.layout import Layout
 from tests.support.ports import held_port
 
-NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0}
+NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0, "rate_public_per_minute": 0}
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROWS = [
     {"messages": [{"role": "user", "content": f"lamp {number} on"}, {"role": "assistant", "content": "lamp.on"}]}
@@ -144,7 +144,15 @@ StartApi = Callable[..., AbstractContextManager[Api]]
 
 
 @contextlib.contextmanager
-def _running(folder: Path, database_url: str | None = None, *, migrate: bool = True, **settings: Any) -> Iterator[Api]:
+def _running(
+    folder: Path,
+    database_url: str | None = None,
+    *,
+    migrate: bool = True,
+    descriptors: int | None = None,
+    **settings: Any,
+) -> Iterator[Api]:
+    """`descriptors`: files and connections that the process may have open at most."""
     root = folder / "data"
     database_url = database_url or f"sqlite:///{root / 'eft.db'}"
     root.mkdir(mode=0o700, exist_ok=True)
@@ -158,7 +166,10 @@ def _running(folder: Path, database_url: str | None = None, *, migrate: bool = T
     environment |= {f"EFT_{name.upper()}": str(value) for name, value in {**NO_LIMITS, **settings}.items()}
     log_file = folder / "api.log"
     with log_file.open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "api"], cwd=HOME, env=environment, stderr=log, stdout=log)
+        command = [sys.executable, "-m", "api"]
+        if descriptors is not None:
+            command = ["prlimit", f"--nofile={descriptors}", *command]
+        process = subprocess.Popen(command, cwd=HOME, env=environment, stderr=log, stdout=log)
     api = Api(f"http://127.0.0.1:{port}", root, database_url, process, log_file, database)
     try:
         _wait(api)

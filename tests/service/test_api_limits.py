@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
+from api.errors import RateLimited
 from api.limits import REMEMBERED, Buckets, Limits
 from core.settings import Settings
 from tests.service.conftest import StartApi
@@ -112,3 +113,16 @@ def test_addresses_of_one_ipv6_subscriber_count_as_one() -> None:
             assert not free and getattr(error, "status", 0) == 429
         else:
             assert free
+
+
+def test_more_keys_of_a_user_gain_nothing() -> None:
+    limits = Limits(Settings(rate_per_minute=60, rate_burst=2))
+    passed = 0
+    for number in range(100):
+        try:
+            limits.known(f"key {number}", "ada")
+            passed += 1
+        except RateLimited as error:
+            assert "all of your API keys" in str(error)
+    assert passed == 6, "three keys' worth"
+    limits.known("key of another", "grace")

@@ -128,3 +128,45 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     path.write_text("5")
     logfile.rotate(path, 0)
     assert not path.exists()
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys, time
+from pathlib import Path
+from core import logfile
+
+folder, most = Path(sys.argv[1]), 1 << 16
+logfile.LOOK_SECONDS = 0.01
+logfile.keep(folder / "api.log", most, 2)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+for number in range(300):
+    os.write(1, b"x" * 4095 + b"\\n")
+    time.sleep(0.002)
+time.sleep(0.3)
+names = [folder / f"api.log{end}" for end in ("", ".0", ".1", ".2")]
+full = sum(one.stat().st_size for one in names if one.exists())
+for one in held:
+    os.close(one)
+for number in range(300):
+    os.write(1, b"y" * 4095 + b"\\n")
+    time.sleep(0.002)
+time.sleep(0.3)
+print(full, file=open(folder.parent / "full", "w"))
+"""
+
+
+def test_a_process_without_descriptors_keeps_its_log_bounded(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS, str(folder)], cwd=HOME, check=True)
+    assert int((tmp_path / "full").read_text()) < 20 * (1 << 16), "1.2 MB were written"
+    names = {one.name for one in folder.iterdir()}
+    assert "api.log" in names and names <= {"api.log", "api.log.0", "api.log.1", "api.log.2"}
+    assert sum(one.stat().st_size for one in folder.iterdir()) < 20 * (1 << 16)
+    text = "".join(one.read_text() for one in folder.iterdir())
+    assert "cannot be rotated" in text or "y" * 4095 in text
