@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import signal
+import subprocess
+import sys
 import time
 from importlib import resources
 from typing import Any
 
 import pytest
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.data.rows import Chat, Message
 from core.errors import DataError, SpecError
 from core.spec.rendering import GivenTemplate
+from core.train.render.bounds import FILTERS, TooMuch
+from core.train.render.deadline import deadline
 from core.train.render.families import FAMILIES
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
+from core.train.render.sandbox import Sandbox
 from core.train.render.template import Asked, ChatTemplate
 from tests.support.chats import TOOLS
 from tests.support.family_tokenizers import family_tokenizer
@@ -127,6 +134,139 @@ def test_what_never_ends_is_ended(source: str) -> None:
     assert "the given template" in error.value.message
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
     assert time.process_time() - began < 40
+
+
+BIG = "{% set a = 'a' * 1000000 %}{% set b = 'b' * 1000000 %}"
+HUGE = "{% set x = 'ab ' * 10000000 %}"
+LOOP = "{% for i in range(100000) %}"
+CONSTANT = LOOP + "y" * 50_000 + "{% endfor %}"
+GREEDY = {
+    "indent by a width": "{{ ('a\\n' * 20000) | indent(90000) }}",
+    "indent by a text": BIG + "{{ ('a\\n' * 20000) | indent(b) }}",
+    "indent by name": BIG + "{{ ('a\\n' * 20000) | indent(width=b, first=true) }}",
+    "a filter block that indents": "{% filter indent(90000) %}" + "y\n" * 20000 + "{% endfilter %}",
+    "join over a text": BIG + "{{ a | join(b) }}",
+    "join over a range": BIG + "{{ range(90000) | join(b) }}",
+    "join over what has no length": BIG + "{{ range(90000) | map('string') | join(b) }}",
+    "join over an object": BIG + "{{ dict(a=1, b=2, c=b * 20) | join(b * 20) }}",
+    "join by name": BIG + "{{ range(90000) | join(d=b) }}",
+    "a method that joins a text": BIG + "{{ b.join(a) }}",
+    "a method that joins a range": BIG + "{{ b.join(range(90000) | map('string')) }}",
+    "a method that joins keys": BIG + "{{ b.join(messages[0] | map('upper') | list * 90000) }}",
+    "JSON by a width": "{{ range(90000) | list | tojson(indent=90000) }}",
+    "JSON by a text": BIG + "{{ range(90000) | list | tojson(indent=b) }}",
+    "JSON by separators": BIG + "{{ range(90000) | list | tojson(separators=(b, b)) }}",
+    "JSON of many escapes": "{{ ('\\n\"' * 15000000) | tojson(ensure_ascii=true) }}",
+    "replace of nothing": "{{ ('a' * 1000000) | replace('', 'b' * 1000) }}",
+    "replace by name": "{{ ('a' * 1000000) | replace(old='a', new='b' * 1000) }}",
+    "replace with a count": "{{ ('a' * 1000000).replace('a', 'b' * 1000, -1) }}",
+    "tabs by a width": "{{ ('\\t' * 100000).expandtabs(99999) }}",
+    "tabs by name": "{{ ('\\t' * 100000).expandtabs(tabsize=99999) }}",
+    "center": "{{ 'a'.center(10 ** 9) }}",
+    "a float for a width": "{{ 'a' | indent(1e9) }}",
+    "bytes": "{{ ('a'.encode() * 10 ** 10) | length }}",
+    "bytes by the filter of attributes": "{{ ('a' | attr('encode'))() }}",
+    "bytes in a format": "{{ ('%0999999999d'.encode() % 1) | length }}",
+    "bytes of a number": "{{ (1).to_bytes(10 ** 9, 'big') | length }}",
+    "a format of the class": "{{ 'a'.format_map({}) }}",
+    "translate": "{{ 'a'.translate({97: 'b' * 1000}) }}",
+    "keys from a type": "{{ dict.fromkeys(range(90000)) | length }}",
+    "~ of many": HUGE + "{{ " + " ~ ".join(["x"] * 200) + " }}",
+    "~ again and again": HUGE + LOOP + "{% set y = x ~ i %}{% endfor %}",
+    "+ of two": HUGE + "{{ x + x }}",
+    "* of a text by itself": "{{ 'a' * ('a' * 10000000) | length * 10000000 }}",
+    "* of a tuple": "{{ ((0,) * 10 ** 9) | length }}",
+    "* of lists of lists": "{{ ([[0] * 1000] * 1000) | length }}",
+    "variables, each as large as may be": "".join(f"{{% set v{at} = 'a' * (33000000 - {at}) %}}" for at in range(100)),
+    "constant text": CONSTANT,
+    "constant text in a set": "{% set y %}" + CONSTANT + "{% endset %}{{ y | length }}",
+    "constant text in a macro": "{% macro m() %}" + "y" * 50_000 + "{% endmacro %}" + LOOP + "{{ m() }}{% endfor %}",
+    "constant text in a filter": "{% filter upper %}" + CONSTANT + "{% endfilter %}",
+    "constant text in a call": "{% macro m() %}{{ caller() | length }}{% endmacro %}{% call m() %}"
+    + CONSTANT
+    + "{% endcall %}",
+    "constant text in a generation block": "{% generation %}" + CONSTANT + "{% endgeneration %}",
+    "constant text in a block": "{% block b %}" + CONSTANT + "{% endblock %}",
+    "dates with a width": "{{ strftime_now('%1500d' * 10000) | length }}",
+    "dates with a huge width": "{{ strftime_now('%0999999999d') }}",
+    "long dates": "{{ strftime_now('%c' * 10000000) | length }}",
+    "sums of lists": "{{ (range(90000) | batch(1) | list) | sum(start=[]) | length }}",
+    "sums of tuples": "{{ ([(1,) * 1000] * 200) | sum(start=()) | length }}",
+    "words": HUGE + "{{ x.split() | length }}",
+    "words with a separator": HUGE + "{{ x.rsplit('b') | length }}",
+    "lines": "{{ ('\\n' * 30000000).splitlines() | length }}",
+    "letters": HUGE + "{{ x | list | length }}",
+    "titles": HUGE + "{{ x | title | length }}",
+    "counted words": HUGE + "{{ x | wordcount }}",
+    "tags": "{{ ('<!--' * 8000000) | striptags | length }}",
+    "escapes of HTML": "{{ ('\"' * 30000000) | e | length }}",
+    "escapes of addresses": "{{ ('é' * 16000000) | urlencode | length }}",
+    "escapes of addresses in an object": "{{ {'a': 'é' * 16000000} | urlencode | length }}",
+    "letters that are three in capitals": "{{ ('ΐ' * 33000000) | upper | length }}",
+    "text of a list of escapes": "{{ ['\\U000F0000' * 16000000] | string | length }}",
+    "escaping switched on": "{% autoescape true %}{{ '<' * 30000000 }}{% endautoescape %}",
+    "powers of powers": "{{ 2 ** 64 ** 64 }}",
+    "products of numbers": LOOP
+    + "{% set n = 9 ** 19 * 9 ** 19 * 9 ** 19 * 9 ** 19 %}{% endfor %}{{ 9 ** 19 * 9 ** 19 }}",
+    "a list that grows": "{% set n = namespace(x=[]) %}" + LOOP + "{% set n.x = n.x + [i] %}{% endfor %}",
+    "an object that grows": "{% set n = namespace(x={}) %}"
+    + LOOP
+    + "{% set n.x = dict(n.x, **{i | string: i}) %}{% endfor %}",
+    "elif without end": "{% if 0 %}" + "{% elif 0 %}" * 10_000 + "{% endif %}",
+    "a chain without end": "{{ a" + ".b" * 60_000 + " }}",
+    "filters without end": "{{ 1" + " | abs" * 40_000 + " }}",
+    "lists in lists": "{{ " + "[" * 90_000 + "]" * 90_000 + " }}",
+    # What takes time: nothing large is made, and most of it is done between two steps.
+    "long searches": HUGE + LOOP + "{% if 'zz' in x %}{% endif %}{% endfor %}",
+    "long counts": HUGE + LOOP + "{% set y = x.count('z') %}{% endfor %}",
+    "long comparisons": HUGE + "{% set y = 'ab ' * 10000000 %}" + LOOP + "{% set z = x == y %}{% endfor %}",
+    "long comparisons by a test": HUGE
+    + "{% set y = 'ab ' * 10000000 %}"
+    + LOOP
+    + "{% set z = x is eq(y) %}{% endfor %}",
+    "comparisons of lists": "{% set x = range(90000) | list %}" + LOOP + "{% set y = x == x | list %}{% endfor %}",
+    "long slices": HUGE + LOOP + "{% set y = x[1:] %}{% endfor %}",
+    "spaces taken off": "{% set x = ' ' * 30000000 %}" + LOOP + "{% set y = x | trim %}{% endfor %}",
+    "loops that leave all out": LOOP + "{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
+    "loops over the rows themselves": "{% for a in messages %}" * 18 + "{% endfor %}" * 18,
+    "a filter over what a filter leaves": LOOP + "{{ range(100000) | select('odd') | list | length }}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def greedy() -> dict[str, tuple[str, float]]:
+    """What became of each, in a process that has a gigabyte to spare and gives each a second."""
+    call = [sys.executable, "-m", "tests.support.templates_child"]
+    ended = subprocess.run(call, input=json.dumps(GREEDY), capture_output=True, text=True, check=False, timeout=300)
+    told = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert ended.returncode == 0, (told[-1:], ended.stderr[-2000:])
+    return {name: (outcome, seconds) for name, outcome, seconds, _ in told}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_what_asks_for_much_is_refused_before_it_has_it(name: str, greedy: dict[str, tuple[str, float]]) -> None:
+    outcome, seconds = greedy[name]
+    assert outcome.startswith(("it refuses this chat: ", "no template: ", "it never ends"))
+    assert seconds < 10
+
+
+def test_a_program_that_takes_no_step_is_ended_too() -> None:
+    """The timer needs no help of the sandbox."""
+    began = time.process_time()
+    with pytest.raises(TooMuch, match="over"), deadline(0.2, TooMuch("over")):
+        while True:
+            pass
+    assert time.process_time() - began < 5
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_real_templates_use_nothing_that_is_not_there() -> None:
+    used: set[str] = set()
+    for name in TEMPLATES:
+        source = (resources.files("trl") / "chat_templates" / name).read_text(encoding="utf-8")
+        tree = Sandbox().parse(source)
+        used |= {found.name for found in tree.find_all(nodes.Filter) if " " not in found.name}
+    assert used <= FILTERS and len(used) > 8
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from urllib.parse import quote
 from jinja2 import TemplateError
 
 from core.errors import DataError, EftError
-from core.train.render.sandbox import Plain, Sandbox, TooMuch
+from core.train.render.bounds import TooMuch
+from core.train.render.sandbox import Plain, Sandbox
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _GENERATION_BLOCK = re.compile(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})")
@@ -60,9 +61,14 @@ class ChatTemplate:
         self._sandbox: Sandbox | Plain = Plain() if ours else Sandbox()
         self._constants = dict(constants)
         try:
-            self._compiled = self._sandbox.from_string(source)
-        except RecursionError as error:
+            with self._sandbox.bounded():
+                self._compiled = self._sandbox.from_string(source)
+        except (RecursionError, MemoryError) as error:
             raise TemplateError("its parts are nested too deeply") from error
+        except TemplateError:
+            raise
+        except Exception as error:  # Jinja makes Python of it, and Python has limits that are not Jinja's
+            raise TemplateError(str(error) or type(error).__name__) from error
 
     def text(self, chat: Asked, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         """`messages` with the chat's tools as one text; `prompt`: up to where the model begins to write."""
@@ -88,13 +94,14 @@ class ChatTemplate:
             ]
         self._sandbox.begin(messages, *messages)
         try:
-            text = self._compiled.render(
-                **self._constants,
-                messages=messages,
-                tools=list(chat.tools) or None,
-                documents=None,
-                add_generation_prompt=prompt,
-            )
+            with self._sandbox.bounded():
+                text = self._compiled.render(
+                    **self._constants,
+                    messages=messages,
+                    tools=list(chat.tools) or None,
+                    documents=None,
+                    add_generation_prompt=prompt,
+                )
         except EftError:
             raise
         except RecursionError as error:
