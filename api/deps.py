@@ -22,6 +22,7 @@ from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from api.limits import Limits
 from api.metrics.latencies import Latencies
+from api.notices.lookups import Lookups
 from core.db.engine import Database
 from core.errors import NotFound, Unauthorized
 from core.settings import Settings
@@ -46,6 +47,7 @@ class Installation:
     hub: Hub
     limits: Limits
     last_use: LastUse
+    lookups: Lookups = field(default_factory=Lookups)
     latencies: Latencies = field(default_factory=Latencies)
 
 

@@ -24,14 +24,14 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from box import broker
+from box import broker, member_environment
 from box.instance import AlreadyRunning, Instance
 from box.process import Member
 from core import HOME, __version__, logfile, private
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
-from core.settings import Settings
+from core.settings import Settings, crosses_in_clear
 from core.storage.layout import HalfRestored, Layout
 
 LOOK_SECONDS = 0.1
@@ -147,7 +147,11 @@ class Supervisor:
         except (OSError, broker.UnsafeFolder) as error:
             raise GivesUp(str(error)) from error
         log = self._log_path("broker")
-        self._add(Member("broker", broker.command(data, path, log), self.environment, data, log))
+        self._add(
+            Member(
+                "broker", broker.command(data, path, log), member_environment.of("broker", self.environment), data, log
+            )
+        )
         deadline = time.monotonic() + READY_SECONDS
         while not self.stops and not broker.answers(path):
             if time.monotonic() > deadline:
@@ -159,7 +163,7 @@ class Supervisor:
         if not self.stops:
             path = self._log_path(name)
             # It looks after that file itself (core/logfile.py); until it does, its output goes there all the same.
-            environment = self.environment | {"EFT_LOG_FILE": str(path)}
+            environment = member_environment.of(name, self.environment) | {"EFT_LOG_FILE": str(path)}
             self._add(Member(name, [sys.executable, "-m", module], environment, HOME, path))
 
     def _add(self, member: Member) -> None:
@@ -254,6 +258,8 @@ class Supervisor:
     def _say_ready(self, key: str | None) -> None:
         slots = ", ".join(slot["id"] for slot in self._slots or [] if slot["kind"] in ("gpu", "cpu"))
         print(f"eft {__version__} is up at {self.url}   (docs: {self.url}/docs)")
+        if (words := crosses_in_clear(self.settings)) is not None:
+            print(f"  warning: {words}")
         print(f"  data {self.layout.root}   node {self.settings.node}: {slots}   logs {self.layout.root / 'logs'}")
         if key is not None and self.key_file is None:
             print(f"  your API key, shown this once: {key}")

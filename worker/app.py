@@ -22,7 +22,7 @@ import core
 from core import logfile, private
 from core.errors import EftError
 from core.settings import settings
-from worker import joining
+from worker import joining, messages
 from worker.agent import Agent
 from worker.attempt import DATABASE_AWAY
 from worker.housekeeping import BrokerAway
@@ -47,6 +47,7 @@ class EftCelery(Celery):  # type: ignore[misc]
         return lambda **options: plain(**options | {"without_gossip": True, "without_mingle": True})
 
 
+messages.install()
 app = EftCelery("eft", broker=settings().celery_broker_url, include=["worker.tasks"], set_as_current=True)
 app.conf.update(
     worker_pool="threads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,15 @@ def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> Windo
 
 def _of_file(path: Path, offset: int | None) -> _Piece | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:  # a link, say
         raise Gone("the log on the data root is not a file that may be shown") from error
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):  # a pipe would keep whoever reads it waiting
+        os.close(descriptor)
+        raise Gone("the log on the data root is not a file that may be shown")
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         asked = _asked(offset, size)

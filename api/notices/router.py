@@ -70,6 +70,8 @@ async def create_webhook(request: Request, asking: Managing, here: Here) -> Resp
     """The reply has the secret, this once. Targets that are not at public addresses are refused, here and again at each
     attempt, unless the administrator allows them (docs/notices.md)."""
     wish = await read_json(request, schemas.WebhookWish, here.settings.max_body_bytes)
+    await run_in_threadpool(_require_room, here, asking)
+    await here.lookups.check(asking.project_id, wish.url, here.settings.webhook_allow)
     return await run_in_threadpool(_create, here, asking, wish)
 
 
@@ -151,7 +153,7 @@ def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Respons
     summary="List deliveries",
     response_model=schemas.DeliveryPage,
     response_class=JSONResponse,
-    responses=responses(404, 422),
+    responses=responses(400, 404, 422),
 )
 def list_deliveries(
     webhook_id: WebhookId,
@@ -182,8 +184,12 @@ def resend_delivery(webhook_id: WebhookId, delivery_id: DeliveryId, asking: Mana
         return JSONResponse(schemas.delivery_view(service.resend(session, asking, webhook_id, delivery_id)))
 
 
+def _require_room(here: Installation, asking: Principal) -> None:
+    with here.database.read() as session:
+        service.require_room(session, asking)
+
+
 def _create(here: Installation, asking: Principal, wish: schemas.WebhookWish) -> Response:
-    service.check_address(wish.url, here.settings.webhook_allow)
     with here.database.write() as session:
         webhook, secret = service.create(session, asking, wish)
         return JSONResponse({**schemas.webhook_view(webhook), "secret": secret}, 201, headers=NO_STORE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,8 +9,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Principal
-from api.errors import BadRequest
-from api.notices.addresses import Lookup, NotAllowed, parse, resolve
+from api.notices.addresses import parse
 from api.notices.render import new_secret, valid
 from api.notices.schemas import WebhookWish
 from core.db.engine import db_now
@@ -28,22 +26,16 @@ MOST_SECRETS = 3
 """That sign at the same time."""
 
 
-def check_address(url: str, allow: Sequence[str], lookup: Lookup = socket.getaddrinfo) -> None:
-    """Tell at once what sending would refuse each time. Raises BadRequest. A name that cannot be looked up now may be
-    there later; sending looks again, and decides. It asks the network: no transaction is open."""
-    try:
-        resolve(parse(url), allow, lookup)
-    except NotAllowed as error:
-        raise BadRequest(f"url: {error}", field="url", code="address_not_allowed") from error
-    except (OSError, UnicodeError):
-        return
+def require_room(session: Session, asking: Principal) -> None:
+    """Raises Conflict when the project has MOST already."""
+    count = session.execute(select(func.count()).where(Webhook.project_id == asking.project_id)).scalar_one()
+    if count >= MOST:
+        raise Conflict(f"a project has at most {MOST} webhooks; delete one", code="too_many")
 
 
 def create(session: Session, asking: Principal, wish: WebhookWish) -> tuple[Webhook, str | None]:
     """With its secret. Raises Conflict when the project has MOST already."""
-    count = session.execute(select(func.count()).where(Webhook.project_id == asking.project_id)).scalar_one()
-    if count >= MOST:
-        raise Conflict(f"a project has at most {MOST} webhooks; delete one", code="too_many")
+    require_room(session, asking)
     secret = new_secret() if wish.kind == "standard" else None
     webhook = Webhook(
         id=new_id("hook"),

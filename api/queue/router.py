@@ -61,10 +61,13 @@ def show_queue(
         200: {
             "description": "By owner and project.",
             "content": {
+                "application/json": {
+                    "schema": {"$ref": "#/components/schemas/UsageList"},
+                },
                 "text/csv": {
                     "schema": {"type": "string"},
                     "example": "owner,project,gpu_hours,cpu_hours\nada,voice,41.5,0\n",
-                }
+                },
             },
         },
         **responses(400, 422),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from sqlalchemy import select
 
 from box import broker
@@ -160,3 +161,20 @@ def test_the_settings_that_were_measured() -> None:
     assert [name for name in app.tasks if not name.startswith("celery.")] == [
         "eft.wake"
     ] or "worker.tasks" in conf.include
+
+
+def test_what_is_no_message_is_dropped(environment: dict[str, str]) -> None:
+    worker = start(environment | {"EFT_SYSFS": "/sys", "EFT_GPUS": "", "EFT_SPARE": "0"}, "worker")
+    try:
+        broken = ["not json", "5", "{}", '{"body": 5, "properties": {}}', '"text"', "[1]", b"\xff\xfe"]
+        with redis.Redis(unix_socket_path=str(Settings(data=Path(environment["EFT_DATA"])).broker_socket)) as client:
+            for one in broken:
+                client.lpush("eft", one)
+            wait_for(lambda: client.llen("eft") == 0 or worker.poll() is not None, 120, "all of them to be heard")
+            client.lpush("eft", "not json either")
+            wait_for(lambda: client.llen("eft") == 0 or worker.poll() is not None, 120, "one more")
+        assert worker.poll() is None
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        told, _ = worker.communicate(timeout=120)
+    assert told.count("is no message") >= len(broken) - 2, told

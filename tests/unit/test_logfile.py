@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from api.errors import Gone
 from api.jobs import logs
 from core import HOME, logfile
 
@@ -170,3 +171,20 @@ def test_a_process_without_descriptors_keeps_its_log_bounded(tmp_path: Path) -> 
     assert sum(one.stat().st_size for one in folder.iterdir()) < 20 * (1 << 16)
     text = "".join(one.read_text() for one in folder.iterdir())
     assert "cannot be rotated" in text or "y" * 4095 in text
+
+
+def test_a_pipe_in_place_of_a_runs_log_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    os.mkfifo(path)
+    found: list[str] = []
+
+    def read() -> None:
+        try:
+            logs.read(path)
+        except Gone as error:
+            found.append(str(error))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(60)
+    assert found and "not a file" in found[0]
