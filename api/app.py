@@ -73,6 +73,8 @@ def create_app(settings: Settings) -> FastAPI:
         here.hub.close()
         sender.close()
         here.last_use.close()
+        here.upload_threads.shutdown(wait=False, cancel_futures=True)
+        here.checkers.close()
         database.dispose()
 
     app = FastAPI(

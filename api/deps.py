@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from api.auth.policy import Principal, policy_of
 from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
+from api.files.checking import Checkers
 from api.limits import Limits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
@@ -31,6 +33,8 @@ from core.storage.store import Store
 
 log = logging.getLogger("eft.api.auth")
 
+UPLOADS_AT_ONCE = 4
+"""Uploads of one API process whose bytes are being checked and written; others wait, however many there are."""
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
 
@@ -47,6 +51,9 @@ class Installation:
     hub: Hub
     limits: Limits
     last_use: LastUse
+    checkers: Checkers = field(default_factory=Checkers)
+    upload_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
+    """Not those that all other routes share."""
     lookups: Lookups = field(default_factory=Lookups)
     latencies: Latencies = field(default_factory=Latencies)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated
+import contextvars
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, FileId, Here, Limit
+from api.deps import After, FileId, Here, Installation, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
 from api.files import budget, schemas, service
 from api.files.form import Form
 from api.files.upload import FORMATS, Upload, checked_filename
 from api.ranges import FileReply
 from core.jobs import queries
+
+T = TypeVar("T")
 
 router = APIRouter(tags=["files"])
 
@@ -77,8 +81,10 @@ class Sink:
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self.filename: str | None = None
+        self._gathered = bytearray()
 
     def field(self, name: str, value: str) -> None:
+        self.flush()
         match name:
             case "format" | "columns":
                 self._upload.declare(name, value)
@@ -92,7 +98,14 @@ class Sink:
         self.filename = checked_filename(name)
 
     def data(self, data: bytes) -> None:
-        self._upload.write(data)
+        self._gathered += data
+
+    def flush(self) -> None:
+        """The parser cuts the file where a boundary might begin: into very many pieces, if somebody wants that."""
+        if self._gathered:
+            data = bytes(self._gathered)
+            self._gathered.clear()
+            self._upload.write(data)
 
 
 @router.post(
@@ -133,7 +146,9 @@ async def upload_file(
     raw_name = checked_filename(filename) if raw else None
     size = int(announced) if announced.isdecimal() else 0
     await run_in_threadpool(budget.require, here.database, here.settings, size)
-    upload = await run_in_threadpool(Upload, here.layout, here.store, here.settings, announced=size if raw else 0)
+    upload = await run_in_threadpool(
+        Upload, here.layout, here.store, here.settings, here.checkers, announced=size if raw else 0
+    )
     kept = False
     try:
         if raw:
@@ -142,15 +157,20 @@ async def upload_file(
             if columns is not None:
                 upload.declare("columns", columns)
             async for batch in _batches(request):
-                await run_in_threadpool(upload.write, batch)
+                await _apart(request, here, upload, upload.write, batch)
         else:
             sink = Sink(upload)
             form = Form(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
+
+            def feed(batch: bytes) -> None:
+                form.feed(batch)
+                sink.flush()
+
             async for batch in _batches(request):
-                await run_in_threadpool(form.feed, batch)
+                await _apart(request, here, upload, feed, batch)
             form.finish()
             raw_name = sink.filename
-        stored = await run_in_threadpool(upload.finish)
+        stored = await _apart(request, here, upload, upload.finish)
         assert raw_name is not None
         view = await run_in_threadpool(service.record, here.database, asking, stored, raw_name)
         kept = True
@@ -158,6 +178,28 @@ async def upload_file(
         if not kept:  # refused, broken off, or the client has left
             upload.abort()
     return JSONResponse(view, 201, headers={"location": view["links"]["self"]})
+
+
+async def _apart(request: Request, here: Installation, upload: Upload, work: Callable[..., T], *arguments: object) -> T:
+    """Work of an upload, on the threads that uploads have for themselves. Raises ClientDisconnect, and ends the check,
+    as soon as the client has left."""
+    gone: asyncio.Event | None = getattr(request.state, "gone", None)
+    context = contextvars.copy_context()
+    doing = asyncio.get_running_loop().run_in_executor(here.upload_threads, lambda: context.run(work, *arguments))
+    if gone is None:
+        return await doing
+    leaving = asyncio.ensure_future(gone.wait())
+    either: set[asyncio.Future[Any]] = {doing, leaving}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            doing.cancel()  # where it has not begun
+            upload.leave()
+            await asyncio.gather(doing, return_exceptions=True)
+            raise ClientDisconnect
+        return doing.result()
+    finally:
+        leaving.cancel()
 
 
 async def _batches(request: Request) -> AsyncIterator[bytes]:

@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn, assert_never, get_args
 from pydantic import ValidationError
 
 from api.errors import BadRequest, nearest, printable
-from core.data.check import FileCheck, FileReport
-from core.data.faults import MAX_FAULTS
+from api.files.checking import Check, Checkers
+from core.data.check import FileReport
 from core.errors import DataError, NoSpace, TooLarge
 from core.ids import new_id
 from core.settings import Settings
@@ -45,7 +45,9 @@ class Stored:
 class Upload:
     """`write` until the end, then `finish`; `abort` in every other case. Keeps nothing of a refused file."""
 
-    def __init__(self, layout: Layout, store: Store, settings: Settings, *, announced: int = 0) -> None:
+    def __init__(
+        self, layout: Layout, store: Store, settings: Settings, checkers: Checkers, *, announced: int = 0
+    ) -> None:
         """Raises TooLarge or NoSpace for what is announced, before a byte is read."""
         self._layout, self._settings = layout, settings
         self._too_large = TooLarge(
@@ -61,7 +63,8 @@ class Upload:
         self._incoming = store.incoming(f"files/{self.id}", self._part)
         self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
-        self._check: FileCheck | None = None
+        self._checkers = checkers
+        self._check: Check | None = None
         self._format: Format = "auto"
         self._columns: dict[str, str] = {}
         self._bytes = 0
@@ -92,20 +95,22 @@ class Upload:
         if self._bytes - self._space_checked > SPACE_CHECK_BYTES:
             self._space_checked = self._bytes
             self._layout.require_space(self._settings.min_free_bytes)
-        self._check = self._check or FileCheck(self._format, self._columns)
-        self._check.feed(data)
-        if self._check.fault_count > MAX_FAULTS:
-            self._refuse(self._check.report(), whole=False)
+        check = self._begun()
+        check.send(data)
         self._hash.update(data)
         with _disk_errors():
             view = memoryview(data)
             while view:
                 view = view[os.write(self._descriptor, view) :]
         self._incoming.write(data)
+        if (report := check.answer()) is not None:
+            self._refuse(report, whole=False)
 
     def finish(self) -> Stored:
         """Make it last and give it its name. Raises DataError for a faulty file, NoSpace."""
-        report = (self._check or FileCheck(self._format, self._columns)).finish(self._part)
+        check = self._begun()
+        report = check.finish(self._part)
+        check.end()
         if not report.ok or report.format is None:
             self._refuse(report)
         assert report.format is not None
@@ -117,8 +122,19 @@ class Upload:
 
     def abort(self) -> None:
         """Leave nothing behind, not even a file that has its name already."""
+        self.leave()
         self._close()
         self._incoming.abort()
+
+    def leave(self) -> None:
+        """End the check, from whatever thread: nobody waits for it any more."""
+        if self._check is not None:
+            self._check.end()
+
+    def _begun(self) -> Check:
+        if self._check is None:
+            self._check = self._checkers.begin(self._format, self._columns)
+        return self._check
 
     def _close(self) -> None:
         if self._descriptor >= 0:

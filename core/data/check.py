@@ -67,7 +67,16 @@ class FileReport:
 class FileCheck:
     """Feed it a file by chunks, cut anywhere, then ask `finish`."""
 
-    def __init__(self, declared: Format = "auto", columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        declared: Format = "auto",
+        columns: Mapping[str, str] | None = None,
+        *,
+        most_faults: int | None = None,
+    ) -> None:
+        """`most_faults`: read no further once there are more. None: to the end, and of Parquet as far as
+        MAX_PARQUET_FAULTS."""
+        self._most_faults = most_faults
         self._declared: Format = declared
         self._columns = dict(columns or {})
         self._faults = Faults(self._columns)
@@ -132,13 +141,13 @@ class FileCheck:
             everything = self._declared == "prompt"
             for _, number, value in values(path, self._columns, self._faults, everything=everything):
                 self.checker.row(number, value)
-                if self._faults.count > MAX_PARQUET_FAULTS:
+                if self._faults.count > MAX_PARQUET_FAULTS or self._enough():
                     break
         elif self._reader is not None:
             if self._rest:
                 self._records(self._rest)
                 self._rest = b""
-            for record in self._reader.finish():
+            for record in () if self._enough() else self._reader.finish():
                 self._record(record)
         return self.report()
 
@@ -195,6 +204,12 @@ class FileCheck:
             self._record(record)
             if self._reader.finished:
                 self._over = True
+            if self._enough():
+                self._over = True
+                return
+
+    def _enough(self) -> bool:
+        return self._most_faults is not None and self._faults.count > self._most_faults
 
     def _record(self, record: Record) -> None:
         assert self._reader is not None

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from sqlalchemy import insert, select, update
 
+from api.files.checking import Checkers
 from api.files.upload import FaultyFile, Upload
 from api.jobs import logs
 from core import HOME
@@ -170,7 +171,8 @@ def test_an_upload_streams_in_and_a_refused_one_leaves_nothing(
     settings: Settings, bucket: Bucket, layout: Layout
 ) -> None:
     row = json.dumps({"text": "lamp " * 100_000}).encode() + b"\n"
-    upload = Upload(layout, bucket, settings)
+    checkers = Checkers()
+    upload = Upload(layout, bucket, settings, checkers)
     for _ in range(80):  # 40 MB
         upload.write(row)
     assert keys(bucket) == [], "nothing is there before all of it is"
@@ -178,7 +180,7 @@ def test_an_upload_streams_in_and_a_refused_one_leaves_nothing(
     assert bucket.size(f"files/{stored.id}") == stored.bytes == 80 * len(row) > 2 * PART
     assert list(layout.uploads.iterdir()) == []
 
-    refused = Upload(layout, bucket, settings)
+    refused = Upload(layout, bucket, settings, checkers)
     for _ in range(80):
         refused.write(row)
     refused.write(b"{not json\n")
@@ -189,6 +191,7 @@ def test_an_upload_streams_in_and_a_refused_one_leaves_nothing(
     listing = bucket._s3.list_multipart_uploads
     wait_for(lambda: not listing(Bucket=bucket._bucket).get("Uploads"), 30, "the parts to go")
     assert keys(bucket) == [f"files/{stored.id}"]
+    checkers.close()
 
 
 def test_a_log_in_parts_reads_as_the_file_does(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
