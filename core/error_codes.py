@@ -289,6 +289,10 @@ NOTICES: dict[str, Code] = {
     ),
     "precision_fallback": ("The card has no such precision.", "The run record says which was taken and why."),
     "beyond_context": ("Longer rows than the model was made for.", "Lower `training.max_length`."),
+    "block_skipped": (
+        "No row of a block of streamed rows had anything to learn within `max_length`.",
+        "Raise `training.max_length`, or leave out rows whose prompts fill it.",
+    ),
     "rows_truncated": ("Rows were longer than `max_length`.", "`training.truncation` says what becomes of them."),
     "rows_over_budget": ("Rows longer than the batch's budget have a batch of their own.", "Raise `tokens_per_batch`."),
     "prompt_boundary": ("Prompt and completion share a token.", "End prompts without a space."),

@@ -69,8 +69,15 @@ def test_training_does_what_was_said(tiny_dir: Path, tokenizer: Any, tmp_path: P
     ],
     ids=["rows", "tokens", "packed"],
 )
+@pytest.mark.parametrize("barren", [False, True], ids=["", "a block has nothing to learn"])
 def test_a_stream_is_counted_in_the_blocks_that_training_takes(
-    tiny_dir: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: Any, gpus: int
+    tiny_dir: Path,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batching: Any,
+    gpus: int,
+    barren: bool,
 ) -> None:
     """Against the feed of every rank: 45 rows in blocks of 10, each with a smaller last step of its own."""
     monkeypatch.setattr(streaming, "BLOCK_ROWS", 10)
@@ -79,17 +86,21 @@ def test_a_stream_is_counted_in_the_blocks_that_training_takes(
         "data": {"train": str(path), "streaming": True},
         "resources": {"gpus": gpus, "accelerator": "cpu"},
         "training": {
-            "max_length": 24, "per_device_train_batch_size": 3, "max_steps": 100, "truncation": "split",
-            "precision": "fp32",
+            "max_length": 24, "per_device_train_batch_size": 3, "max_steps": 100, "precision": "fp32",
+            "truncation": "cut_right" if barren else "split",
         },
     }  # fmt: skip
     axes |= {} if batching is None else {"batching": batching}
-    said = look(tmp_path / "preview", tiny_dir, tokenizer, pairs(45), **axes)["epoch"]
+    rows = pairs(45)
+    if barren:
+        rows[10:20] = [{"prompt": "x" * 99, "completion": " yes"}] * 10
+    said = look(tmp_path / "preview", tiny_dir, tokenizer, rows, **axes)["epoch"]
     order = RunOrder.model_validate_json((tmp_path / "preview" / ORDER_FILE).read_bytes())
     tokens = slots = batches = 0
     for rank in range(gpus):
         feed = StreamFeed(
             order.train, order.spec, lambda kind: renderer_of(order.spec, kind, tokenizer), between=lambda: None,
+            notice=print,
             rank=rank, world=gpus,
         )  # fmt: skip
         steps = 0
@@ -103,7 +114,12 @@ def test_a_stream_is_counted_in_the_blocks_that_training_takes(
             tokens += sum(batch.tokens for batch in real)
             slots += sum(batch.slots for batch in real)
         assert said["steps"] == steps
-    assert (said["blocks"], said["batches"], said["tokens"], said["total_steps"]) == (5, batches, tokens, 100)
+    assert (said["blocks"], said["batches"], said["tokens"], said["total_steps"]) == (
+        4 if barren else 5,
+        batches,
+        tokens,
+        100,
+    )
     assert said["padding_share"] == pytest.approx(1 - tokens / slots, abs=1e-4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from core.data.stream import RowStream
 from core.errors import DataError, SpecError
 from core.spec.load import parse_job
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK, DataFiles, DataOrder
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, DataFiles, DataOrder
 from core.train.data import streaming
 from core.train.lifeline import Stop
 from core.train.load import load_tokenizer
@@ -92,7 +92,7 @@ def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir:
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 4}})
     tokenizer = load_tokenizer(tiny_dir)
     feed = streaming.StreamFeed(
-        DataOrder.of(train), spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None
+        DataOrder.of(train), spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
     )
     passes: dict[float, list[int]] = {}
     for step in range(16):
@@ -114,7 +114,9 @@ def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Pat
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 1}})
     order = DataOrder(sources=[DataFiles(paths=[str(path)], weight=1.0) for path in (first, second)])
     tokenizer = load_tokenizer(tiny_dir)
-    feed = streaming.StreamFeed(order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None)
+    feed = streaming.StreamFeed(
+        order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
+    )
     seen: dict[float, int] = {}
     for step in range(80):
         rows_here = sum(len(make().lengths) for make in feed.window(step).batches)
@@ -135,11 +137,53 @@ def test_raw_text_behind_chats_is_refused_as_without_streaming(tmp_path: Path, t
     for paths in ((text, chat), (chat, text)):
         order = DataOrder(sources=[DataFiles(paths=[str(path)]) for path in paths])
         feed = streaming.StreamFeed(
-            order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None
+            order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
         )
         feed.window(4)  # the first block has rows of the first source alone
         with pytest.raises(DataError, match="raw text is learned as a whole"):
             feed.window(5)
+
+
+@pytest.mark.parametrize("barren", [[4], [0, 1, 4]], ids=["the last block", "the first two blocks and the last"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["here", "ahead"])
+def test_a_block_with_nothing_to_learn_is_skipped(
+    tmp_path: Path, tiny_dir: Path, barren: list[int], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of its rows fill max_length. The run goes on, and one that left goes on to the bit."""
+    if ahead:
+        monkeypatch.setattr(streaming, "AHEAD_SECONDS", 0.0)
+    blocks = [pairs(10) for _ in range(4)] + [pairs(3)]
+    for number in barren:
+        blocks[number] = [{"prompt": "x" * 200, "completion": " yes"}] * len(blocks[number])
+    train = write_rows(tmp_path / "train.jsonl", [row for block in blocks for row in block])
+    axes: dict[str, Any] = {
+        "training": {"max_steps": 22, "per_device_train_batch_size": 5, "max_length": 64, "precision": "fp32"},
+        "data": {"train": str(train), "streaming": True},
+        "method": {"type": "lora"},
+    }
+    calm = write_run(tmp_path / "calm", tiny_dir, train, **axes)
+    assert run(calm) == EXIT_OK, events(calm)[-1]
+    assert len(events(calm, "metrics")) == 22
+    (told,) = [event for event in events(calm, "notice") if event["code"] == "block_skipped"]
+    assert f"a block of {len(blocks[barren[0]])} streamed rows" in told["message"]
+    left = write_run(tmp_path / "left", tiny_dir, train, **axes)
+    assert run(left, StopAfter(left, 2 * (5 - len(barren)))) == EXIT_CHECKPOINTED  # at the end of a pass
+    again = write_run(tmp_path / "again", tiny_dir, train, resume_from=[left], **axes)
+    assert run(again) == EXIT_OK, events(again)[-1]
+    assert weights(again) == weights(calm)
+
+
+def test_a_stream_with_nothing_to_learn_is_refused(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"prompt": "x" * (100 + n), "completion": "y"} for n in range(27)])
+    axes: dict[str, Any] = {
+        "training": {"max_steps": 2, "max_length": 64},
+        "data": {"train": str(train), "streaming": True},
+    }
+    folder = write_run(tmp_path / "run", tiny_dir, train, **axes)
+    assert run(folder) == EXIT_FAILED
+    error = events(folder)[-1]
+    assert (error["type"], error["failure"], error["field"]) == ("error", "user", "training.max_length")
+    assert "no row has anything to learn" in error["message"]
 
 
 def test_it_needs_max_steps(tiny_dir: Path) -> None:

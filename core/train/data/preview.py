@@ -23,7 +23,7 @@ from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.tokens import OnRows, TokenReader
-from core.train.data.truncate import truncate
+from core.train.data.truncate import cut_rows, truncate
 
 SAMPLES = 10
 SHOWN_HEAD, SHOWN_TAIL = 400, 200
@@ -143,8 +143,8 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
     A stream is cut into steps block by block, as training does it, and its epoch is its first pass."""
     packed, ranks = isinstance(spec.batching, Packed), range(spec.resources.gpus)
     steps = batches = slots = tokens = 0
-    parts = _blocks(spec, whole) if spec.data.streaming else [used]
-    for number, part in enumerate(parts):
+    parts = _blocks(spec, whole) if spec.data.streaming else {0: used}
+    for number, part in parts.items():
         if spec.data.streaming:
             orders = [streaming.order_of(spec, part, number, rank=rank, world=len(ranks)) for rank in ranks]
         else:
@@ -165,13 +165,15 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
     return found | ({"blocks": len(parts), "block_rows": streaming.BLOCK_ROWS} if spec.data.streaming else {})
 
 
-def _blocks(spec: JobSpec, whole: TokenDataset) -> list[TokenDataset]:
-    """The rows in use of each block of a stream. DataError when one has nothing to learn: training would end there."""
-    found = []
-    for start in range(0, len(whole), streaming.BLOCK_ROWS):
+def _blocks(spec: JobSpec, whole: TokenDataset) -> dict[int, TokenDataset]:
+    """The rows in use of each block of a stream, by its number; training skips blocks without any."""
+    found = {}
+    for number, start in enumerate(range(0, len(whole), streaming.BLOCK_ROWS)):
         part = slice(start, start + streaming.BLOCK_ROWS)
         block = TokenDataset(whole.ids, whole.learned, whole.starts[part], whole.ends[part], whole.lines[part])
-        found.append(truncate(block, spec.training.max_length, spec.training.truncation)[0])
+        used, _ = cut_rows(block, spec.training.max_length, spec.training.truncation)
+        if len(used):
+            found[number] = used
     return found
 
 

@@ -2,7 +2,8 @@
 
 A block is BLOCK_ROWS rows of the stream, shuffled and cut into steps as if it were an epoch. Which rows it holds is
 decided by the cursor before it, and its order by seed and number: both go into a checkpoint, and resuming reads that
-one block again. The last step of a block may be smaller. After the last row the stream begins anew.
+one block again. The last step of a block may be smaller. After the last row the stream begins anew. A block in which no
+row has anything to learn is skipped.
 
 Where a block takes longer than a process of its own is worth, one makes the next block while the steps of this one
 compute. It makes what would be made here, so nothing but time depends on it. (A thread would not do: rendering is
@@ -15,7 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from core.train.data.helpers import Helpers
 from core.train.data.order import Order, build_order
 from core.train.data.reader import refuse_mixed
 from core.train.data.tokenise import Part, TokenWriter, render_rows
-from core.train.data.truncate import DataReport, truncate
+from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
 from core.train.data.windows import RowFeed, Window
 from core.train.render.renderer import Renderer
 
@@ -50,15 +51,18 @@ class StreamFeed:
         renderer_of: Callable[[RowFormat], Renderer],
         *,
         between: Callable[[], None],
+        notice: Callable[[str, str], None],
         model_dir: Path | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """`model_dir`: where a process that works ahead finds the tokenizer; None: there is none. Of several ranks each
-        reads all rows, and takes its own batches of them."""
+        """`notice` takes (code, words). `model_dir`: where a process that works ahead finds the tokenizer; None: there
+        is none. Of several ranks each reads all rows, and takes its own batches of them. DataError when no row of a
+        whole pass has anything to learn."""
         self.pad_token_id = 0
         self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
+        self._notice, self._told = notice, False
         began = time.monotonic()
         rows, end, formats = _read(data, None, self._block_rows, between)
         refuse_mixed(formats)
@@ -68,7 +72,7 @@ class StreamFeed:
         slow = time.monotonic() - began >= AHEAD_SECONDS
         self._helpers = Helpers(1, self.renderer.options, model_dir) if slow and model_dir is not None else None
         self._ahead: Future[_Made] | None = None
-        self._block = self._taken(_Made(writer.part(), end, False, formats), _Place(0, 0, 0, None))
+        self._block = self._first(_Made(writer.part(), end, False, formats))
 
     @property
     def report(self) -> DataReport:
@@ -113,39 +117,70 @@ class StreamFeed:
             self._ahead.cancel()
             self._ahead = None
         made = _made(self._data, place.start, self._block_rows, self.renderer, self._between)
-        self._block = self._taken(made, place)
+        block, _ = self._taken(made, place)
+        if block is None:
+            raise ValueError("the rows of its block have nothing to learn any more: they are other rows")
+        self._block = block
         self._block.order.load_state_dict(state["order"])
 
     # --- blocks --------------------------------------------------------------------------------------
 
+    def _first(self, made: _Made) -> _Block:
+        """The first block with something to learn, given the very first one."""
+        place, longest = _Place(0, 0, 0, None), 0
+        while True:
+            block, report = self._taken(made, place)
+            if block is not None:
+                return block
+            longest = max(longest, report.longest)
+            place, made = self._made_behind(place, made.end)
+            if place.epoch:
+                raise nothing_to_learn(self._spec.training.max_length, longest)
+
     def _go_to(self, step: int) -> None:
         """Steps are asked for in order. A request to stop in the midst of it leaves the block at hand as it is."""
-        while step >= self._block.place.first_step + self._block.order.steps_of(0):
-            place = self._next()
-            if self._ahead is not None and self._helpers is not None:
-                made = self._helpers.result(self._ahead, self._between)
-            else:
-                made = _made(self._data, place.start, self._block_rows, self.renderer, self._between)
-            if made.anew:
-                place = _Place(place.number, place.epoch + 1, place.first_step, None)
-            self._block = self._taken(made, place)
+        while step >= (first_step := self._block.place.first_step + self._block.order.steps_of(0)):
+            place, end, block = replace(self._block.place, first_step=first_step), self._block.end, None
+            while block is None:  # it ends: in each pass there is the block of `_first`
+                place, made = self._made_behind(place, end)
+                block, _ = self._taken(made, place)
+                end = made.end
+            self._block = block
 
-    def _next(self) -> _Place:
-        before = self._block.place
-        first_step = before.first_step + self._block.order.steps_of(0)
-        return _Place(before.number + 1, before.epoch, first_step, self._block.end)
+    def _made_behind(self, place: _Place, end: Cursor | None) -> tuple[_Place, _Made]:
+        """The block behind the one at `place`, which ends at `end`; its first step is the one that `place` has."""
+        if self._ahead is not None and self._helpers is not None:
+            made = self._helpers.result(self._ahead, self._between)
+        else:
+            made = _made(self._data, end, self._block_rows, self.renderer, self._between)
+        epoch, start = (place.epoch + 1, None) if made.anew else (place.epoch, end)
+        return _Place(place.number + 1, epoch, place.first_step, start), made
 
-    def _taken(self, made: _Made, place: _Place) -> _Block:
-        """A block, and the next one begun."""
+    def _taken(self, made: _Made, place: _Place) -> tuple[_Block | None, DataReport]:
+        """A block, or None where no row has anything to learn; and the next one begun."""
         refuse_mixed(made.formats | {self.format})
         writer = TokenWriter()
         writer.extend(made.part)
-        dataset, report = truncate(writer.dataset(), self._spec.training.max_length, self._spec.training.truncation)
+        limit = self._spec.training.max_length
+        dataset, report = cut_rows(writer.dataset(), limit, self._spec.training.truncation)
         report.cut_prompts = writer.cut_prompts
-        order = order_of(self._spec, dataset, place.number, rank=self._rank, world=self._world)
         if self._helpers is not None:
             self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)
-        return _Block(place, made.end, dataset, report, order)
+        if not len(dataset):
+            self._tell_skipped(report, limit)
+            return None, report
+        order = order_of(self._spec, dataset, place.number, rank=self._rank, world=self._world)
+        return _Block(place, made.end, dataset, report, order), report
+
+    def _tell_skipped(self, report: DataReport, limit: int) -> None:
+        """The first one of an attempt."""
+        if not self._told:
+            message = (
+                f"a block of {report.dropped} streamed rows has nothing to learn within training.max_length = {limit} "
+                f"tokens and is skipped; its longest row has {report.longest}. Further blocks are skipped in silence"
+            )
+            self._notice("block_skipped", message)
+            self._told = True
 
 
 def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, world: int = 1) -> Order:

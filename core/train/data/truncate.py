@@ -40,6 +40,21 @@ class DataReport:
 def truncate(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
     """The rows within max_length (>= 2) that have something to learn: views of the same tokens. DataError when none
     has, or when the policy is to refuse longer rows and there are some."""
+    cut, report = cut_rows(whole, max_length, policy)
+    if not len(cut):
+        raise nothing_to_learn(max_length, report.longest)
+    return cut, report
+
+
+def nothing_to_learn(max_length: int, longest: int) -> DataError:
+    return DataError(
+        f"no row has anything to learn within training.max_length = {max_length} tokens; the longest row has {longest}",
+        field="training.max_length",
+    )
+
+
+def cut_rows(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
+    """As `truncate`; the answer may be without rows."""
     starts, ends, lines = whole.starts, whole.ends, whole.lines
     lengths = ends - starts
     over = lengths > max_length
@@ -76,12 +91,6 @@ def truncate(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
         dropped=len(whole) - len(np.unique(rows[kept])),
         longest=int(lengths.max()) if len(whole) else 0,
     )
-    if not len(cut):
-        raise DataError(
-            f"no row has anything to learn within training.max_length = {max_length} tokens; "
-            f"the longest row has {report.longest}",
-            field="training.max_length",
-        )
     return cut, report
 
 
