@@ -242,6 +242,10 @@ FAILURES: dict[str, Code] = {
     "checkpoint_mismatch": ("The checkpoint is of another job, data or model.", "Submit the job anew."),
     "rank_died": ("One of the ranks ended without a word; the others were ended with it.", "The log has all of them."),
     "rank_lost": ("The ranks lost each other.", "It is tried again; the log says who went first."),
+    "artifacts_differ": (
+        "The weights that were written, read again, are not those that were trained.",
+        "It is tried again from the last checkpoint; check the disk, and report it if it comes back.",
+    ),
     "ranks_drifted": (
         "The ranks no longer hold the same weights.",
         "A defect or a faulty card: `eft doctor`; report it.",

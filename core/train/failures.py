@@ -12,6 +12,7 @@ from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
 from core.train.data.helpers import HelperKilled
 from core.train.disk import disk_full
+from core.train.export.handed_back import ArtifactsDiffer
 from core.train.memory.source import BlocksLost
 from core.train.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
@@ -44,6 +45,8 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         return _event("machine", "rank_lost", f"the ranks lost each other: {error}")
     if isinstance(error, RanksDrifted):
         return _event("machine", "ranks_drifted", str(error))
+    if isinstance(error, ArtifactsDiffer):
+        return _event("machine", "artifacts_differ", str(error))
     if isinstance(error, DeviceMissing):
         return _event("machine", "device_missing", str(error))
     if isinstance(error, DeviceRefused):

@@ -74,7 +74,7 @@ def read_data(
             spec,
             lambda row_format: renderer_of(spec, row_format, tokenizer),
             between=between,
-            notice=lambda code, words: events.write("notice", code=code, message=words),
+            notice=lambda words: events.write("notice", code="block_skipped", message=words),
             model_dir=Path(order.model_dir),
             rank=ranks.rank,
             world=ranks.world,

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from core.errors import ModelError
+from core.train.model_files import refuse_adapter
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -23,11 +24,18 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"the model's tokenizer cannot be read: {error}", field="model") from error
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """A causal language model on the CPU, in `dtype`. ModelError when transformers cannot read it."""
+def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> nn.Module:
+    """A causal language model on the CPU, in `dtype`; with `device_map="meta"` its shapes alone. ModelError when
+    transformers cannot read it."""
     try:
+        refuse_adapter([path.name for path in folder.iterdir()], field="model")
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map=device_map,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"the model cannot be read: {error}", field="model") from error

@@ -31,7 +31,7 @@ from core.plan.headers import (
 
 __all__ = [
     "INDEX_FILE", "PICKLE_SUFFIXES", "Summary", "Tensor", "causal_lm_classes", "check_config", "check_tokenizer",
-    "inspect", "read_header", "read_json", "unpacked", "unreadable", "weight_files",
+    "inspect", "read_header", "read_json", "refuse_adapter", "unpacked", "unreadable", "weight_files",
 ]  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def inspect(folder: Path, *, field: str) -> Summary:
     names = [path.name for path in folder.iterdir() if path.is_file()]
     config = read_json(folder / "config.json", field=field)
     architecture = check_config(config, field=field)
+    refuse_adapter(names, field=field)
     index = read_json(folder / INDEX_FILE, field=field) if INDEX_FILE in names else None
     shards = weight_files(names, index, field=field)
     check_tokenizer(names, field=field)
@@ -85,6 +86,19 @@ def inspect(folder: Path, *, field: str) -> Summary:
         model_type=str(config["model_type"]),
         architecture=architecture,
     )
+
+
+def refuse_adapter(names: Collection[str], *, field: str) -> None:
+    """ModelError where an adapter lies beside a model's own weights. transformers and PEFT load such an adapter on top
+    of the model without being asked, so that it is not clear what is to be trained."""
+    if "adapter_config.json" in names and "config.json" in names:
+        raise ModelError(
+            "the folder holds a model (config.json) and an adapter (adapter_config.json), and transformers would load "
+            "the adapter over the model; move the adapter_* files out of the folder to train the model as it is, or "
+            "merge the adapter into it first",
+            field=field,
+            code="model_unsupported",
+        )
 
 
 def check_config(config: dict[str, Any], *, field: str) -> str:

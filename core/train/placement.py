@@ -89,7 +89,7 @@ def place(
     attention.apply()
     tf32, told = _set_tf32(training.tf32, arch)
     if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        _take_deterministic_kernels()
     match method:
         case Full():
             weights = torch.float32
@@ -113,6 +113,16 @@ def place(
         notice=notice,
         notices=tuple(notices),
     )
+
+
+def _take_deterministic_kernels() -> None:
+    """Have torch take the deterministic form of an operation wherever there is one, and warn where there is none.
+
+    By default it then also fills every `torch.empty` with NaN. Nothing here reads memory that it has not written, and
+    the buffers of the chunked loss are hundreds of MiB a micro-step, so that is off.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _set_threads() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from core.hardware import visible
 from core.hardware.faults import Limits
@@ -12,7 +13,7 @@ from core.hardware.selftest import Choice
 from core.spec.runtime import Resources
 from core.spec.training import LoRA, Training
 from core.train.failures import describe
-from core.train.placement import DeviceMissing, DeviceRefused, place
+from core.train.placement import DeviceMissing, DeviceRefused, _take_deterministic_kernels, place
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +50,15 @@ def test_limits_and_refusals_of_the_self_test_are_kept() -> None:
     assert place(Resources(), Training(), LoRA(), Choice(limits=limits)).limits == limits
     with pytest.raises(DeviceRefused, match="no precision computes rightly"):
         place(Resources(), Training(), LoRA(), Choice(refused="no precision computes rightly"))
+
+
+def test_deterministic_kernels_do_not_fill_fresh_memory() -> None:
+    """As `place` does on a GPU: it would write NaN over the buffers of the loss in each micro-step."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        _take_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.empty(1 << 16).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before

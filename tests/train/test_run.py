@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from core.errors import ModelError
 from core.spec.run import EXIT_FAILED, EXIT_OK
+from core.spec.training import Full, LoRA
 from core.train.ask import ask
+from core.train.export.handed_back import ArtifactsDiffer, check_saved
+from core.train.failures import describe
+from core.train.load import load_model
+from core.train.model_files import inspect
 from core.train.recipe import run
 from tests.support.trainer import chats, events, pairs, write_rows, write_run
 
@@ -73,6 +81,60 @@ def test_what_comes_out_loads_elsewhere_and_is_what_was_trained(tmp_path: Path, 
     assert total / count == pytest.approx(after["eval_loss"], rel=1e-4)
     assert after["eval_loss"] < last["result"]["eval_before"]["eval_loss"]
     assert after["eval_perplexity"] == pytest.approx(math.exp(after["eval_loss"]))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("damage", ["gone", "other numbers", "another tensor", "cut"])
+def test_weights_that_are_not_what_was_trained_are_never_handed_back(
+    tmp_path: Path, tiny_dir: Path, method: str, damage: str
+) -> None:
+    """A disk that gives back something else than was written, or a library that writes something else."""
+    run_dir = go(tmp_path, tiny_dir, pairs(8), method=method, training=SMALL | {"max_steps": 1})
+    assert events(run_dir)[-1]["type"] == "result"
+    record = json.loads((run_dir / "artifacts" / "run_record.json").read_text())
+    kind = "adapter" if method == "lora" else "model"
+    assert record["handed_back"] == {"folder": kind, "compared": "bits"}
+    folder = run_dir / "artifacts" / kind
+    base = load_model(tiny_dir, torch.float32)
+    if method == "lora":
+        trained: Any = PeftModel.from_pretrained(base, folder)
+        settled: Any = LoRA()
+    else:
+        trained, settled = load_model(folder, torch.float32), Full()
+    assert check_saved(trained, settled, folder) == "bits"
+    file = folder / ("adapter_model.safetensors" if method == "lora" else "model.safetensors")
+    tensors = load_file(file)
+    name = min(tensors)
+    match damage:
+        case "gone":
+            file.unlink()
+        case "other numbers":
+            tensors[name].view(-1)[-1] += 1e-4
+            save_file(tensors, file, {"format": "pt"})
+        case "another tensor":
+            save_file(tensors | {"more": torch.zeros(1)}, file, {"format": "pt"})
+            if method == "full":  # transformers leaves out what a model has no place for: one must be missing
+                save_file({k: v for k, v in tensors.items() if k != name}, file, {"format": "pt"})
+        case _:
+            file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ArtifactsDiffer) as raised:
+        check_saved(trained, settled, folder)
+    assert describe(raised.value)["code"] == "artifacts_differ"
+
+
+def test_an_adapter_beside_a_model_is_refused_and_not_loaded_on_top(tmp_path: Path, tiny_dir: Path) -> None:
+    """As axolotl and others leave them: transformers would load the adapter over the model, silently."""
+    done = go(tmp_path, tiny_dir, pairs(8), method="lora", training=SMALL | {"max_steps": 1})
+    both = tmp_path / "both"
+    shutil.copytree(tiny_dir, both)
+    for file in (done / "artifacts" / "adapter").glob("adapter_*"):
+        shutil.copy(file, both)
+    with pytest.raises(ModelError, match=r"adapter_config\.json.*move the adapter_\* files out") as raised:
+        inspect(both, field="model")
+    assert raised.value.code == "model_unsupported"
+    rows = write_rows(tmp_path / "rows.jsonl", pairs(8))
+    error = only_error(write_run(tmp_path / "second", both, rows, method="full", training=SMALL))
+    assert (error["failure"], error["code"], error["field"]) == ("user", "model_unsupported", "model")
 
 
 def test_figures_and_record(tmp_path: Path, tiny_dir: Path) -> None:

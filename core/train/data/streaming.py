@@ -51,14 +51,14 @@ class StreamFeed:
         renderer_of: Callable[[RowFormat], Renderer],
         *,
         between: Callable[[], None],
-        notice: Callable[[str, str], None],
+        notice: Callable[[str], None],
         model_dir: Path | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """`notice` takes (code, words). `model_dir`: where a process that works ahead finds the tokenizer; None: there
-        is none. Of several ranks each reads all rows, and takes its own batches of them. DataError when no row of a
-        whole pass has anything to learn."""
+        """`notice` is called with words when a block is skipped. `model_dir`: where a process that works ahead finds
+        the tokenizer; None: there is none. Of several ranks each reads all rows, and takes its own batches of them.
+        DataError when no row of a whole pass has anything to learn."""
         self.pad_token_id = 0
         self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
@@ -179,7 +179,7 @@ class StreamFeed:
                 f"a block of {report.dropped} streamed rows has nothing to learn within training.max_length = {limit} "
                 f"tokens and is skipped; its longest row has {report.longest}. Further blocks are skipped in silence"
             )
-            self._notice("block_skipped", message)
+            self._notice(message)
             self._told = True
 
 

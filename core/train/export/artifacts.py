@@ -18,6 +18,7 @@ from core.spec.settled import method_of
 from core.train.events import EventWriter
 from core.train.export.card import base_name, model_card
 from core.train.export.formats import write_formats
+from core.train.export.handed_back import check_saved
 from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
 from core.train.files import sha256, sync
@@ -50,6 +51,7 @@ def write_artifacts(
     base = base_name(source, model_dir)
     card = partial(model_card, spec, record, result, base=base, samples=samples)
     weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, dtype=dtype)
+    record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
     (weights / "README.md").write_text(card(), encoding="utf-8")
     if spec.export:
         outcomes = write_formats(
