@@ -154,7 +154,7 @@ class Bench:
             window = feed.window(step)
             for make in window.batches:
                 batch = make()
-                engine.backward(engine.forward(batch, loss_function).total / window.label_tokens)
+                engine.backward(engine.forward(batch, loss_function, window.label_tokens).total / window.label_tokens)
                 tokens += batch.tokens
             engine.step()
         return tokens / (time.perf_counter() - began)

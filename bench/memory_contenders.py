@@ -53,7 +53,7 @@ class Contender:
         device = self.engine.device
         wait(device)
         began = time.perf_counter()
-        loss = self.engine.forward(batch, self.loss).total / batch.label_tokens
+        loss = self.engine.forward(batch, self.loss, batch.label_tokens).total / batch.label_tokens
         self.engine.backward(loss)
         self.engine.step()
         wait(device)

@@ -91,7 +91,7 @@ def ours(folder: Path, device: torch.device, args: argparse.Namespace, *, offloa
     def step(window: list[Batch]) -> None:
         items = sum(batch.label_tokens for batch in window)
         for batch in window:
-            engine.backward(engine.forward(batch, loss).total / items)
+            engine.backward(engine.forward(batch, loss, items).total / items)
         engine.step()
 
     return Contender(step, device, engine)

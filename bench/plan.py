@@ -190,13 +190,13 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     for _ in range(1 if small else STEPS):
         for _ in range(spec.training.gradient_accumulation_steps):
             batch = data.pack(range(rows)) if isinstance(spec.batching, Packed) else data.collate(range(rows), 0)
-            engine.backward(engine.forward(batch, loss).total / batch.label_tokens)
+            engine.backward(engine.forward(batch, loss, batch.label_tokens).total / batch.label_tokens)
             del batch
         engine.step()
     high["steps"] = _high()
     _reset()
     if combination.eval_rows and not small:
-        evaluate(engine, eval_batches(data, combination.eval_rows, 0))
+        evaluate(engine, eval_batches(data, combination.eval_rows, 0, most_tokens=rows * longest))
         high["evaluation"] = _high()
     if live is not None:
         live.__exit__(None, None, None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from core.spec.job import JobSpec
-from core.spec.runtime import HeldOut
+from core.spec.runtime import HeldOut, NoSamples
 from core.spec.training import Packed, Rows, Tokens
 
 BATCH = "training.per_device_train_batch_size"
@@ -37,7 +37,8 @@ def smaller(spec: JobSpec, field: str | None) -> dict[str, int] | None:
     """Changes that need about half the memory for what `field` names, or None where there is nothing left to halve.
 
     The micro-batch becomes its largest divisor below itself: half where it is even. One of tokens is not cut below
-    max_length, since a row is never cut.
+    max_length, since a row is never cut. A pass over held-out rows has no more tokens than one of training
+    (core/plan/memory.py), so that more rows than that has count for nothing.
     """
     if field == BATCH:
         batch, name, least = micro_batch(spec)
@@ -48,6 +49,8 @@ def smaller(spec: JobSpec, field: str | None) -> dict[str, int] | None:
         return {name: batch // parts, ACCUMULATION: accumulation * parts}
     if field == EVAL_BATCH and isinstance(spec.evaluation, HeldOut):
         rows = spec.evaluation.per_device_eval_batch_size
+        if isinstance(spec.batching, Rows) and isinstance(spec.evaluation.samples, NoSamples):
+            rows = min(rows, spec.training.per_device_train_batch_size)
         return {EVAL_BATCH: rows // 2} if rows > 1 else None
     return None
 

@@ -1,7 +1,8 @@
 """The memory plan of a job: bytes by kind, on the device, on the host and on disk, before anything is loaded. No torch.
 
-A run is at its most at one of four moments, and the plan is the largest of them: when the backward begins (everything
-is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating (whole logits).
+A run is at its most at one of five moments, and the plan is the largest of them: in the loss, when the backward begins
+(everything is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating. Figures of
+held-out rows never need more than training: their passes are no larger, and their logits are chunks, too.
 docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
@@ -24,6 +25,7 @@ from core.spec.runtime import (
     HeldOut,
     HostOffload,
     HostStream,
+    NoSamples,
     NoStream,
 )
 from core.spec.settled import method_of
@@ -51,7 +53,7 @@ class Plan:
     """On the device at the moment at which it holds most. Kinds: weights, adapter, gradients, optimizer, activations,
     logits, slots, scratch, slack."""
     moment: str
-    """Which one: `backward begins`, `backward ends`, `step` or `evaluation`."""
+    """Which one: `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
     moments: dict[str, int]
     """Bytes of each."""
     host: tuple[Item, ...]
@@ -102,17 +104,9 @@ def fits(plan: Plan, free: int | None) -> bool:
     return free is None or plan.peak <= MARGIN * free
 
 
-def largest_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
-    """(tokens of the largest forward pass, padding counted; the field that says so)."""
-    tokens, field = training_pass(spec, longest)
-    if isinstance(spec.evaluation, HeldOut):
-        held_out = spec.evaluation.per_device_eval_batch_size * longest, "evaluation.per_device_eval_batch_size"
-        return max((tokens, field), held_out)
-    return tokens, field
-
-
 def training_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
-    """The same of passes that are trained on."""
+    """(tokens of the largest forward pass of training, padding counted; the field that says so). Those of held-out rows
+    are no larger."""
     match spec.batching:
         case Rows():
             return spec.training.per_device_train_batch_size * longest, "training.per_device_train_batch_size"
@@ -193,12 +187,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         "step": [of_all, *_reducing(spec)],
     }
     if isinstance(spec.evaluation, HeldOut):
-        held_out = Pass(spec.evaluation.per_device_eval_batch_size * longest, longest)
-        inside = max(passed(shape, numbers, held_out), ended(shape, numbers, held_out.tokens))
-        moments["evaluation"] = [
-            Item("activations", inside + casts, "of one block, nothing kept"),
-            Item("logits", (8 + numbers.computed) * shape.vocab * held_out.tokens, "all of them, in float32 too"),
-        ]
+        moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
     totals = {name: sum(item.bytes for item in items) for name, items in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
     fixed = sum(item.bytes for item in state)
@@ -217,6 +206,35 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         stream=stream,
         one_memory=device.one_memory,
     )
+
+
+def _evaluating(
+    held_out: HeldOut, shape: Shape, numbers: Numbers, training: Pass, casts: int, device: Device
+) -> list[Item]:
+    """Of held-out rows, or, where it takes more, of the prompts that are answered at once."""
+    what = _beside(held_out, training, training.longest)
+    inside = max(passed(shape, numbers, what), ended(shape, numbers, what.tokens))
+    logits = _measured_logits(shape, numbers, what.tokens, device)
+    found = [
+        Item("activations", inside + casts, "of one block, nothing kept"),
+        Item("logits", logits, "all of them, in float32 too" if numbers.whole else "a chunk of them"),
+    ]
+    if isinstance(held_out.samples, NoSamples):
+        return found
+    new = held_out.samples.max_new_tokens
+    what = _beside(held_out, training, training.longest + new)
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * numbers.computed * what.tokens
+    answering = [
+        Item("activations", passed(shape, numbers, what) + casts, "of the prompts in one block, nothing kept"),
+        Item("cache", cache, f"keys and values of {what.tokens} tokens, {new} of them new in each answer"),
+    ]
+    return max(found, answering, key=lambda items: sum(item.bytes for item in items))
+
+
+def _beside(held_out: HeldOut, training: Pass, longest: int) -> Pass:
+    """The largest pass of rows of at most so many tokens: as many as are asked for, and no more tokens than a pass of
+    training, or one row (core/train/data/dataset.py, `spans`)."""
+    return Pass(max(longest, min(training.tokens, held_out.per_device_eval_batch_size * longest)), longest)
 
 
 def _state(spec: JobSpec, shape: Shape, held: Held, device: Device, stream: Decision) -> list[Item]:
@@ -338,16 +356,27 @@ def _chunked(shape: Shape, numbers: Numbers, tokens: int) -> bool:
 
 def _logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     """Logits and what goes with them. Whole: the softmax's logarithms, their gradient and that of the logits, each in
-    float32. A chunk: the product, which becomes its own gradient; a copy in float32 where the kernels work on the
-    product's own dtype in 16 bits (a CPU's) or do without (a GPU's)."""
+    float32. A chunk: the product, which becomes its own gradient; on a CPU also what is capped, in float32. The head's
+    gradient: that of a chunk, and their sum."""
     if not _chunked(shape, numbers, tokens):
         return 12 * shape.vocab * tokens
-    product = 4 if numbers.trained else numbers.computed
-    wide = 8 if shape.logits_capped else 4 if product == 4 else 0
+    return _chunk(shape, numbers, tokens, device) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
+
+
+def _measured_logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
+    """The same where nothing is learned from them. Whole: the product, and in float32 that and the softmax's
+    logarithms."""
+    if numbers.whole:
+        return (8 + numbers.computed) * shape.vocab * tokens
+    return _chunk(shape, numbers, tokens, device)
+
+
+def _chunk(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
+    wide = (8 if numbers.computed == 2 else 4) if shape.logits_capped else 0
     wide = wide if device.kind == "cpu" else 0
-    counted = product if device.kind == "gpu" else 4
+    counted = numbers.computed if device.kind == "gpu" else 4
     rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * max(1, shape.vocab)) // 32 * 32))
-    return rows * shape.vocab * (product + wide) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
+    return rows * shape.vocab * (numbers.computed + wide)
 
 
 def _logits_why(shape: Shape, numbers: Numbers, tokens: int) -> str:

@@ -253,7 +253,8 @@ class HeldOut(SpecModel):
     at_start: bool = True
     """Evaluate the untrained model too, so that before and after can be compared."""
     per_device_eval_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rows of one forward pass while evaluating, and prompts that are answered at once."""
+    """Most rows of one forward pass while evaluating, and prompts that are answered at once. A pass never has more
+    tokens than one of training, unless a single row has."""
     samples: Samples = NoSamples()
     """Answers to read beside the figures."""
     metric_for_best_model: BestMetric = "eval_loss"

@@ -27,7 +27,9 @@ from transformers import GenerationConfig
 from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
-from core.train.logits import label_logits
+from core.train.logits import label_figures, label_logprobs
+from core.train.loss.head import Head, head_of
+from core.train.loss.linear_cross_entropy import TokenFigures
 from core.train.optim import state as optimizer_state
 from core.train.optim.updates import OnDevice, Updates
 from core.train.ranks.group import ALONE, Ranks
@@ -55,8 +57,12 @@ class Loss:
     stats: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[nn.Module, Batch], Loss]
-"""A stage: batch → loss, given the model in the precision and mode the engine set."""
+class LossFunction(Protocol):
+    """A stage: batch → loss, given the model in the precision and mode the engine set."""
+
+    def __call__(self, model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
+        """`upstream`: the gradient of the total that the backward is going to bring."""
+
 
 Schedule = Callable[[int], float]
 """Factor on the peak learning rate at a 0-based optimizer step."""
@@ -121,6 +127,7 @@ class Engine:
         """Backward passes since the last optimizer step."""
         self.updates: Updates = OnDevice(model) if updates is None else updates
         self._trained = self.updates.parameters
+        self._head: Head | str | None = None
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
@@ -132,12 +139,14 @@ class Engine:
 
     # --- the primitives ------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, loss_function: LossFunction) -> Loss:
-        """Loss of a batch, in training mode (dropout draws from the torch generator)."""
+    def forward(self, batch: Batch, loss_function: LossFunction, divisor: float = 1.0) -> Loss:
+        """Loss of a batch, in training mode (dropout draws from the torch generator). `divisor`: what the total is
+        divided by before `backward`; all that it decides is how gradients in 16 bits are rounded."""
         self.model.train()
         self.updates.before_pass()
+        upstream = (1.0 if self.scaler is None else self.scaler.scale) / divisor
         with self._compute():
-            return loss_function(self.model, batch.to(self.device))
+            return loss_function(self.model, batch.to(self.device), upstream)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar to those already there. Normalise before: gradients of calls are summed."""
@@ -220,12 +229,25 @@ class Engine:
         finally:
             self.model.train(training)
 
+    def head(self, veto: str | None = None) -> Head | str:
+        """The output head as the chunked loss takes it, or why it is none of those. Found by trying, at the first call;
+        `veto`, which counts then, is a reason not to try."""
+        if self._head is None:
+            with self.inference() as model:
+                self._head = head_of(model) if veto is None else veto
+        return self._head
+
+    def figures(self, batch: Batch) -> TokenFigures:
+        """Loss and rightness of every label under the model, row after row."""
+        head = self.head()
+        with self.inference() as model:
+            return label_figures(model, head, batch.to(self.device))
+
     def logprobs(self, batch: Batch) -> list[Tensor]:
         """Log-probability of every label under the model: one float32 vector a row, of its labelled tokens in order."""
+        head = self.head()
         with self.inference() as model:
-            moved = batch.to(self.device)
-            logits, targets = label_logits(model, moved)
-            values = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+            values = label_logprobs(model, head, batch.to(self.device))
         return list(torch.split(values, batch.label_counts()))
 
     def generate(

@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, assert_never
 
 import torch
-from torch.nn import functional
 
 from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
 from core.train.batch import Batch
-from core.train.data.dataset import TokenDataset, eval_batches
+from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Diverged, Engine
-from core.train.logits import label_logits
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 
@@ -52,10 +50,12 @@ class Evaluator:
         spec: HeldOut,
         *,
         options: RenderOptions,
+        most_tokens: int,
         between: Callable[[], None],
     ) -> None:
-        """`options` are those of the training rows. `between` runs before each batch and each new token, and may raise
-        to stop. SpecError when the evaluation has nothing to work on."""
+        """`options` are those of the training rows. `most_tokens`: of one pass, padding counted; that of training has
+        as many. `between` runs before each batch and each new token, and may raise to stop. SpecError when the
+        evaluation has nothing to work on."""
         completions = options.loss_on != "all"
         if dataset is None:
             raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
@@ -65,7 +65,7 @@ class Evaluator:
                 field="evaluation.metric_for_best_model",
             )
         self.engine, self.tokenizer, self.dataset, self.spec = engine, tokenizer, dataset, spec
-        self.completions, self.between = completions, between
+        self.completions, self.most_tokens, self.between = completions, most_tokens, between
         match spec.samples:
             case NoSamples():
                 self.prompts: list[Prompt] = []
@@ -78,7 +78,14 @@ class Evaluator:
     def share(self) -> Share:
         """This rank's batches and prompts now; a run of one has them all."""
         ranks, size = self.engine.ranks, self.spec.per_device_eval_batch_size
-        batches = eval_batches(self.dataset, size, self.engine.pad_token_id, rank=ranks.rank, world=ranks.world)
+        batches = eval_batches(
+            self.dataset,
+            size,
+            self.engine.pad_token_id,
+            most_tokens=self.most_tokens,
+            rank=ranks.rank,
+            world=ranks.world,
+        )
         return Share(measure(self.engine, batches, between=self.between), self._answers())
 
     def together(self, share: Share) -> tuple[dict[str, float], list[Sample]]:
@@ -102,8 +109,9 @@ class Evaluator:
         order = sorted(range(len(self.prompts)), key=lambda at: len(self.prompts[at].ids))  # like lengths: less padding
         found: dict[int, Sample] = {}
         size, ranks = self.spec.per_device_eval_batch_size, self.engine.ranks
-        for start in range(ranks.rank * size, len(order), ranks.world * size):
-            places = order[start : start + size]
+        lengths = [len(self.prompts[at].ids) + wanted.max_new_tokens for at in order]
+        for start, end in spans(lengths, size, self.most_tokens)[ranks.rank :: ranks.world]:
+            places = order[start:end]
             answers = self.engine.generate(
                 [self.prompts[at].ids for at in places],
                 max_new_tokens=wanted.max_new_tokens,
@@ -173,12 +181,9 @@ def measure(engine: Engine, batches: Iterable[Batch], *, between: Callable[[], N
     total, tokens, matched, rows = 0.0, 0, 0, 0
     for batch in batches:
         between()
-        with engine.inference() as model:
-            moved = batch.to(engine.device)
-            logits, targets = label_logits(model, moved)
-            total += float(functional.cross_entropy(logits.float(), targets, reduction="sum"))
-            right = logits.argmax(dim=-1) == targets
-        matched += sum(bool(part.all()) for part in torch.split(right, batch.label_counts()))
+        found = engine.figures(batch)
+        total += float(found.losses.double().sum())
+        matched += sum(bool(part.all()) for part in torch.split(found.right, batch.label_counts()))
         tokens += batch.label_tokens
         rows += len(batch.lengths)
     return Sums(total, tokens, matched, rows)

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from core.errors import SpecError
 from core.hardware.faults import Limits
-from core.plan.memory import largest_pass
+from core.plan.memory import training_pass
 from core.spec.job import JobSpec
 from core.train.kernels.parts import Parts
 
@@ -123,7 +123,7 @@ def tell_parts(
 
     `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
     """
-    tokens, field = largest_pass(spec, longest)
+    tokens, field = training_pass(spec, longest)
     if limits.fp32_rows is not None and dtype is torch.float32 and tokens > limits.fp32_rows:
         _require_layers(model, field)
         return (

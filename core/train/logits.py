@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from core.train.attention.packed import rows_apart
 from core.train.batch import Batch
 from core.train.loss.head import Head, hidden_states
+from core.train.loss.linear_cross_entropy import TokenFigures, token_figures, token_logprobs
 
 
 def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -30,6 +33,27 @@ def label_hidden(head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
     with rows_apart(batch):
         states = hidden_states(head, **batch.inputs())
     return states.flatten(0, 1).index_select(0, positions), targets
+
+
+def label_figures(model: nn.Module, head: Head | str, batch: Batch) -> TokenFigures:
+    """Loss and rightness of each label, row after row, chunk by chunk; from whole logits where the head is none that
+    the chunked loss knows. No gradients."""
+    if isinstance(head, Head):
+        hidden, targets = label_hidden(head, batch)
+        return token_figures(hidden, head.weight, targets, bias=head.bias, options=head.options)
+    logits, targets = label_logits(model, batch)
+    right = logits.argmax(dim=-1) == targets
+    return TokenFigures(functional.cross_entropy(logits.float(), targets, reduction="none"), right)
+
+
+def label_logprobs(model: nn.Module, head: Head | str, batch: Batch) -> Tensor:
+    """Log-probability of each label, float32 [label tokens], row after row: of logits that were never rounded to 16
+    bits, unless the head is none that the chunked loss knows."""
+    if isinstance(head, Head):
+        hidden, targets = label_hidden(head, batch)
+        return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=head.options)
+    logits, targets = label_logits(model, batch)
+    return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def all_logits(model: nn.Module, batch: Batch) -> Tensor:

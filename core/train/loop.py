@@ -219,7 +219,7 @@ class Loop:
                 self._leave(part, started)
             self.events.alive()
             batch = batch_of()
-            loss = engine.forward(batch, self.loss_function)
+            loss = engine.forward(batch, self.loss_function, items)
             engine.backward(loss.total / items)
             part.loss = part.loss + loss.total.detach().double()
             part.tokens += batch.tokens if batch.label_tokens else 0  # a rank without rows computes on some others'

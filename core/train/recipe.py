@@ -10,6 +10,7 @@ from typing import Any
 from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Verdict, choose
+from core.plan.memory import training_pass
 from core.spec.run import (
     CHECKPOINTS,
     EVENTS_FILE,
@@ -159,7 +160,10 @@ def _train(
     evaluator: Evaluator | None = None
     if isinstance(held_out, HeldOut):
         options = RenderOptions(data.loss_on, spec.data.rendering)
-        evaluator = Evaluator(engine, tokenizer, data.eval, held_out, options=options, between=leave_if_asked)
+        tokens, _ = training_pass(spec, data.longest)
+        evaluator = Evaluator(
+            engine, tokenizer, data.eval, held_out, options=options, most_tokens=tokens, between=leave_if_asked
+        )
     _resume(engine, feed, ledger, environment, order, run_dir, events)
     engine.hold_together()
 

@@ -26,7 +26,8 @@ from core.train.engine import Engine
 from core.train.events import EventWriter
 from core.train.feed import build_feed, read_data
 from core.train.load import load_model, load_tokenizer
-from core.train.stages.sft import chunked_sft_loss, head_of, sft_loss
+from core.train.loss.head import head_of
+from core.train.stages.sft import chunked_sft_loss, sft_loss
 from tests.support.trainer import pairs, write_rows, write_run
 
 KINDS = ("rows", "grouped", "tokens", "packed")

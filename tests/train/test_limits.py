@@ -19,7 +19,7 @@ from core.hardware import faults
 from core.hardware.faults import KnownFault, Limits
 from core.spec.job import JobSpec
 from core.spec.run import EXIT_OK
-from core.train.limits import largest_pass, split_products, tell_parts, widest
+from core.train.limits import split_products, tell_parts, training_pass, widest
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
 
@@ -177,14 +177,14 @@ def spec(**axes: Any) -> JobSpec:
                 "evaluation": {"type": "held_out", "per_device_eval_batch_size": 32},
                 "data": {"train": "/r", "eval": "/e"},
             },
-            3200,
-            "evaluation.per_device_eval_batch_size",
+            800,
+            "training.per_device_train_batch_size",
         ),
     ],
     ids=["rows", "packed", "one long row", "evaluation"],
 )
 def test_the_largest_pass(axes: dict[str, Any], tokens: int, field: str) -> None:
-    assert largest_pass(spec(**axes), longest=100) == (tokens, field)
+    assert training_pass(spec(**axes), longest=100) == (tokens, field)
 
 
 def test_products_just_within_and_just_beyond() -> None:

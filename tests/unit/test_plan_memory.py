@@ -101,15 +101,59 @@ def test_attention_in_plain_operations_grows_with_the_square_of_a_row() -> None:
     assert planned(Device("gpu", "gfx908"), **LORA).peak > planned(**LORA).peak, "a card without flash attention"
 
 
-def test_an_evaluation_with_whole_logits_can_be_the_peak() -> None:
-    axes: dict[str, Any] = QLORA | {"memory": {"gradient_checkpointing": True}}
-    without = planned(**axes)
-    found = planned(
-        evaluation={"type": "held_out", "per_device_eval_batch_size": 32},
-        **axes | {"data": {"train": "rows.jsonl", "eval": "held.jsonl"}},
-    )
-    assert found.moment == "evaluation" and found.peak > without.peak
-    assert found.bytes["logits"] == 10 * 128256 * 32 * 1024
+ON_THE_HEAD = {"method": {"type": "lora", "r": 16, "target_modules": ["q_proj", "lm_head"]}}
+HELD_OUT: dict[str, Any] = {
+    "data": {"train": "rows.jsonl", "eval": "held.jsonl"},
+    "evaluation": {"type": "held_out", "per_device_eval_batch_size": 32},
+}
+
+
+@pytest.mark.parametrize("device", [CARD, Device("cpu", memory=64 * GIB)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        CHECKPOINTED,
+        SELECTIVE,
+        {"batching": {"type": "packed", "tokens_per_batch": 8192}},
+        {"batching": {"type": "tokens", "tokens_per_batch": 512}},
+        {"training": {"precision": "fp32"}},
+        {"training": {"attention": "eager"}},
+        {"memory": {"activation_offloading": True}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", [LORA, QLORA, FULL, ON_THE_HEAD], ids=["lora", "qlora", "full", "head"])
+def test_held_out_rows_take_no_more_than_training(
+    method: dict[str, Any], axes: dict[str, Any], rows: int, device: Device
+) -> None:
+    if method is FULL and "activation_offloading" in axes.get("memory", {}):
+        method = LORA
+    training = {"training": {"per_device_train_batch_size": rows, **axes.get("training", {})}}
+    without = planned(device, 4096, **method | axes | training)
+    found = planned(device, 4096, **method | axes | training | HELD_OUT)
+    assert found.moments["evaluation"] <= max(without.moments.values())
+    assert (found.peak, found.moment, found.device) == (without.peak, without.moment, without.device)
+
+
+def test_logits_of_held_out_rows_are_a_chunk_unless_the_head_has_an_adapter() -> None:
+    few = {"training": {"per_device_train_batch_size": 1}}
+    chunk = 256 * 2**20 // (2 * 128256) // 32 * 32 * 128256 * 2
+    inside = planned(**QLORA | CHECKPOINTED | HELD_OUT | few)
+    whole = planned(**ON_THE_HEAD | CHECKPOINTED | HELD_OUT | few)
+    fixed = inside.bytes["weights"] + inside.bytes["adapter"] + inside.bytes["optimizer"]
+    assert inside.moments["evaluation"] - fixed < chunk + 2**30
+    assert whole.moments["evaluation"] > 10 * 128256 * 1024 > chunk
+
+
+def test_answers_to_prompts_are_in_the_plan() -> None:
+    """One row of 1,024 tokens and 4,096 new ones: keys and values of all."""
+    asked = {"type": "held_out", "samples": {"type": "greedy", "max_new_tokens": 4096}}
+    few = {"training": {"per_device_train_batch_size": 1}}
+    found = planned(**QLORA | CHECKPOINTED | few | HELD_OUT | {"evaluation": asked})
+    assert found.moment == "evaluation"
+    assert found.bytes["cache"] == 2 * 32 * 8 * 128 * 2 * (1024 + 4096)
 
 
 def test_what_lies_on_the_host_and_on_disk() -> None:

@@ -152,14 +152,14 @@ def test_where_nothing_fits_it_begins_with_the_smallest_batch() -> None:
     assert found.plan is not None and found.plan.rows == 1
 
 
-def test_evaluations_are_cut_before_a_job_is_refused() -> None:
-    """Whole logits of 64 rows are 42 GB: an evaluation out of memory goes on with fewer rows, and so does the plan."""
+def test_held_out_rows_decide_nothing() -> None:
+    """Passes of an evaluation are no larger than those of training, however many rows are asked for."""
     held_out = {"train": "file-" + "0" * 26, "eval": "file-" + "1" * 26}
-    spec = job(method="qlora", data=held_out, evaluation={"type": "held_out", "per_device_eval_batch_size": 64})
-    assert plan(spec, LLAMA_8B, longest=LENGTH, device=fit.device_of(gpu(24))).moment == "evaluation"
-    assert fit.refusal(spec, LLAMA_8B, LENGTH, [seat(gpu(24))]) is None
-    found = settle.settle(spec, LLAMA_8B, LENGTH, gpu(24))
-    assert found.fits and found.adjusted["evaluation.per_device_eval_batch_size"] < 64, found.reason
+    evaluation = {"type": "held_out", "per_device_eval_batch_size": 64}
+    for memory in (8, 12, 24, 80):
+        without = settle.settle(job(), LLAMA_8B, LENGTH, gpu(memory))
+        found = settle.settle(job(data=held_out, evaluation=evaluation), LLAMA_8B, LENGTH, gpu(memory))
+        assert (found.rung.name, found.adjusted, found.fits) == (without.rung.name, without.adjusted, without.fits)
 
 
 @pytest.mark.parametrize(("shape", "slot"), [(None, gpu(80)), (LLAMA_8B, Slot("cpu", "cpu"))], ids=["shape", "memory"])

@@ -109,10 +109,29 @@ def _count(
 
 
 def eval_batches(
-    dataset: TokenDataset, batch_size: int, pad_token_id: int, *, rank: int = 0, world: int = 1
+    dataset: TokenDataset,
+    batch_size: int,
+    pad_token_id: int,
+    *,
+    most_tokens: int,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[Batch]:
-    """All rows once, those of like length together: less padding, the same figures. Of several ranks each has every
-    `world`-th batch; the batches are those of a run of one."""
+    """All rows once, those of like length together: less padding, the same figures. Batches are those of `spans`. Of
+    several ranks each has every `world`-th batch; the batches are those of a run of one."""
     order: Sequence[int] = sorted(range(len(dataset)), key=dataset.length)
-    for start in range(rank * batch_size, len(order), world * batch_size):
-        yield dataset.collate(order[start : start + batch_size], pad_token_id)
+    found = spans([dataset.length(row) for row in order], batch_size, most_tokens)
+    for start, end in found[rank::world]:
+        yield dataset.collate(order[start:end], pad_token_id)
+
+
+def spans(lengths: Sequence[int], most: int, most_tokens: int) -> list[tuple[int, int]]:
+    """Cut rows of these lengths, shortest first, into spans of at most `most` rows and, padding counted, `most_tokens`
+    tokens; a row that has more is alone."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for at, length in enumerate(lengths):
+        if at > start and (at - start == most or (at - start + 1) * length > most_tokens):
+            found.append((start, at))
+            start = at
+    return [*found, (start, len(lengths))] if lengths else found

@@ -11,7 +11,7 @@ from core.train.batch import Batch
 from core.train.engine import Engine, Loss, LossFunction
 from core.train.logits import label_hidden, label_logits
 from core.train.loss.chunk import loss_backend
-from core.train.loss.head import Head, head_of
+from core.train.loss.head import Head
 from core.train.loss.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
 WHOLE_LOGITS_BYTES = CHUNK_BYTES["cuda"]
@@ -24,7 +24,7 @@ gradients and AdamW's state are 16 bytes each: 2.2 GB for the smallest model in 
 """
 
 
-def sft_loss(model: nn.Module, batch: Batch) -> Loss:
+def sft_loss(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
     """Sum of -log p over the labelled tokens of the batch, in float32, from whole logits of these tokens."""
     logits, targets = label_logits(model, batch)
     return Loss(functional.cross_entropy(logits.float(), targets, reduction="sum"), batch.label_tokens)
@@ -33,9 +33,11 @@ def sft_loss(model: nn.Module, batch: Batch) -> Loss:
 def chunked_sft_loss(head: Head) -> LossFunction:
     """The same sum with head and cross-entropy in one, chunk by chunk: never whole logits."""
 
-    def loss(model: nn.Module, batch: Batch) -> Loss:
+    def loss(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
         hidden, targets = label_hidden(head, batch)
-        total = linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, options=head.options)
+        total = linear_cross_entropy(
+            hidden, head.weight, targets, bias=head.bias, options=head.options, upstream=upstream
+        )
         return Loss(total, batch.label_tokens)
 
     return loss
@@ -47,22 +49,20 @@ def choose_sft_loss(engine: Engine, veto: str | None = None) -> tuple[LossFuncti
     Chunked, where the head is frozen and of the known form: it needs less memory and no more time. A trained head costs
     the chunked form a sum of its own gradient over the chunks, so that it is taken only where the logits are large; the
     choice is a batch's own, by its label tokens."""
-    if veto is not None:
-        return sft_loss, {"kernel": "logits", "reason": veto}
-    with engine.inference() as model:
-        head = head_of(model)
+    head = engine.head(veto)
     if isinstance(head, str):
         return sft_loss, {"kernel": "logits", "reason": head}
     if head.bias is not None and head.bias.requires_grad:
         return sft_loss, {"kernel": "logits", "reason": "the output head's bias is trained"}
     chunked = chunked_sft_loss(head)
-    backend = loss_backend(head.weight, head.bias, head.options)
+    dtype = engine.autocast or head.weight.dtype
+    backend = loss_backend(head.weight.device, dtype, head.bias, head.options)
     if not head.weight.requires_grad:
         return chunked, {"kernel": "chunked", "backend": backend}
 
-    def by_size(model: nn.Module, batch: Batch) -> Loss:
+    def by_size(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
         small = batch.label_tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES
-        return sft_loss(model, batch) if small else chunked(model, batch)
+        return sft_loss(model, batch, upstream) if small else chunked(model, batch, upstream)
 
     vocabulary = head.weight.shape[0]
     above = WHOLE_LOGITS_BYTES // (4 * vocabulary)
