@@ -10,12 +10,18 @@ from torch.nn import functional
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
 )
 
 from core.train.loss.head import Head, head_of, hidden_states
@@ -35,8 +41,25 @@ SMALL: dict[str, Any] = {
         lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=0.5)),
         lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
         lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
+        lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SMALL, logits_scaling=0.25)),
+        lambda: FalconH1ForCausalLM(
+            FalconH1Config(
+                **SMALL, lm_head_multiplier=0.25, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8
+            )
+        ),
+        lambda: MiniCPM3ForCausalLM(
+            MiniCPM3Config(
+                **SMALL,
+                dim_model_base=12,
+                q_lora_rank=8,
+                kv_lora_rank=8,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=8,
+                v_head_dim=16,
+            )
+        ),
     ],
-    ids=["llama", "gemma2", "cohere", "granite"],
+    ids=["llama", "gemma2", "cohere", "granite", "hyperclovax", "falcon-h1", "minicpm3"],
 )
 def test_loss_over_the_found_head_is_the_models_own(make: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

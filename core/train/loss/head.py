@@ -7,6 +7,7 @@ agree, or the answer is a reason, and the caller takes the model's logits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from core.train.loss.linear_cross_entropy import HeadOptions
 
 TOLERANCE = 1e-3
 """Of the largest logit, in float32."""
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Settings that logits are multiplied by: of Cohere, Falcon-H1 and Muse."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,18 +46,23 @@ def head_of(model: nn.Module) -> Head | str:
     if not isinstance(backbone, nn.Module):
         return "the model has no backbone of its own"
     config = base.config.get_text_config()
+    seen = _look(base, backbone, int(config.vocab_size))
+    heads = [Head(backbone, layer.weight, layer.bias, options) for options in _candidates(config)]
+    gaps = [_gap(seen, head) for head in heads]
+    best = min(range(len(heads)), key=lambda at: gaps[at])
+    if gaps[best] > TOLERANCE:
+        return f"its logits are not the head's product: off by {gaps[best]:.1%} of the largest"
+    return heads[best]
+
+
+def _candidates(config: Any) -> list[HeadOptions]:
+    """What the settings may mean for the logits, which is for trying to tell: Granite divides by its logits_scaling,
+    and HyperCLOVA X multiplies by a setting of the same name."""
     softcap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    options = HeadOptions(
-        softcap=None if softcap is None else float(softcap),
-        scale=float(scale) if scale is not None else 1.0 / float(divisor) if divisor else 1.0,
-    )
-    head = Head(backbone, layer.weight, layer.bias, options)
-    gap = _gap(base, head, int(config.vocab_size))
-    if gap > TOLERANCE:
-        return f"its logits are not the head's product: off by {gap:.1%} of the largest"
-    return head
+    scale = math.prod(float(getattr(config, name, None) or 1.0) for name in MULTIPLIERS)
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    scales = dict.fromkeys((scale / scaling, scale * scaling, 1.0))
+    return [HeadOptions(softcap=None if softcap is None else float(softcap), scale=one) for one in scales]
 
 
 def hidden_states(head: Head, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -63,27 +71,48 @@ def hidden_states(head: Head, input_ids: Tensor, **inputs: Any) -> Tensor:
     return states
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """A model at work on a few tokens."""
+
+    states: Tensor
+    """What its backbone answers."""
+    fed: Tensor | None
+    """What its head was given."""
+    logits: Tensor
+    """What the model made of that, float32."""
+
+
 @torch.no_grad()
-def _gap(base: Any, head: Head, vocabulary: int) -> float:
-    """Largest difference between the model's logits and the formula, over the largest logit; both from the same hidden
-    states, the product in the model's dtype."""
-    ids = torch.arange(1, 9, device=head.weight.device).unsqueeze(0) % vocabulary
-    seen: list[Tensor] = []
-    handle = base.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+def _look(base: Any, backbone: nn.Module, vocabulary: int) -> _Seen:
+    ids = torch.arange(1, 9, device=base.get_output_embeddings().weight.device).unsqueeze(0) % vocabulary
+    fed: list[Tensor] = []
+    handle = base.get_output_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0]))
     training = base.training
     base.eval()
     try:
         logits = base(input_ids=ids, use_cache=False).logits.float()
-        states = head.backbone(input_ids=ids, use_cache=False).last_hidden_state
+        states = backbone(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         handle.remove()
         base.train(training)
-    if not seen or seen[0].shape != states.shape or not torch.equal(seen[0], states):
+    return _Seen(states, fed[0] if fed else None, logits)
+
+
+@torch.no_grad()
+def _gap(seen: _Seen, head: Head) -> float:
+    """Largest difference between the model's logits and the formula, over the largest logit; both from the same hidden
+    states, the product in the model's dtype."""
+    states, fed, options = seen.states, seen.fed, head.options
+    if fed is None or fed.shape != states.shape:
         return float("inf")
-    formula = nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float() * head.options.scale
-    if head.options.softcap is not None:
-        formula = head.options.softcap * torch.tanh(formula / head.options.softcap)
-    largest = float(logits.abs().amax())
+    near = {"rtol": 2**-7, "atol": 1e-5} if states.dtype in (torch.bfloat16, torch.float16) else {"rtol": 1e-5}
+    if not torch.equal(fed, states) and not torch.allclose(fed, states * options.scale, **near):
+        return float("inf")  # MiniCPM3 scales what it gives to its head
+    formula = nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float() * options.scale
+    if options.softcap is not None:
+        formula = options.softcap * torch.tanh(formula / options.softcap)
+    largest = float(seen.logits.abs().amax())
     # The cap and the scale in the model's own dtype round a little differently: bfloat16 has 8 bits.
     allowed = 8.0 if head.weight.dtype in (torch.bfloat16, torch.float16) else 1.0
-    return float((formula - logits).abs().amax()) / max(largest, 1e-30) / allowed
+    return float((formula - seen.logits).abs().amax()) / max(largest, 1e-30) / allowed
