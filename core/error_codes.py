@@ -304,6 +304,11 @@ NOTICES: dict[str, Code] = {
         "Products that this card's libraries compute wrongly when they are large are made in parts.",
         "Nothing; smaller micro-batches, or bf16 where float32 is the trouble, need no parts.",
     ),
+    "whole_logits": (
+        "The output head has no form that the chunked loss knows: training and evaluation make the logits of a whole "
+        "batch, and take more memory for it.",
+        "Leave the head out of `method.target_modules`, where it has an adapter; else smaller micro-batches.",
+    ),
     "activation_offloading": (
         "The job trains on a CPU, whose memory is the host's: inputs are copied for nothing.",
         "Leave `memory.activation_offloading` out there.",

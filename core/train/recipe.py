@@ -51,7 +51,7 @@ from core.train.record import Environment
 from core.train.render.options import RenderOptions
 from core.train.scaler import LossScaler
 from core.train.selftest.heed import heed
-from core.train.stages.sft import choose_sft_loss
+from core.train.stages.sft import choose_sft_loss, whole_logits
 
 
 def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> int:
@@ -143,6 +143,8 @@ def _train(
     loss_function, loss_record = choose_sft_loss(engine, veto=choice.veto.get("chunked"))
     computed = placement.autocast or placement.weights
     whole = loss_record["kernel"] == "logits"
+    if whole:
+        events.write("notice", code="whole_logits", message=whole_logits(loss_record["reason"], engine.model))
     split_products(engine.model, placement.limits)
     if in_parts := tell_parts(spec, engine.model, placement.limits, computed, data.longest, whole):
         events.write("notice", code="products_in_parts", message=in_parts)

@@ -100,7 +100,7 @@ def test_small_slopes_of_fp16_do_not_vanish() -> None:
         total = linear_cross_entropy(ours, head, labels, upstream=upstream, chunk_rows=ROWS, backend="portable")
         (found,) = torch.autograd.grad(total, ours, torch.tensor(scale / items))
         off.append(float((found.double() - wanted).norm() / wanted.norm()))
-    assert off[0] < 0.01 and off[1] > 0.5, off
+    assert off[0] < 2e-3 and off[1] > 0.05, off
 
 
 # --- operands ----------------------------------------------------------------------------------------------

@@ -192,3 +192,25 @@ def test_out_of_memory_cuts_rows_that_a_pass_has(axes: dict[str, Any], wanted: i
     spec = JobSpec.model_validate(job | axes)
     assert isinstance(spec.evaluation, HeldOut)
     assert adjust.smaller(spec, adjust.EVAL_BATCH) == (None if wanted is None else {adjust.EVAL_BATCH: wanted})
+
+
+def test_a_run_with_whole_logits_says_so(tiny_dir: Path, tmp_path: Path) -> None:
+    """For an adapter on the head, which the plan counts as well (tests/unit/test_plan_memory.py)."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 4)
+    for targets, told in ((["q_proj"], []), (["q_proj", "lm_head"], ["whole_logits"])):
+        run_dir = write_run(
+            tmp_path / targets[-1],
+            tiny_dir,
+            rows,
+            held_out=rows,
+            evaluation={"type": "held_out"},
+            training={"max_steps": 1, "precision": "fp32", "max_length": 32},
+            method={"type": "lora", "r": 4, "target_modules": targets},
+        )
+        assert run(run_dir) == EXIT_OK, events(run_dir, "error")
+        found = {event["code"]: event["message"] for event in events(run_dir, "notice")}
+        assert [code for code in found if code == "whole_logits"] == told
+        (record,) = events(run_dir, "run_record")
+        if told:
+            assert "the output head has an adapter" in found["whole_logits"]
+            assert record["record"]["loss"]["kernel"] == "logits"

@@ -67,3 +67,12 @@ def choose_sft_loss(engine: Engine, veto: str | None = None) -> tuple[LossFuncti
     vocabulary = head.weight.shape[0]
     above = WHOLE_LOGITS_BYTES // (4 * vocabulary)
     return by_size, {"kernel": "by size", "backend": backend, "chunked_above_tokens": above}
+
+
+def whole_logits(reason: str, model: nn.Module) -> str:
+    """What to tell of a run without the chunked loss."""
+    vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    return (
+        f"logits are made whole, for {reason}: about {12 * vocabulary:,} bytes a label token in training, and up "
+        "to that in evaluations"
+    )
