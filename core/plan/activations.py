@@ -11,7 +11,7 @@ D = heads · head width, K the same of keys, I the feed-forward's inner width; c
     … in plain operations, or by torch's math: 4 (+ c) heads · rows · T², the scores, and q, k, v of D each
     feed-forward        c H n + c 3 I n + c I n            its input; gate, its activation, up; their product
     adapters            c r n each; with dropout what is left of their own input and its mask, in place of the input
-    DoRA                2 c out n each                     the answers of base and adapter
+    DoRA                2 c out n each                     the answers of base and adapter; packed, their sum alone
 
 tests/train/test_plan_bytes.py holds it to what autograd keeps, and bench/plan.py to what a process takes.
 """
@@ -110,7 +110,9 @@ def worked(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass
     inner = 2 * c * width * n
     if numbers.attention != "flash":
         inner = max(inner, 8 * shape.heads * what.scores - _inner(shape, block, numbers, n))
-    if numbers.dora:  # an identity, its product with both factors, and base plus that, in the weights' own dtype
+    if numbers.dora and numbers.fused:  # an answer with its magnitudes in float32, and its gradient
+        inner += max((8 * w.outputs * n for w in block if w.module in numbers.adapted), default=0)
+    elif numbers.dora:  # an identity, its product with both factors, and base plus that, in the weights' own dtype
         inner += max((c * w.inputs**2 + 3 * c * w.numel for w in block if w.module in numbers.adapted), default=0)
     return numbers.residual * shape.hidden * n + inner
 
@@ -190,5 +192,5 @@ def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:
     if numbers.dropout:
         total += (c + numbers.dropout) * weight.inputs * n
     if numbers.dora:
-        total += 2 * c * weight.outputs * n
+        total += (1 if numbers.fused else 2) * c * weight.outputs * n
     return total

@@ -51,8 +51,7 @@ class LowRank(SpecModel):
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
     use_dora: bool = False
-    """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353). Over packed weights base and adapter
-    then run apart, which is slower."""
+    """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353)."""
 
 
 class LoRA(LowRank):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.train.export.merge import write_merged
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
@@ -143,13 +144,83 @@ def test_several_adapters_switch_fused_and_add_up_unfused(folder: Path) -> None:
     assert torch.equal(model(IDS).logits, first) and not torch.equal(base, first)
 
 
-def test_dora_trains_and_merges_in_pefts_forward(folder: Path) -> None:
-    model = _model(folder, use_dora=True)
-    fusion = fuse_adapters(model)
-    assert fusion.fused == 0 and sum(fusion.unfused.values()) == 14
-    _, grads = _gradients(model.train())
-    assert sum("magnitude" in name for name in grads) == 14
-    before = model.eval()(IDS).logits
+def _magnified(folder: Path, dtype: torch.dtype = torch.float32, fuse: bool = True, **lora: Any) -> Any:
+    """With factors that are not zero, and magnitudes that are not the norms."""
+    model = _model(folder, dtype=dtype, fuse=False, use_dora=True, **lora)
+    draw = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=draw)
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.2 * torch.rand(parameter.shape, generator=draw)
+    if fuse:
+        assert fuse_adapters(model).fused == 14
+    return model
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_dora_equals_pefts_own_forward(folder: Path, dropout: float) -> None:
+    """Answers and all gradients, of an input too; float32. Dropout draws the same numbers."""
+    plain = _magnified(folder, fuse=False, lora_dropout=dropout)
+    fused = _magnified(folder, lora_dropout=dropout)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    found = []
+    for model in (plain, fused):
+        torch.manual_seed(5)
+        logits, grads = _gradients(model.train())
+        layer = model.base_model.model.model.layers[0].mlp.up_proj
+        x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        layer.eval()(x).square().sum().backward()
+        found.append((logits, grads | {"x": x.grad}))
+    (logits, grads), (logits2, grads2) = found
+    torch.testing.assert_close(logits2, logits, rtol=1e-4, atol=1e-5)
+    assert grads.keys() == grads2.keys() and sum("magnitude" in name for name in grads) == 14
+    for name in grads:
+        torch.testing.assert_close(grads2[name], grads[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_dora_in_bfloat16_is_nearer_to_float32_than_pefts_own(folder: Path) -> None:
+    """Whose norms are rounded; and with factors of zero it begins as the base, to the bit."""
+    exact = _magnified(folder).eval()(IDS).logits
+    off = []
+    for fuse in (True, False):
+        model = _magnified(folder, torch.bfloat16, fuse).eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            off.append(float((model(IDS).logits.float() - exact).norm() / exact.norm()))
+    assert off[0] < 0.05 and off[0] < 1.1 * off[1], off
+    fresh = _model(folder, dtype=torch.bfloat16, fuse=False, use_dora=True)
+    for name, parameter in fresh.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    fuse_adapters(fresh)
+    with torch.autocast("cpu", torch.bfloat16):
+        with_it = fresh.eval()(IDS).logits
+        with fresh.disable_adapter():
+            assert torch.equal(fresh(IDS).logits, with_it)
+
+
+def test_dora_multiplies_no_identity(folder: Path) -> None:
+    """Nothing square of a layer's width is made, and the weight is unpacked whole only for its products."""
+    model = _magnified(folder).train()
+    widths = {m.in_features for m in model.modules() if isinstance(m, QuantLoraLinear)}
+
+    class Seen(TorchDispatchMode):
+        eyes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.eyes += func.overloadpacket is torch.ops.aten.eye
+            return func(*args, **(kwargs or {}))
+
+    assert widths
+    for each, wanted in ((model, 0), (_magnified(folder, fuse=False).train(), 14)):
+        with Seen() as seen:
+            each(input_ids=IDS, labels=IDS).loss.backward()
+        assert seen.eyes == wanted
+
+
+def test_dora_merges_into_what_it_gives(folder: Path) -> None:
+    model = _magnified(folder).eval()
+    before = model(IDS).logits
     torch.testing.assert_close(model.merge_and_unload()(IDS).logits, before, rtol=1e-3, atol=1e-4)
 
 

@@ -76,9 +76,10 @@ METHODS = [
     {"method": {"type": "lora", "r": 4, "lora_dropout": 0.5}},
     {"method": {"type": "lora", "r": 4, "use_dora": True}},
     {"method": {"type": "qlora", "r": 4}},
+    {"method": {"type": "qlora", "r": 4, "use_dora": True}},
     {"method": {"type": "qlora", "r": 4}, "quantization": "int8"},
 ]
-NAMES = ["full", "lora", "attention", "dropout", "dora", "nf4", "int8"]
+NAMES = ["full", "lora", "attention", "dropout", "dora", "nf4", "qdora", "int8"]
 
 
 @pytest.mark.parametrize("axes", METHODS, ids=NAMES)

@@ -99,7 +99,7 @@ def test_the_record_says_what_was_packed_and_how_it_computes(tmp_path: Path, tin
     [
         ({"method": {"type": "lora", "r": 4}, "quantization": "int8"}, "int8", 14, 14),
         ({"quantization": {"type": "nf4", "double": False, "skip_modules": ["o_proj"]}}, "nf4", 12, 12),
-        ({"method": {"type": "qlora", "r": 4, "use_dora": True}}, "nf4", 14, 0),
+        ({"method": {"type": "qlora", "r": 4, "use_dora": True}}, "nf4", 14, 14),
         ({"method": {"type": "qlora", "r": 4, "use_rslora": True, "target_modules": "attention"}}, "nf4", 14, 8),
     ],
     ids=["lora over int8", "skipped modules", "dora", "rslora on attention"],

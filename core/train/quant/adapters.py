@@ -2,8 +2,9 @@
 
 PEFT makes the adapters (`get_peft_model`); `fuse_adapters` then gives each of its LoRA layers over a QuantLinear this
 module's class. Names, state dict, saving, several adapters, scaling and enabling stay PEFT's. What the operator does
-not cover (several active adapters at once, DoRA and other variants, a bias in B, mixed batches) runs in PEFT's own
-forward over the packed base: right, slower, and said once in the log.
+not cover (several active adapters at once, variants but DoRA, a bias in B, mixed batches) runs in PEFT's own forward
+over the packed base: right, slower, and said once in the log. DoRA has the operator too (core/train/quant/dora.py), one
+layer at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
 from core.train.kernels.parts import Parts
 from core.train.limits import PLAIN, operand
+from core.train.quant import dora
 from core.train.quant.linear import QuantLinear, compute_dtype
 
 log = logging.getLogger("eft.train.quant")
@@ -102,6 +104,8 @@ class QuantLoraLinear(PeftLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = None if args or kwargs else self.fused_adapter()
+        if adapter is None and not args and not kwargs and (magnified := self.dora_adapter()) is not None:
+            return dora.forward(self, x, magnified, self.parts)
         if adapter is None:
             if self.parts is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
@@ -117,6 +121,13 @@ class QuantLoraLinear(PeftLinear):
             return None
         active = [name for name in self.active_adapters if name in self.lora_A]
         return active[0] if len(active) == 1 and why_unfused(self, active[0]) is None else None
+
+    def dora_adapter(self) -> str | None:
+        """The one adapter with magnitudes that runs over the fused operator now."""
+        if self.disable_adapters or self.merged or torch.compiler.is_compiling():
+            return None
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        return active[0] if len(active) == 1 and dora.is_dora(self, active[0]) else None
 
     def alone(self, x: Tensor, adapter: str) -> Tensor:
         x = x.to(compute_dtype(x))
@@ -194,6 +205,9 @@ def fuse_adapters(model: nn.Module) -> Fusion:
         module.__dict__["shared"] = None
         active = [name for name in module.active_adapters if name in module.lora_A]
         reason = "several active adapters" if len(active) != 1 else why_unfused(module, active[0])
+        if len(active) == 1 and dora.is_dora(module, active[0]):
+            dora.begin(module, active[0])
+            reason = None
         if reason is None:
             fused += 1
         else:

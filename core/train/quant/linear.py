@@ -48,6 +48,7 @@ class QuantLinear(nn.Linear):
         self.block = weight.block
         self.quantized_dtype = weight.dtype
         self.packed, self.absmax = weight.packed, weight.absmax
+        self._row_squares: Tensor | None = None
         match weight:
             case NF4Weight():
                 self.format: Format = "nf4"
@@ -82,6 +83,14 @@ class QuantLinear(nn.Linear):
         to = dtype or self.quantized_dtype
         weight: Tensor = dequantize(self.packed, self.scales, self.format, self.block, shape, to)
         return weight
+
+    def row_squares(self) -> Tensor:
+        """Sum of the squares of each row, float32 [N]: made at the first call, and kept."""
+        if self._row_squares is None or self._row_squares.device != self.packed.device:
+            with torch.no_grad():
+                norms = torch.linalg.vector_norm(self.dense_weight(), dim=1, dtype=torch.float32)
+            self._row_squares = norms.square()
+        return self._row_squares
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain nn.Linear with the dequantised weight, on the same device."""
