@@ -186,3 +186,11 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
     }
     for model, reply in checked.items():
         assert model.model_validate(reply, extra="forbid").model_dump() == reply, model
+
+
+def test_what_is_answered_is_documented(document: dict[str, Any]) -> None:
+    paths = document["paths"]
+    assert set(paths["/usage"]["get"]["responses"]["200"]["content"]) == {"application/json", "text/csv"}
+    assert "400" in paths["/webhooks/{webhook_id}/deliveries"]["get"]["responses"]
+    for path in ("/healthz", "/readyz", "/version"):
+        assert "429" in paths[path]["get"]["responses"], path

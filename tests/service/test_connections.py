@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ import pytest
 from fastapi import Request
 
 from api import body
-from api.connections import Bounds, Connection
+from api.connections import Bounds, Connection, quiet_about_accept
 from api.errors import RequestTimeout
 from core.descriptors import raise_limit
 from core.settings import Settings, crosses_in_clear
@@ -202,3 +203,21 @@ def test_keys_in_clear_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         words = crosses_in_clear(Settings(host=host, **more))
         assert (words is not None) is told, host
         assert words is None or ("in clear" in words and "EFT_TRUSTED_PROXIES" in words and "\n" not in words)
+
+
+def test_connections_that_cannot_be_accepted_are_told_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    context = {
+        "message": "socket.accept() out of system resource",
+        "exception": OSError(errno.EMFILE, "Too many open files"),
+    }
+    began = time.monotonic()
+    for _ in range(10_000):
+        quiet_about_accept(loop, context)
+    seconds = time.monotonic() - began
+    said = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(said) <= seconds + 1 and "Too many open files" in said[0]
+    assert not any(record.exc_info for record in caplog.records)
+    quiet_about_accept(loop, {"message": "something else", "exception": RuntimeError("a defect")})
+    assert "something else" in caplog.records[-1].getMessage() and caplog.records[-1].exc_info
+    loop.close()
