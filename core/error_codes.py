@@ -286,6 +286,14 @@ FAILURES: dict[str, Code] = {
 }
 
 NOTICES: dict[str, Code] = {
+    "columns_ignored": (
+        "The file has columns that its format does not read.",
+        "Nothing, if that was meant; else map them (`columns`, `--column`).",
+    ),
+    "label_ignored": (
+        "A file of raw text has a column that looks like the answer to the text, and it is not learned.",
+        "Map both: `columns: {prompt: text, completion: label}`, or `--column prompt=text --column completion=label`.",
+    ),
     "bad_checkpoint": ("A checkpoint was damaged; it is put aside and the one before was taken.", "Check the disk."),
     "drift": (
         "It goes on under other versions, devices or threads: no longer to the bit.",

@@ -57,6 +57,7 @@ _RESULT: dict[str, Any] = {
     ],
     "faults": [],
     "fault_count": 0,
+    "notices": [],
 }  # fmt: skip
 _PREVIEW: dict[str, Any] = {
     "id": _ID,

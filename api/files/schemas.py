@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from api.jobs.schemas import iso
 from core.db.tables import File
@@ -22,6 +22,7 @@ _FILE: dict[str, Any] = {
         "rows": 84,
         "format": "messages",
         "columns": {},
+        "ignored_columns": [],
         "fault_count": 0,
         "faults": [],
         "notices": [],
@@ -41,6 +42,8 @@ class FileReportView(BaseModel):
     format: str
     columns: dict[str, str]
     """The mapping it was uploaded with; jobs that train on it need not say it again."""
+    ignored_columns: list[str] = Field(default_factory=list)
+    """Columns of the file that no row is trained on, by their own names."""
     fault_count: int
     faults: list[Any]
     """Empty: a file with faults is refused with them."""

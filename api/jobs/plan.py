@@ -22,7 +22,7 @@ from core.jobs.states import Status
 from core.plan.memory import Item, Plan, plan
 from core.plan.shape import Shape
 from core.spec import training
-from core.spec.data import FileSource
+from core.spec.data import FileSource, singles
 from core.spec.job import JobSpec
 from core.spec.model import GGUFModel, HubModel, LocalModel
 
@@ -92,7 +92,25 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
         "fits": refused is None,
         "reason": None if refused is None else refused.message,
         "disk": first["disk"] | {"free": free},
+        "notices": _ignored(session, project_id, spec),
     }, model.source
+
+
+def _ignored(session: Session, project_id: str, spec: JobSpec) -> list[dict[str, Any]]:
+    """What was told of the uploaded files' columns that are not trained on, as long as the job reads them so."""
+    found: list[dict[str, Any]] = []
+    sources = [*singles(spec.data.train, "data.train")]
+    sources += singles(spec.data.eval, "data.eval") if spec.data.eval is not None else []
+    for field, source in sources:
+        if not isinstance(source, FileSource):
+            continue
+        file = session.get(File, source.id)
+        if file is None or file.project_id != project_id or file.report is None:
+            continue
+        if source.columns in ({}, file.report.get("columns", {})):
+            said = file.report.get("notices", [])
+            found += [one | {"field": field} for one in said if one["code"] in ("columns_ignored", "label_ignored")]
+    return found
 
 
 # --- places ----------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ EXAMPLE: dict[str, Any] = {
         "total_bytes": 507772928,
         "free": 812345678901,
     },
+    "notices": [],
 }
 
 
@@ -206,3 +207,5 @@ class PlanView(_View):
     reason: str | None
     """Why it fits nowhere, and what would fit."""
     disk: PlanDisk
+    notices: list[dict[str, Any]]
+    """Columns of its uploaded files that are not trained on: code, message, field."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from eft.datasheet import print_notices
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
 from eft.manual import manual
@@ -62,6 +63,7 @@ def submit(
 
         def told(path: Path, file: File) -> None:
             output.note(f"{path} is {file.id} ({file.rows} rows)")
+            print_notices(file.raw.get("report") or {}, output.notes)
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
         job_spec = upload_data(job_spec, folder, given, uploader(client, told))

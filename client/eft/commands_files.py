@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from eft.app import App
 from eft.commands_data import SetOption
-from eft.datasheet import print_preview
+from eft.datasheet import print_notices, print_preview
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job
 from eft.manual import manual
@@ -59,6 +59,7 @@ def upload(
                 task = bar.add_task(path.name, total=path.stat().st_size if path.is_file() else None)
                 file = client.upload(path, format=row_format, columns=named, advance=partial(bar.advance, task))
             output.json(file.raw) if as_json else output.text(f"{file.id}\n")
+            print_notices(file.raw.get("report") or {}, output.notes)
 
 
 @app.command()

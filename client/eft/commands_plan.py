@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from eft.datasheet import print_notices
 from eft.errors import ExitCode
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
 from eft.manual import manual
@@ -76,6 +77,7 @@ def show(output: Output, planned: dict[str, Any]) -> None:
     output.data.print(_places(planned["places"]))
     for place in planned["places"]:
         _show_place(output, place)
+    print_notices(planned, output.data)
     if not planned["fits"]:
         output.data.print(f"\n[bold red]fits nowhere[/]: {escape(planned['reason'])}", soft_wrap=True)
 

@@ -25,11 +25,17 @@ def print_check(report: dict[str, Any], console: Console) -> None:
     _line(console, head)
     for ours, theirs in (report.get("columns") or {}).items():
         _line(console, Text(f"  {ours} is read from {theirs}"))
-    for notice in report.get("notices") or ():
-        _line(console, Text.assemble(("  notice ", "yellow"), _where(notice), notice["message"]))
+    print_notices(report, console)
     _faults(report, console)
     if report["ok"]:
         _line(console, Text("  no fault", style="green"))
+
+
+def print_notices(report: dict[str, Any], console: Console) -> None:
+    """What is not wrong, but to be known; what asks for an answer stands out."""
+    for notice in report.get("notices") or ():
+        style = "bold yellow" if notice["code"] == "label_ignored" else "yellow"
+        _line(console, Text.assemble(("  notice ", style), _where(notice), _safe(notice["message"])))
 
 
 def print_preview(found: dict[str, Any], console: Console) -> None:
@@ -67,6 +73,7 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
     if (doubles := found.get("duplicates")) and doubles["rows"]:
         shown = "; ".join(f"line {one['line']} again in {_lines(one['again'])}" for one in doubles["examples"][:5])
         _line(console, Text(f"{doubles['rows']} rows are there more than once: {shown}", style="yellow"))
+    print_notices(found, console)
     for sample in found.get("samples") or ():
         _sample(sample, console)
     _faults(found, console)

@@ -20,11 +20,14 @@ from core.data.containers.sniff import HEAD_BYTES, NotRows, sniff
 from core.data.fast import UsualLines
 from core.data.faults import Faults, Unit
 from core.data.formats.settle import SHAPES
+from core.data.ignored import notices
 from core.errors import Fault
 from core.spec.data import Format, RowFormat
 
 MAX_PARQUET_FAULTS = 10_000
 """A billion rows without a value fit into very few bytes; nobody has to read on for the faults of all of them."""
+MAX_IGNORED = 100
+"""Columns that are named as ignored: reports are kept with their files."""
 EMPTY = f"the file has no rows; a row is an object with {SHAPES}"
 
 
@@ -47,6 +50,8 @@ class FileReport:
     """The mapping that was used: our name, the file's name."""
     notices: tuple[Fault, ...] = ()
     """What is not wrong, but to be known."""
+    ignored_columns: tuple[str, ...] = ()
+    """Columns that no row is trained on, as the file calls them."""
 
     @property
     def ok(self) -> bool:
@@ -58,6 +63,7 @@ class FileReport:
             "rows": self.rows,
             "format": self.format,
             "columns": self.columns,
+            "ignored_columns": list(self.ignored_columns),
             "fault_count": self.fault_count,
             "faults": [fault.as_dict() for fault in self.faults],
             "notices": [notice.as_dict() for notice in self.notices],
@@ -159,7 +165,8 @@ class FileCheck:
         unit = self._faults.unit
         return FileReport(
             self.checker.rows, self.checker.format, faults, count, self.container, unit, self._columns,
-            self._faults.notices(),
+            (*notices(self.checker.format, self._faults.ignored), *self._faults.notices()),
+            tuple(self._faults.ignored)[:MAX_IGNORED],
         )  # fmt: skip
 
     def _begin(self) -> bytes:

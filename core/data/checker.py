@@ -12,7 +12,8 @@ from typing import Any
 
 from core.data.faults import MAX_COLUMNS, TOO_MANY_COLUMNS, Faults, kind
 from core.data.formats.read import read
-from core.data.formats.settle import SHAPES, fits, missing, nearest
+from core.data.formats.settle import READ, SHAPES, fits, missing, nearest
+from core.data.mapping import mapped
 from core.data.rows import Row
 from core.spec.data import Format, RowFormat
 
@@ -33,6 +34,8 @@ class RowChecker:
         self.faults = faults
         self.rows = 0
         """Rows without a fault so far."""
+        self._seen: Any = None
+        """Keys of the row before."""
 
     def row(self, number: int, value: Any) -> Row | None:
         """The row at a line (or of a number); None when it has a fault."""
@@ -47,8 +50,9 @@ class RowChecker:
         named = self._renamed(value) if self.columns else value
         row_format = self._settle(named)
         row = None if row_format is None else read(named, row_format, self.faults)
-        if row is None or self.faults.count > before:
+        if row is None or row_format is None or self.faults.count > before:
             return None
+        self._tell_ignored(value, row_format)
         self.rows += 1
         return row
 
@@ -60,6 +64,18 @@ class RowChecker:
         """Go on in a file whose first rows were read before."""
         if self.format is None:
             self.format, self._settled_at = row_format, number
+
+    def _tell_ignored(self, value: dict[str, Any], row_format: RowFormat) -> None:
+        """Columns of the row that are not read; rows mostly have the same ones."""
+        keys = value.keys()
+        if keys == self._seen:
+            return
+        self._seen = keys
+        known = READ[row_format]
+        for key in keys:
+            if key in self._theirs or (key not in self.columns and (known is None or key in known)):
+                continue
+            self.faults.ignore(key, is_text=isinstance(value[key], str))
 
     def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
         """Mapped columns by our names; others by their own, less those that a mapped one takes the name of."""
@@ -115,5 +131,6 @@ class RowChecker:
             self.faults.add("missing_field", f"a row of format `{name}` needs `{lacking}`", lacking)
             return
         found = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8]) or "nothing"
-        words = f"a row has {SHAPES}; found {found}: map them with `columns`, such as {{prompt: question}}"
+        way_out = mapped({"prompt": str(next(iter(value), "question"))[:40]})
+        words = f"a row has {SHAPES}; found {found}: map them, such as {way_out}"
         self.faults.add("unknown_format", words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from core.errors import Fault
@@ -18,32 +19,86 @@ Unit = Literal["line", "row"]
 """How places are counted: lines of JSONL and CSV, rows of JSON and Parquet; both from 1."""
 
 
+MAX_RANGES = 6
+"""Runs of lines that are told of one cause; the others are counted."""
+
+
+@dataclass(slots=True)
+class _Cause:
+    """One fault, and every place that has it."""
+
+    code: str
+    message: str
+    where: str
+    first: int
+    ranges: list[list[int]]
+    """[first, last] of the runs that are told."""
+    count: int = 1
+
+    def add(self, number: int) -> None:
+        self.count += 1
+        if number <= self.ranges[-1][1]:
+            return
+        if number == self.ranges[-1][1] + 1:
+            self.ranges[-1][1] = number
+        elif len(self.ranges) < MAX_RANGES:
+            self.ranges.append([number, number])
+
+    def place(self, unit: Unit) -> str:
+        """`line 3`, `lines 1 to 60`, `lines 1, 5 to 7 and 12 more`."""
+        if self.ranges[-1][1] == self.first:
+            return f"{unit} {self.first}"
+        told = sum(last - first + 1 for first, last in self.ranges)
+        words = [f"{first}" if first == last else f"{first} to {last}" for first, last in self.ranges]
+        if self.count > told:
+            words.append(f"{self.count - told} more")
+        return f"{unit}s {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"{unit}s {words[0]}"
+
+
 class Faults:
     """`number` is the line or row being read; `names` are the columns as the file calls them, so that a fault names
-    what its reader can find."""
+    what its reader can find. What is wrong in the same way in many rows is one fault, with all their places."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self.unit: Unit = "line"
         self.number = 0
         self.count = 0
-        self.kept: list[Fault] = []
+        self.ignored: dict[str, bool] = {}
+        """Columns that the rows have and their format does not read, and whether they hold text."""
+        self._causes: dict[tuple[str, str, str], _Cause] = {}
+        self._of_the_file: list[Fault] = []
         self._names = names or {}
         self._notices: dict[str, tuple[str, int, int]] = {}
 
     def add(self, code: str, message: str, where: str = "", *, number: int | None = None) -> None:
         """`where` is a path inside the row such as `messages[0].role`, by our names."""
         self.count += 1
-        if len(self.kept) >= MAX_FAULTS:
-            return
         at = number or self.number
-        place = f"{self.unit} {at}"
-        self.kept.append(Fault(code, message, f"{place}: {self.named(where)}" if where else place, line=at))
+        known = self._causes.get((code, message, where))
+        if known is not None:
+            known.add(at)
+        elif len(self._causes) < MAX_FAULTS:
+            self._causes[code, message, where] = _Cause(code, message, self.named(where), at, [[at, at]])
 
     def add_file(self, code: str, message: str) -> None:
         """A fault of the file as a whole."""
         self.count += 1
-        if len(self.kept) < MAX_FAULTS:
-            self.kept.append(Fault(code, message))
+        if len(self._of_the_file) < MAX_FAULTS:
+            self._of_the_file.append(Fault(code, message))
+
+    @property
+    def kept(self) -> list[Fault]:
+        """The first MAX_FAULTS causes, in the order of the file."""
+        found = list(self._of_the_file)
+        for cause in self._causes.values():
+            place = cause.place(self.unit)
+            words = f"{place}: {cause.where}" if cause.where else place
+            found.append(Fault(cause.code, cause.message, words, line=cause.first))
+        return found[:MAX_FAULTS]
+
+    def ignore(self, column: str, *, is_text: bool) -> None:
+        """A column that no row is trained on."""
+        self.ignored.setdefault(column, is_text)
 
     def notice(self, code: str, message: str) -> None:
         """Not wrong, but to be known: told once, with how often and where first."""

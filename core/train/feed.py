@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
+from core.data.ignored import glance
 from core.errors import SpecError
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
@@ -66,6 +67,8 @@ def read_data(
     def notice(fault: str) -> None:
         events.write("notice", code="token_cache", message=fault)
 
+    for ignored in glance(order.train):
+        events.write("notice", code=ignored.code, message=ignored.message)
     reader = TokenReader(order, tokenizer, progress, notice)
     stream: StreamFeed | None = None
     if spec.data.streaming:

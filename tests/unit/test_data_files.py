@@ -72,6 +72,7 @@ def test_chats_in_other_containers(tmp_path: Path, kind: str) -> None:
         "rows": 5,
         "format": "messages",
         "columns": {},
+        "ignored_columns": [],
         "fault_count": 0,
         "faults": [],
         "notices": [],

@@ -264,9 +264,22 @@ def test_an_empty_file_is_a_fault(raw: bytes) -> None:
 
 
 def test_faults_are_capped_but_counted() -> None:
-    report = check(*[b"x"] * 200)
+    report = check(*[json.dumps({"messages": [{"role": f"robot{at}", "content": "x"}]}).encode() for at in range(200)])
     assert len(report.faults) == faults.MAX_FAULTS
     assert report.fault_count == 200
+
+
+def test_one_cause_is_told_once_with_its_lines() -> None:
+    question = json.dumps({"question": "a", "answer": "b"}).encode()
+    (fault,) = check(*[question] * 60).faults
+    assert (fault.field, fault.line) == ("lines 1 to 60", 1)
+    assert "`columns: {prompt: question}`, or `--column prompt=question` on the command line" in fault.message
+    good, bad = json.dumps(CHAT).encode(), b'{"messages": []}'
+    report = check(good, bad, good, bad, bad, bad, good, bad, b"x", bad)
+    assert [fault.field for fault in report.faults] == ["lines 2, 4 to 6, 8 and 10: messages", "line 9"]
+    assert (report.fault_count, report.rows) == (7, 3)
+    scattered = check(*[bad if at % 2 else good for at in range(100)])
+    assert [fault.field for fault in scattered.faults] == ["lines 2, 4, 6, 8, 10, 12 and 44 more: messages"]
 
 
 def test_any_cut_of_the_stream_gives_the_same_report() -> None:

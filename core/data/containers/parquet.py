@@ -22,6 +22,7 @@ from core.data.containers.parquet_pages import DELTA_BYTE_ARRAY, DELTA_ENCODINGS
 from core.data.containers.record import wrong_columns
 from core.data.faults import MAX_ROW_BYTES, Faults
 from core.data.formats.settle import KNOWN
+from core.data.mapping import mapped
 
 MAX_GROUP_BYTES = 2 << 30
 MAX_GROUP_VALUES = 1 << 25
@@ -180,7 +181,11 @@ def _wanted(schema: Any, columns: Mapping[str, str], faults: Faults, everything:
     found = names if everything or "reference" in names else [name for name in names if name in known]
     if not set(found) & known:
         shown = ", ".join(f"`{name[:40]}`" for name in names[:8]) or "none"
-        faults.add_file("unknown_format", f"no column is one of a format; found {shown}: map them with `columns`")
+        way_out = mapped({"prompt": names[0][:40]}) if names else "`columns`"
+        faults.add_file("unknown_format", f"no column is one of a format; found {shown}: map them, such as {way_out}")
+    for name in names:
+        if name not in found:
+            faults.ignore(name, is_text=str(schema.field(name).type) in ("string", "large_string"))
     return found
 
 

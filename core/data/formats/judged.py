@@ -11,6 +11,7 @@ from typing import Any
 from core.data.faults import Faults, kind, optional_text, text
 from core.data.formats import sharegpt
 from core.data.formats.chat import message, tool_definitions, turns
+from core.data.formats.plain import refuse_tools
 from core.data.rows import Labelled, Message, Preference, Prompt, PromptOnly
 
 _PROMPTS = ("prompt", "messages", "conversations")
@@ -53,7 +54,12 @@ def _openai(value: dict[str, Any], faults: Faults) -> Preference | None:
 def _implicit(value: dict[str, Any], faults: Faults, tools: tuple[dict[str, Any], ...]) -> Preference | None:
     """No prompt of its own: two whole chats, whose common turns are the prompt."""
     if not isinstance(value["chosen"], list) or not isinstance(value["rejected"], list):
-        faults.add("missing_field", "a preference needs its `prompt` (two whole chats have it in common)", "prompt")
+        words = (
+            "there is no `prompt`, so what the answers answer is not known. If `chosen` and `rejected` are whole "
+            "transcripts that begin alike, put what they have in common into `prompt` and leave the last answers in "
+            "`chosen` and `rejected`; or write both as lists of messages"
+        )
+        faults.add("missing_field", words, "prompt")
         return None
     chosen = turns(value["chosen"], "chosen", faults, ends="answer")
     rejected = turns(value["rejected"], "rejected", faults, ends="answer")
@@ -119,6 +125,7 @@ def _prompt(value: dict[str, Any], key: str, faults: Faults) -> Prompt | None:
         return sharegpt.conversation(value, faults, ends="question")
     if isinstance(value[key], list):
         return turns(value[key], key, faults, ends="question")
+    refuse_tools(value, faults)
     return text(value[key], key, faults, filled=True)
 
 

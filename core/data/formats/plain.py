@@ -14,6 +14,7 @@ def read_instruction(value: dict[str, Any], faults: Faults) -> Instruction:
     for key in ("system", "history"):  # LLaMA-Factory's Alpaca files may have them
         if value.get(key):
             faults.add("unsupported_field", f"`{key}` would be lost; write such rows as `messages`", key)
+    refuse_tools(value, faults)
     return Instruction(
         text(value["instruction"], "instruction", faults, filled=True),
         optional_text(value, "input", "input", faults) or "",
@@ -35,8 +36,18 @@ def read_prompt_completion(value: dict[str, Any], faults: Faults) -> PromptCompl
         words = f"`prompt` is {kind(prompt)} and `completion` {kind(completion)}; both are strings, or both messages"
         faults.add("invalid_type", words, "completion")
         return None
+    refuse_tools(value, faults)
     return PromptCompletion(text(prompt, "prompt", faults), text(completion, "completion", faults, filled=True))
 
 
+def refuse_tools(value: dict[str, Any], faults: Faults) -> None:
+    """Plain strings have no place for the definitions of tools."""
+    if value.get("tools"):
+        faults.add(
+            "unsupported_field", "`tools` would be lost beside plain text; write such rows as `messages`", "tools"
+        )
+
+
 def read_text(value: dict[str, Any], faults: Faults) -> Text:
+    refuse_tools(value, faults)
     return Text(text(value["text"], "text", faults, filled=True))

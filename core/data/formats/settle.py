@@ -28,6 +28,19 @@ SHAPES = (
 )
 KNOWN = frozenset(key for groups in REQUIRED.values() for group in groups for key in group) | {"tools", "system"}
 
+READ: dict[RowFormat, frozenset[str] | None] = {
+    "messages": frozenset({"messages", "tools"}),
+    "sharegpt": frozenset({"conversations", "system", "tools"}),
+    "prompt_completion": frozenset({"prompt", "completion", "tools"}),
+    "instruction": frozenset({"instruction", "input", "output"}),
+    "text": frozenset({"text"}),
+    "preference": frozenset({"prompt", "messages", "conversations", "chosen", "rejected", "tools", "system"})
+    | {"input", "preferred_output", "non_preferred_output"},
+    "kto": frozenset({"prompt", "completion", "messages", "label", "tools"}),
+    "prompt": None,
+}
+"""Keys that are read of a row of each format; None: all of them, since a reward may."""
+
 
 def fits(value: Mapping[str, Any]) -> list[RowFormat]:
     """Every format whose keys are there."""

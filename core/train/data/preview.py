@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from core.data.ignored import glance
 from core.errors import EftError
 from core.spec.job import JobSpec
 from core.spec.run import RunOrder
@@ -43,6 +44,10 @@ def preview(
     """See docs/preview.md, for the document. DataError for a file that cannot be read as rows, SpecError for
     options that do not go with its format. Of the rows only their tokens are held in memory; they are kept for the
     training job. `notice` is told what did not work with that."""
+    return _preview(order, tokenizer, told, notice) | {"notices": [said.as_dict() for said in glance(order.train)]}
+
+
+def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[str], None]) -> dict[str, Any]:
     spec = order.spec
     found = TokenReader(order, tokenizer, told, notice).read(order.train, listing=True)
     tokens, renderer, faults = found.tokens, found.renderer, found.faults
