@@ -290,6 +290,10 @@ NOTICES: dict[str, Code] = {
         "The file has columns that its format does not read.",
         "Nothing, if that was meant; else map them (`columns`, `--column`).",
     ),
+    "template_fields": (
+        "The rows have fields that not every chat template has a place for.",
+        "`eft files preview` with the model says whether its template has; docs/rendering.md.",
+    ),
     "label_ignored": (
         "A file of raw text has a column that looks like the answer to the text, and it is not learned.",
         "Map both: `columns: {prompt: text, completion: label}`, or `--column prompt=text --column completion=label`.",

@@ -92,12 +92,15 @@ def view(session: Session, project_id: str, spec: JobSpec, *, free: int | None) 
         "fits": refused is None,
         "reason": None if refused is None else refused.message,
         "disk": first["disk"] | {"free": free},
-        "notices": _ignored(session, project_id, spec),
+        "notices": _of_data(session, project_id, spec),
     }, model.source
 
 
-def _ignored(session: Session, project_id: str, spec: JobSpec) -> list[dict[str, Any]]:
-    """What was told of the uploaded files' columns that are not trained on, as long as the job reads them so."""
+_TOLD = ("columns_ignored", "label_ignored", "template_fields")
+
+
+def _of_data(session: Session, project_id: str, spec: JobSpec) -> list[dict[str, Any]]:
+    """What was told of the uploaded files and is of weight for training, as long as the job reads them so."""
     found: list[dict[str, Any]] = []
     sources = [*singles(spec.data.train, "data.train")]
     sources += singles(spec.data.eval, "data.eval") if spec.data.eval is not None else []
@@ -109,7 +112,7 @@ def _ignored(session: Session, project_id: str, spec: JobSpec) -> list[dict[str,
             continue
         if source.columns in ({}, file.report.get("columns", {})):
             said = file.report.get("notices", [])
-            found += [one | {"field": field} for one in said if one["code"] in ("columns_ignored", "label_ignored")]
+            found += [one | {"field": field} for one in said if one["code"] in _TOLD]
     return found
 
 

@@ -208,4 +208,5 @@ class PlanView(_View):
     """Why it fits nowhere, and what would fit."""
     disk: PlanDisk
     notices: list[dict[str, Any]]
-    """Columns of its uploaded files that are not trained on: code, message, field."""
+    """Of its uploaded files: columns that are not trained on, fields that need a place in the chat template. Each has
+    code, message and field."""

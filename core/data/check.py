@@ -20,7 +20,7 @@ from core.data.containers.sniff import HEAD_BYTES, NotRows, sniff
 from core.data.fast import UsualLines
 from core.data.faults import Faults, Unit
 from core.data.formats.settle import SHAPES
-from core.data.ignored import notices
+from core.data.ignored import notices, template_fields
 from core.errors import Fault
 from core.spec.data import Format, RowFormat
 
@@ -165,7 +165,11 @@ class FileCheck:
         unit = self._faults.unit
         return FileReport(
             self.checker.rows, self.checker.format, faults, count, self.container, unit, self._columns,
-            (*notices(self.checker.format, self._faults.ignored), *self._faults.notices()),
+            (
+                *notices(self.checker.format, self._faults.ignored),
+                *template_fields(self._faults.fields),
+                *self._faults.notices(),
+            ),
             tuple(self._faults.ignored)[:MAX_IGNORED],
         )  # fmt: skip
 

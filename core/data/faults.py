@@ -65,6 +65,8 @@ class Faults:
         self.count = 0
         self.ignored: dict[str, bool] = {}
         """Columns that the rows have and their format does not read, and whether they hold text."""
+        self.fields: dict[str, None] = {}
+        """Fields of chats that not every chat template has a place for."""
         self._causes: dict[tuple[str, str, str], _Cause] = {}
         self._of_the_file: list[Fault] = []
         self._names = names or {}

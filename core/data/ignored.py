@@ -3,7 +3,7 @@ them looks like the answer to the text beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -54,6 +54,16 @@ def notices(row_format: RowFormat | None, ignored: Mapping[str, bool]) -> list[F
             words += f"; write the values of `{label[:40]}` as text first"
         found.insert(0, Fault("label_ignored", words))
     return found
+
+
+def template_fields(fields: Iterable[str]) -> list[Fault]:
+    """Fields that are refused with a chat template that has no place for them. Which one that is, only a model says."""
+    shown = ", ".join(f"`{name}`" for name in fields)
+    words = (
+        f"the rows have {shown}: with a chat template that has no place for it a row is refused; a preview with the "
+        "model says which rows are"
+    )
+    return [Fault("template_fields", words)] if shown else []
 
 
 def _label(ignored: Mapping[str, bool]) -> str | None:

@@ -1,4 +1,4 @@
-"""docs/data.md says what is learned of each of its example rows: the checker takes them, and the renderer learns that."""
+"""docs/data.md says what is learned of each of its example rows: the checker takes it, and the renderer learns that."""
 
 from __future__ import annotations
 

@@ -48,6 +48,17 @@ def test_check_names_every_fault(folder: Path) -> None:
     assert [(one["ok"], one["fault_count"]) for one in documents] == [(False, 2)]
 
 
+def test_what_is_not_learned_is_asked_about(folder: Path) -> None:
+    (folder / "labels.csv").write_text("text,intent\nlights on,lights.on\nlights off,lights.off\n")
+    told = "--column prompt=text --column completion=intent"
+    done = eft("data", "check", "labels.csv", cwd=folder)
+    assert done.returncode == 0 and "`intent` is not learned" in done.stdout and told in done.stdout
+    mapped = eft("data", "check", "labels.csv", *told.split(), cwd=folder)
+    assert "2 rows, prompt_completion" in mapped.stdout and "notice" not in mapped.stdout
+    seen = eft("data", "preview", "labels.csv", "--model", str(folder / "tiny"), cwd=folder)
+    assert seen.returncode == 0 and "`intent` is not learned" in seen.stdout, seen.stderr
+
+
 def test_check_of_a_file_that_is_not_there(folder: Path) -> None:
     done = eft("data", "check", "nope.jsonl", cwd=folder)
     assert done.returncode == 2 and "nope.jsonl cannot be read: No such file" in done.stderr

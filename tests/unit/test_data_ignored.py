@@ -107,6 +107,18 @@ def test_tools_beside_plain_text_are_refused(tmp_path: Path, row: dict[str, obje
     assert [(fault.code, fault.field) for fault in report.faults] == [("unsupported_field", "line 1: tools")]
 
 
+def test_fields_that_a_template_may_not_have_are_told(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "a", "name": "Bob"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "so"},
+    ]
+    row = {"messages": turns, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (notice,) = checked(tmp_path / "rows", json.dumps(row)).notices
+    assert notice.code == "template_fields"
+    assert "`name`, `tool_calls`, `reasoning`, `tools`" in notice.message
+
+
 def test_two_transcripts_without_a_prompt_are_told_what_to_do(tmp_path: Path) -> None:
     report = checked(tmp_path / "rows", '{"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}\n')
     assert "put what they have in common into `prompt`" in report.faults[0].message

@@ -13,6 +13,8 @@ from core.data.rows import Chat, Message, Role, ToolCall
 
 ROLES = get_args(Role)
 _KEYS = ("role", "content", "name", "weight", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+_NOT_EVERYWHERE = ("name", "tool_calls", "reasoning_content", "reasoning")
+"""Keys that a chat template may have no place for."""
 _EMPTY = Message("", "")
 
 Ends = Literal["answer", "question"]
@@ -62,6 +64,9 @@ def message(item: Any, where: str, faults: Faults) -> Message:
     calls = _tool_calls(item.get("tool_calls"), f"{where}.tool_calls", faults)
     if calls and role not in ("assistant", ""):
         faults.add("unsupported_field", "only the assistant calls tools", f"{where}.tool_calls")
+    for key in _NOT_EVERYWHERE:
+        if item.get(key):
+            faults.fields[key] = None
     reasoning = optional_text(item, "reasoning_content", f"{where}.reasoning_content", faults)
     if item.get("reasoning") is not None:
         if reasoning is not None:
@@ -162,6 +167,8 @@ def tool_definitions(value: dict[str, Any], faults: Faults) -> tuple[dict[str, A
         faults.add("invalid_type", f"expected a list of tools, not {kind(tools)}", "tools")
         return ()
     found = []
+    if tools:
+        faults.fields["tools"] = None
     for at, tool in enumerate(tools):
         where = f"tools[{at}]"
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else tool

@@ -62,6 +62,7 @@ def turn(item: Any, where: str, faults: Faults) -> Message:
         weight = None
     content = text(item["value"], f"{where}.value", faults, filled=role == "assistant")
     if speaker == "function_call":
+        faults.fields["tool_calls"] = None
         return Message(role, "", tool_calls=_calls(content, f"{where}.value", faults))
     return Message(role, content, weight=None if weight is None else float(weight))
 
