@@ -13,7 +13,7 @@ from typing import Any
 from core.data.faults import MAX_COLUMNS, TOO_MANY_COLUMNS, Faults, kind
 from core.data.formats.read import read
 from core.data.formats.settle import READ, SHAPES, fits, missing, nearest
-from core.data.mapping import mapped
+from core.data.mapping import proposed
 from core.data.rows import Row
 from core.spec.data import Format, RowFormat
 
@@ -131,6 +131,6 @@ class RowChecker:
             self.faults.add("missing_field", f"a row of format `{name}` needs `{lacking}`", lacking)
             return
         found = ", ".join(f"`{str(key)[:40]}`" for key in list(value)[:8]) or "nothing"
-        way_out = mapped({"prompt": str(next(iter(value), "question"))[:40]})
+        way_out = proposed([str(key) for key in value] or ["question"])
         words = f"a row has {SHAPES}; found {found}: map them, such as {way_out}"
         self.faults.add("unknown_format", words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def mapped(columns: Mapping[str, str]) -> str:
@@ -10,3 +10,8 @@ def mapped(columns: Mapping[str, str]) -> str:
     pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
     options = " ".join(f"--column {ours}={theirs}" for ours, theirs in columns.items())
     return f"`columns: {{{pairs}}}`, or `{options}` on the command line"
+
+
+def proposed(names: Sequence[str]) -> str:
+    """`mapped`, for the first columns of a file whose names are those of no format."""
+    return mapped(dict(zip(("prompt", "completion"), (name[:40] for name in names), strict=False)))

@@ -273,7 +273,8 @@ def test_one_cause_is_told_once_with_its_lines() -> None:
     question = json.dumps({"question": "a", "answer": "b"}).encode()
     (fault,) = check(*[question] * 60).faults
     assert (fault.field, fault.line) == ("lines 1 to 60", 1)
-    assert "`columns: {prompt: question}`, or `--column prompt=question` on the command line" in fault.message
+    assert "`columns: {prompt: question, completion: answer}`, or " in fault.message
+    assert "`--column prompt=question --column completion=answer` on the command line" in fault.message
     good, bad = json.dumps(CHAT).encode(), b'{"messages": []}'
     report = check(good, bad, good, bad, bad, bad, good, bad, b"x", bad)
     assert [fault.field for fault in report.faults] == ["lines 2, 4 to 6, 8 and 10: messages", "line 9"]

@@ -22,7 +22,7 @@ from core.data.containers.parquet_pages import DELTA_BYTE_ARRAY, DELTA_ENCODINGS
 from core.data.containers.record import wrong_columns
 from core.data.faults import MAX_ROW_BYTES, Faults
 from core.data.formats.settle import KNOWN
-from core.data.mapping import mapped
+from core.data.mapping import proposed
 
 MAX_GROUP_BYTES = 2 << 30
 MAX_GROUP_VALUES = 1 << 25
@@ -181,7 +181,7 @@ def _wanted(schema: Any, columns: Mapping[str, str], faults: Faults, everything:
     found = names if everything or "reference" in names else [name for name in names if name in known]
     if not set(found) & known:
         shown = ", ".join(f"`{name[:40]}`" for name in names[:8]) or "none"
-        way_out = mapped({"prompt": names[0][:40]}) if names else "`columns`"
+        way_out = proposed(names or ["question"])
         faults.add_file("unknown_format", f"no column is one of a format; found {shown}: map them, such as {way_out}")
     for name in names:
         if name not in found:

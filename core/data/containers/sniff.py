@@ -11,7 +11,7 @@ from core.data.containers.json_array import HEAD
 from core.data.containers.jsonl import BOM
 from core.data.containers.record import Container
 from core.data.formats.settle import KNOWN
-from core.data.mapping import mapped
+from core.data.mapping import proposed
 
 HEAD_BYTES = 64 << 10
 """As much of a file is looked at, if it has so much."""
@@ -71,7 +71,7 @@ def sniff(head: bytes, columns: Mapping[str, str]) -> Container:
     if len(names) > 1 and all(map(_COLUMN.fullmatch, names)):
         shown = ", ".join(f"`{name}`" for name in names[:8])
         words = f"no column of the CSV file is one of a format; found {shown}"
-        raise NotRows("unknown_format", f"{words}: map them, such as {mapped({'prompt': names[0]})}")
+        raise NotRows("unknown_format", f"{words}: map them, such as {proposed(names)}")
     return "jsonl"
 
 
