@@ -91,6 +91,19 @@ def test_an_unknown_model_has_no_plan_and_is_accepted(world: World) -> None:
     assert world.submit(method="full").status_code == 201
 
 
+def test_a_plan_tells_what_of_its_file_is_not_trained_on(one_world: World) -> None:
+    one_world.learn()
+    rows = b"text,intent\nlights on,lights.on\nlights off,lights.off\n"
+    file = one_world.http.post("/files", files={"file": ("labels.csv", rows)}).json()
+    assert file["report"]["ignored_columns"] == ["intent"]
+    told = [notice["code"] for notice in file["report"]["notices"]]
+    assert told == ["label_ignored", "columns_ignored"]
+    found = one_world.plan(method="lora", data=file["id"])["plan"]["notices"]
+    assert [(one["code"], one["field"]) for one in found] == [(code, "data.train") for code in told]
+    mapped = {"type": "file", "id": file["id"], "columns": {"prompt": "text", "completion": "intent"}}
+    assert one_world.plan(method="lora", data={"train": mapped})["plan"]["notices"] == []
+
+
 def test_a_plan_of_every_kind_of_slot(world: World) -> None:
     world.learn()
     world.node("plan-small", gpu("a", 8), gpu("b", 8), {"id": "prepare-0", "kind": "prepare"})

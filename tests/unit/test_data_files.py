@@ -110,7 +110,7 @@ def test_chats_in_other_containers(tmp_path: Path, kind: str) -> None:
         ('{"text": "a"}\n'.encode("utf-16"), "invalid_utf8", None),
         ('{"text": "a"}\n'.encode("utf-16-le"), "invalid_utf8", None),
         (b"question,answer\na,b\n", "unknown_format", None),
-        (b"Hello, world: 3 cheers\nfoo\n", "invalid_json", "lines 1 and 2"),
+        (b"Hello, world: 3 cheers\nfoo\n", "invalid_json", "lines 1 to 2"),
         (b"prompt,completion\ra,b\r", "unreadable_file", None),
         (b'{"text": "a"}\r{"text": "b"}\r', "unreadable_file", None),
         (b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n", "invalid_json", "line 1"),
