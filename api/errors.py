@@ -32,7 +32,9 @@ class FaultView(BaseModel):
     message: str
     field: str | None
     line: int | None = None
-    """Of a data file: its line, or the number of its row."""
+    """Of a data file: its line, or the number of its row; the first one, where several have it."""
+    times: int | None = None
+    """Of a data file: how many lines have it, where several do."""
 
 
 class ErrorView(BaseModel):

@@ -6,6 +6,7 @@ Anything that is not an EftError is a defect of ours and is shown as `internal` 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,11 +20,19 @@ class Fault:
     field: str | None = None
     """Dotted path, e.g. `method.r`; for a data file `line 12: messages[0].role`."""
     line: int | None = None
-    """Line (or row) of a data file."""
+    """Line (or row) of a data file; the first one, where several have it."""
+    times: int | None = None
+    """How many lines of a data file have it, where several do."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Without `line` where there is none."""
-        return {key: value for key, value in asdict(self).items() if key != "line" or value is not None}
+        """Without `line` and `times` where there are none."""
+        optional = ("line", "times")
+        return {key: value for key, value in asdict(self).items() if key not in optional or value is not None}
+
+
+def beyond(count: int, shown: Iterable[Fault]) -> int:
+    """How many of `count` faults are not among those that are shown."""
+    return count - sum(fault.times or 1 for fault in shown)
 
 
 class EftError(Exception):

@@ -129,7 +129,8 @@ def _sample(sample: dict[str, Any], console: Console) -> None:
 def _faults(report: dict[str, Any], console: Console) -> None:
     for fault in report.get("faults") or ():
         _line(console, Text.assemble(("  fault ", "bold red"), _where(fault), fault["message"]))
-    shown, count = len(report.get("faults") or ()), report.get("fault_count", 0)
+    shown = sum(fault.get("times", 1) for fault in report.get("faults") or ())
+    count = report.get("fault_count", 0)
     if count > shown:
         _line(console, Text(f"  and {count - shown} more", style="red"))
 

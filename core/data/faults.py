@@ -95,7 +95,8 @@ class Faults:
         for cause in self._causes.values():
             place = cause.place(self.unit)
             words = f"{place}: {cause.where}" if cause.where else place
-            found.append(Fault(cause.code, cause.message, words, line=cause.first))
+            times = cause.count if cause.count > 1 else None
+            found.append(Fault(cause.code, cause.message, words, line=cause.first, times=times))
         return found[:MAX_FAULTS]
 
     def ignore(self, column: str, *, is_text: bool) -> None:

@@ -21,7 +21,7 @@ from core.data.checker import RowChecker
 from core.data.containers.read import Place, values
 from core.data.faults import Faults
 from core.data.rows import Numbered, Row
-from core.errors import DataError
+from core.errors import DataError, beyond
 from core.spec.data import HashSplit, RowFormat
 from core.spec.run import DataFiles, DataOrder
 
@@ -183,7 +183,7 @@ def faulty(path: Path, faults: Faults) -> DataError:
     """What a file's faults look like in one error."""
     kept = tuple(faults.kept)
     shown = "; ".join(f"{fault.field}: {fault.message}" if fault.field else fault.message for fault in kept[:SHOWN])
-    more = faults.count - min(SHOWN, len(kept))
+    more = beyond(faults.count, kept[:SHOWN])
     tail = f"; and {more} more" if more > 0 else ""
     return DataError(f"{path.name}: {shown}{tail}", field=kept[0].field, faults=kept)
 

@@ -48,6 +48,14 @@ def test_check_names_every_fault(folder: Path) -> None:
     assert [(one["ok"], one["fault_count"]) for one in documents] == [(False, 2)]
 
 
+def test_one_cause_is_one_line(folder: Path) -> None:
+    (folder / "same.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 60)
+    done = eft("data", "check", "same.jsonl", cwd=folder)
+    assert done.returncode == 2 and done.stdout.count("fault") == 1
+    assert "lines 1 to 60: " in done.stdout and "--column prompt=question --column completion=answer" in done.stdout
+    assert "more" not in done.stdout
+
+
 def test_what_is_not_learned_is_asked_about(folder: Path) -> None:
     (folder / "labels.csv").write_text("text,intent\nlights on,lights.on\nlights off,lights.off\n")
     told = "--column prompt=text --column completion=intent"

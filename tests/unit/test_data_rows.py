@@ -272,7 +272,7 @@ def test_faults_are_capped_but_counted() -> None:
 def test_one_cause_is_told_once_with_its_lines() -> None:
     question = json.dumps({"question": "a", "answer": "b"}).encode()
     (fault,) = check(*[question] * 60).faults
-    assert (fault.field, fault.line) == ("lines 1 to 60", 1)
+    assert (fault.field, fault.line, fault.times) == ("lines 1 to 60", 1, 60)
     assert "`columns: {prompt: question, completion: answer}`, or " in fault.message
     assert "`--column prompt=question --column completion=answer` on the command line" in fault.message
     good, bad = json.dumps(CHAT).encode(), b'{"messages": []}'
