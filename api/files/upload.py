@@ -15,15 +15,9 @@ from typing import Any, Literal, NoReturn, assert_never, get_args
 from pydantic import ValidationError
 
 from api.errors import BadRequest, nearest, printable
-<<<<<<< HEAD
 from api.files.checking import Check, Checkers
 from core.data.check import FileReport
-from core.errors import DataError, NoSpace, TooLarge
-=======
-from core.data.check import FileCheck, FileReport
-from core.data.faults import MAX_FAULTS
 from core.errors import DataError, NoSpace, TooLarge, beyond
->>>>>>> 6f582f0 (Faults: how many lines have one is told with it)
 from core.ids import new_id
 from core.settings import Settings
 from core.spec.data import Column, Format, Readable, RowFormat

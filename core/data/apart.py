@@ -84,6 +84,7 @@ def report_of(data: bytes) -> FileReport | None:
     if (told := answer.get("report")) is None:
         return None
     faults, notices = (tuple(Fault(**one) for one in told.pop(name)) for name in ("faults", "notices"))
+    told["ignored_columns"] = tuple(told["ignored_columns"])
     return FileReport(**told, faults=faults, notices=notices)
 
 

@@ -253,7 +253,7 @@ def test_several_processes_report_what_one_does(tmp_path: Path, monkeypatch: pyt
         stream.write(b'{"prompt": "%s", "completion": "b"}\n' % (b"long" * 100_000))
         stream.write(b"\n\n")
     one = check_file(path)
-    assert (one.rows, [fault.line for fault in one.faults]) == (60_001, [10_001, 40_003])
+    assert (one.rows, [fault.field for fault in one.faults]) == (60_001, ["lines 10001 and 40003: completion"])
     monkeypatch.setattr(parallel, "WORTH_BYTES", 0)
     monkeypatch.setattr(parallel, "STRETCH_BYTES", 1 << 20)
     monkeypatch.setattr(parallel, "processes", lambda: 2)
