@@ -206,6 +206,10 @@ FAILURES: dict[str, Code] = {
         "The kernel ended it because the box ran out of memory.",
         "Fewer jobs at once on that box, or more memory; smaller batches do not help.",
     ),
+    "memory_limit": (
+        "A process wanted more memory than it was given.",
+        "The message names the setting (EFT_PREPARE_BYTES, EFT_CPU_SLOT_BYTES); or take a smaller model.",
+    ),
     "diverged": ("The loss is no number any more.", "A lower learning rate, warm-up, or bf16 instead of fp16."),
     "no_space": ("A disk is full.", "`eft gc`, `eft doctor`; jobs go on when there is room again."),
     "hung": (

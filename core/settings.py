@@ -71,6 +71,13 @@ class Settings(BaseSettings):
     """Memory that a job on a CPU slot of this box may count on: plans of its memory, `method: auto` and `memory.stream:
     auto` heed it. 0: the memory of the box (or of the control group that the worker is in), shared evenly by its CPU
     slots."""
+    cpu_slot_limit: bool = True
+    """A job on a CPU slot that wants more than that, beside the size of its model's files, is out of memory, and takes
+    none from others (RLIMIT_DATA; docs/operations.md)."""
+    prepare_bytes: int = Field(default=4 << 30, ge=0)
+    """Memory that a process may take, beside the size of the files that it works on, to prepare a model, to preview a
+    file, or to make tokens of rows for a trainer (RLIMIT_DATA). Beyond it that process is out of memory. 0: no
+    limit."""
     memory_check: bool = True
     """Refuse jobs that by the plan of their memory (docs/plans.md) fit no node, and start none where it does not fit.
     A plan is an estimate: `false` lets jobs try. The same for the API and all workers."""

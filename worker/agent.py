@@ -21,9 +21,9 @@ from core.hardware import faults
 from core.hardware.discover import Gpu, discover
 from core.hardware.memory import box_bytes
 from core.ids import new_id
-from core.jobs import claims, installation, nodes
+from core.jobs import claims, installation, lost, nodes
 from core.jobs.budget import Budget
-from core.jobs.claims import Slot
+from core.jobs.claims import Claim, Slot
 from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
@@ -45,6 +45,8 @@ log = logging.getLogger("eft.worker")
 
 PREPARE_SLOT = Slot("prepare-0", "prepare")
 PREVIEW_SLOT = Slot("preview-0", "preview")
+CLAIM_TRIES = 4
+"""Jobs that cannot be claimed, and are put aside, before a slot waits for the next ring."""
 STARTING_SECONDS = 30.0
 """A job is left alone by the next spare until its first step, or for this long."""
 
@@ -112,6 +114,8 @@ class Agent:
         self._claiming = threading.Lock()
         self._unheard = False
         """A claim may have been won without our hearing of it."""
+        self._astray = False
+        """The database may say that a slot is taken under which nothing runs here."""
         self._unfit = ""
         """Why this version may claim nothing any more, in words."""
         self._busy: dict[str, Attempt] = {}
@@ -218,55 +222,82 @@ class Agent:
     def serve(self) -> None:
         """Run what this box can run, one job after another, until nothing can be claimed. One call a wake-up."""
         while (attempt := self._claim()) is not None:
+            written = False
             try:
                 attempt.run()
+                written = True
+            except Exception:
+                log.exception("%s: the end of attempt %d is not written", attempt.claim.label, attempt.token.attempt)
             finally:
                 with self._idle:
                     for slot in attempt.claim.slots:
                         del self._busy[slot.id]
                     self._idle.notify_all()
+                self._astray = self._astray or not written
 
     def _claim(self) -> Attempt | None:
         """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
         with self._claiming:
             try:
                 self._give_back_unheard()
+                self._clear_slots()
                 if not self._fits():
                     return None
+                for slot in self.slots:
+                    if not self._offered(slot):
+                        continue
+                    if self._room.left() < 0:
+                        return None
+                    if (attempt := self._claim_for(slot)) is not None:
+                        return attempt
             except DATABASE_AWAY as error:
                 log.warning("cannot claim, database: %s", error)
                 return None
-            for slot in self.slots:
-                if not self._offered(slot):
-                    continue
-                if self._room.left() < 0:
-                    return None
-                began = _clock()
-                try:
-                    with self.site.database.write() as session:
-                        claim = claims.claim(
-                            session,
-                            self.worker,
-                            self.settings.node,
-                            slot,
-                            self.settings.lease_seconds,
-                            beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
-                            room=self._room.left(),
-                            half_life=self.settings.fairshare_half_life_hours * 3600.0,
-                            leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
-                        )
-                except DATABASE_AWAY as error:
-                    log.warning("cannot claim, database: %s", error)
-                    self._unheard = True  # an error of the commit does not say whether it was done
-                    return None
-                if claim is not None:
-                    names = ", ".join(one.id for one in claim.slots)
-                    log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
-                    attempt = Attempt(self.site, claim, began)
-                    with self._idle:
-                        self._busy.update({one.id: attempt for one in claim.slots})
-                    return attempt
         return None
+
+    def _claim_for(self, slot: Slot) -> Attempt | None:
+        """What stands in the way of a claim is put aside, so that the next in line can have the slot."""
+        for _ in range(CLAIM_TRIES):
+            began = _clock()
+            try:
+                return self._begun(self._claimed(slot), began)
+            except DATABASE_AWAY:
+                self._unheard = True  # an error of the commit does not say whether it was done
+                raise
+            except claims.Unclaimable as error:
+                log.exception("%s cannot be claimed; others go first", error.job_id)
+                with self.site.database.write() as session:
+                    lost.postpone(session, error.job_id, node.loss_policy(self.settings))
+            except Exception:  # most of all IntegrityError: the database says that the slot is taken
+                log.exception("slot %s: cannot claim, though nothing runs there", slot.id)
+                self._astray = True
+                if not self._clear_slots():
+                    return None
+        return None
+
+    def _claimed(self, slot: Slot) -> Claim | None:
+        with self.site.database.write() as session:
+            return claims.claim(
+                session,
+                self.worker,
+                self.settings.node,
+                slot,
+                self.settings.lease_seconds,
+                beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
+                room=self._room.left(),
+                half_life=self.settings.fairshare_half_life_hours * 3600.0,
+                leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
+            )
+
+    def _begun(self, claim: Claim | None, began: float) -> Attempt | None:
+        if claim is None:
+            return None
+        names = ", ".join(one.id for one in claim.slots)
+        log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
+        attempt = Attempt(self.site, claim, began)
+        with self._idle:
+            self._busy.update({one.id: attempt for one in claim.slots})
+        return attempt
 
     def _fits(self) -> bool:
         """False: the API has been upgraded past this worker, which cannot read its jobs. What runs goes on."""
@@ -287,6 +318,19 @@ class Agent:
         self._unheard = False
         for job_id in given_back:
             log.warning("%s: handed back; it was claimed while the database went away", job_id)
+
+    def _clear_slots(self) -> bool:
+        """Whether something held a slot here under which nothing ran, and does so no more."""
+        if not self._astray:
+            return False
+        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
+        with self.site.database.write() as session:
+            policy = node.loss_policy(self.settings)
+            ended = lost.clear_slots(session, self.settings.node, self.worker, known, policy)
+        self._astray = False
+        for job_id in ended:
+            log.warning("%s: its slot is free again; nothing ran there", job_id)
+        return bool(ended)
 
     def _offered(self, slot: Slot) -> bool:
         """It is free and fit, nobody uses it beside eft, and this worker stays."""
@@ -311,6 +355,7 @@ class Agent:
             try:
                 with self._claiming:
                     self._give_back_unheard()
+                    self._clear_slots()
                 if self.site.copies is not None:
                     self.site.copies.make_room()
                 self._room.tell()

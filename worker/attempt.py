@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from core.hardware.selftest import shared
 from core.jobs import claims, holds, nodes, preempt, relay
 from core.jobs.claims import Claim
 from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.states import Status
 from core.settings import Settings
 from core.spec.run import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 DATABASE_AWAY = (OperationalError, InterfaceError)
 MODULES = {"prepare": "core.train.prepare", "train": "core.train", "preview": "core.train.preview"}
+LAST_WORDS = 1 << 14
+"""Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
 RETRY_SECONDS = 1.0
 DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""
@@ -107,32 +111,41 @@ class Attempt:
         self._publisher: Publisher | None = None
 
     def run(self) -> None:
-        """Never raises for what a job or the box does wrong: that becomes the job's outcome."""
+        """Never raises for what a job or the box does wrong: that becomes the job's outcome. Where not even that can be
+        written it raises, and nothing of the attempt runs any more."""
         try:
-            self._run()
+            end = self._attend()
+            if end is not None:
+                self._finish(*end)
         finally:
+            if self.child is not None:
+                self.child.reap()
             if self._publisher is not None:
                 self._publisher.close()
             if self._stage is not None:
                 self._stage.close()
 
-    def _run(self) -> None:
-        out_of_memory_before = processes.oom_kills()
-        memory_before = self._gpu_memory()
+    def _attend(self) -> tuple[Outcome, int | None] | None:
+        """What is to be written, with the child's exit status; None: it is left to its lease.
+
+        The last net: a defect of ours, or a model that nobody has thought of, must not take the worker's thread, nor
+        leave a child behind, nor keep the slot.
+        """
         try:
-            self._catch_up()
-            self._spawn()
-            self._watch()
+            return self._work()
         except _Ended as ended:
-            self._finish(ended.outcome, None)
-            return
-        except Exception as error:  # a defect of ours must not take the worker's thread, nor leave a child behind
+            return ended.outcome, None
+        except Exception as error:
             log.exception("attempt %d of %s", self.token.attempt, self.token.job_id)
             code = None if self.child is None else self.child.reap()
-            self._finish(
-                Failed("internal", "worker_error", f"the worker failed: {type(error).__name__}; see its log"), code
-            )
-            return
+            return _defect(error), code
+
+    def _work(self) -> tuple[Outcome, int | None] | None:
+        out_of_memory_before = processes.oom_kills()
+        memory_before = self._gpu_memory()
+        self._catch_up()
+        self._spawn()
+        self._watch()
         assert self.child is not None
         code = self.child.reap()
         leftovers.clear(self.folder)
@@ -142,8 +155,7 @@ class Attempt:
             self._persist(self._tell_rest)
         except Exception as error:
             log.exception("events of attempt %d of %s", self.token.attempt, self.token.job_id)
-            self._finish(Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code)
-            return
+            return Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code
         result = outcome.read(
             code,
             self._last,
@@ -151,6 +163,7 @@ class Attempt:
             out_of_memory=killed,
             hung=self._hung,
             batch_helps=self.claim.slot.kind == "cpu" and self._pulse.phase == "training",
+            last_words=self._last_words() if code < 0 else "",
         )
         if self._time_is_up and isinstance(result, HandedBack):
             result = self._over()
@@ -163,12 +176,20 @@ class Attempt:
         except Exception as error:
             log.exception("what attempt %d of %s has made", self.token.attempt, self.token.job_id)
             words = f"what it has made cannot be brought to the data root: {type(error).__name__}: {error}"
-            self._finish(Failed("machine", "worker_error", words), code)
-            return
+            return Failed("machine", "worker_error", words), code
         if published:
-            self._finish(result, code)
-        else:
-            log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)
+            return result, code
+        log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)
+        return None
+
+    def _last_words(self) -> str:
+        """The end of its log."""
+        try:
+            with (self.folder / LOG_FILE).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_WORDS))
+                return file.read(LAST_WORDS).decode(errors="replace")
+        except OSError:
+            return ""
 
     def lose(self) -> None:
         """The lease is gone: end the child at once."""
@@ -427,6 +448,16 @@ class Attempt:
                 return True
 
     def _finish(self, result: Outcome, code: int | None) -> None:
+        try:
+            after = self._write_end(result, code)
+        except Exception as error:
+            log.exception("the end of attempt %d of %s", self.token.attempt, self.token.job_id)
+            result = _defect(error)
+            after = self._write_end(result, code)
+        words = result.kind if isinstance(result, Succeeded) else str(result)
+        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
+
+    def _write_end(self, result: Outcome, code: int | None) -> Status | None:
         settings = self.site.settings
         backoff = settings.retry_backoff_seconds
         policy = RetryPolicy(
@@ -435,11 +466,9 @@ class Attempt:
             no_room_seconds=6 * backoff,
             memory_check=settings.memory_check,
         )
-        after = self._persist(
+        return self._persist(
             self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
         )
-        words = result.kind if isinstance(result, Succeeded) else str(result)
-        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
 
     # -- writing to a database that may be away for a while
 
@@ -469,6 +498,11 @@ class Attempt:
                     told = True
                 if self.lost.is_set() or self.site.abandon.wait(RETRY_SECONDS):
                     return None
+
+
+def _defect(error: Exception) -> Failed:
+    """In words that cannot fail themselves: what `error` says may be what cannot be written."""
+    return Failed("internal", "worker_error", f"the worker failed: {type(error).__name__}; see its log")
 
 
 class _Ended(Exception):

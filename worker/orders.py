@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +13,19 @@ from core.jobs import settle
 from core.jobs.claims import Claim
 from core.jobs.ready import SHAPE, WHOLE
 from core.plan import compatibility
+from core.plan.headers import read_json
 from core.plan.shape import Shape
 from core.settings import Settings
 from core.spec.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.run import CHECKPOINTS, DatasetOrder, PrepareOrder, RunOrder
+from core.spec.run import CHECKPOINTS, DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.worker")
+
+SLACK_BYTES = 1 << 30
+"""Of stacks and arenas that threads reserve and do not use."""
 
 
 class ModelGone(EftError):
@@ -44,6 +47,7 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         offline=settings.offline,
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
+        memory_limit=_prepare_limit(settings),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
     )
@@ -77,11 +81,22 @@ def run_order(
                 assert_never(never)
 
     train, held_out = data_orders(spec.data, located)
+    model_dir = layout.root / prepared["model_dir"]
+    files = [path for order in (train, held_out) if order is not None for one in order.sources for path in one.paths]
+    match claim.slot.kind:
+        case "preview":
+            limit = _prepare_limit(settings, sum(Path(path).stat().st_size for path in files))
+        case "cpu" if settings.cpu_slot_limit and claim.slot.share_bytes:
+            # Files are mapped so that the kernel counts them, although it can let their pages go.
+            mapped = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+            limit = MemoryLimit(bytes=claim.slot.share_bytes + mapped + SLACK_BYTES, setting="EFT_CPU_SLOT_BYTES")
+        case _:
+            limit = None
     return RunOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
         spec=spec,
-        model_dir=str(layout.root / prepared["model_dir"]),
+        model_dir=str(model_dir),
         model_source=prepared.get("source", {}),
         train=train,
         eval=held_out,
@@ -92,8 +107,17 @@ def run_order(
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
         settled=None if claim.settled is None else claim.settled | {"words": settle.words(claim.settled)},
+        memory_limit=limit,
+        helper_limit=_prepare_limit(settings),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
     )
+
+
+def _prepare_limit(settings: Settings, files: int = 0) -> MemoryLimit | None:
+    """`files`: bytes of what the process works on."""
+    if not settings.prepare_bytes:
+        return None
+    return MemoryLimit(bytes=settings.prepare_bytes + files, setting="EFT_PREPARE_BYTES")
 
 
 def portable(prepared: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -115,7 +139,7 @@ def with_shape(prepared: dict[str, Any], *, weights: bool) -> dict[str, Any]:
         if weights:
             shape = Shape.of_folder(folder)
         else:
-            shape = Shape.of_config(json.loads((folder / "config.json").read_bytes()))
+            shape = Shape.of_config(read_json(folder / "config.json", field="model"))
     except (EftError, OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s cannot be planned: %s: %s", folder, type(error).__name__, error)
         return prepared

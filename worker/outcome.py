@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
@@ -16,6 +17,8 @@ from core.spec.run import (
     EXIT_OK,
 )
 
+NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|std::bad_alloc")
+"""How libraries in Rust and C++ say it before they abort."""
 CRASHES = {
     signal.SIGSEGV: ("segfault", "it crashed in native code (SIGSEGV, a bad memory access)"),
     signal.SIGBUS: ("bus_error", "it crashed (SIGBUS): a mapped file was cut off, or /dev/shm or a disk is full"),
@@ -36,10 +39,11 @@ def read(
     out_of_memory: bool,
     hung: str | None = None,
     batch_helps: bool = False,
+    last_words: str = "",
 ) -> Outcome:
     """`last` is its result or error event, `asked` why it was told to go (None: it was not), `out_of_memory`
     whether the kernel's count of such kills has risen meanwhile, `hung` that it was killed for its silence, in words,
-    `batch_helps` whether its batches lay in the memory of the box.
+    `batch_helps` whether its batches lay in the memory of the box, `last_words` the end of its log.
     """
     kind = None if last is None else last["type"]
     match code:
@@ -62,6 +66,9 @@ def read(
             return Failed("machine", "hung", f"{hung}; the stacks of its threads are in its log")
         case _ if code == -signal.SIGKILL and out_of_memory:
             return _box_out_of_memory(batch_helps)
+        case _ if code == -signal.SIGABRT and NO_MEMORY.search(last_words):
+            words = "a library found no memory and gave up (SIGABRT): it wanted more than the process may take"
+            return Failed("memory", "memory_limit", f"{words} (EFT_PREPARE_BYTES, EFT_CPU_SLOT_BYTES); see the log")
         case _ if asked is not None:
             return HandedBack(asked)
         case _ if code == EXIT_OK:

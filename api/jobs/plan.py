@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Attempt, File, Job
-from core.errors import EftError, SpecError
+from core.errors import EftError, ModelError, SpecError
 from core.jobs import adjust, fit, lengths, ready, settle, shapes
 from core.jobs.lengths import Rows
 from core.jobs.places import Seat
@@ -37,14 +37,19 @@ class Known:
     shape: Shape | None
     source: str
     """Where the shape is from; without one, why there is none."""
+    fault: ModelError | None = None
+    """Why nobody can read its folder; None: nothing is known against it."""
 
 
 def known(session: Session, spec: JobSpec) -> Known:
     """Nothing is downloaded for it: a folder that the API can see is read, any other model must have been prepared."""
     match spec.model:
-        case LocalModel(path=path) if (Path(path) / "config.json").is_file():
+        case LocalModel(path=path) if _is_seen(Path(path)):
             try:
                 return Known(Shape.of_folder(Path(path), field="model.path"), "the model's folder")
+            except ModelError as error:
+                fault = error if error.code == "model_unreadable" else None
+                return Known(None, f"the model cannot be planned: {error.message}", fault)
             except (EftError, OSError, ValueError, KeyError, TypeError) as error:
                 words = error.message if isinstance(error, EftError) else str(error)
                 return Known(None, f"the model cannot be planned: {words}")
@@ -61,10 +66,21 @@ def known(session: Session, spec: JobSpec) -> Known:
             assert_never(never)
 
 
-def refusal(session: Session, project_id: str, spec: JobSpec) -> SpecError | None:
-    """Why no node here can take the job, where that is known."""
+def _is_seen(folder: Path) -> bool:
+    """A model's folder that this process may look into; others may be there on the workers' boxes."""
     try:
-        return ready.check(session, project_id, spec, known(session, spec).shape)
+        return (folder / "config.json").exists()
+    except OSError:
+        return False
+
+
+def refusal(session: Session, project_id: str, spec: JobSpec) -> EftError | None:
+    """Why no node here can take the job, where that is known."""
+    model = known(session, spec)
+    if model.fault is not None:
+        return model.fault
+    try:
+        return ready.check(session, project_id, spec, model.shape)
     except SpecError as error:
         return error
 

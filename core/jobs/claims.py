@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import func, insert, null, select, update
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
@@ -24,7 +25,7 @@ from core.jobs.transitions import Token, move
 from core.jobs.turn import take_turn
 from core.spec.job import JobSpec
 
-__all__ = ["Claim", "Kind", "Slot", "claim"]
+__all__ = ["Claim", "Kind", "Slot", "Unclaimable", "claim"]
 
 Kind = Phase
 """What an attempt does: prepare, train or preview."""
@@ -63,6 +64,14 @@ class Claim:
         return f"{self.token.job_id} [{self.request_id or '-'}]"
 
 
+class Unclaimable(Exception):
+    """Claiming this one job fails. The cause says why."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id)
+        self.job_id = job_id
+
+
 def claim(
     session: Session,
     worker: str,
@@ -82,7 +91,8 @@ def claim(
     of them or none; where there are too few, they may be kept for it (core/jobs/gangs.py), and that is written down.
     `room` is how many bytes a job may take of the data root (None: nobody has looked), `leave_seconds` how long after
     its time limit a trainer may still be there. A drained node gets nothing, nor does a slot that is held. They are the
-    job's from here on. Raises IntegrityError if a job holds `slot` already: a defect.
+    job's from here on. Raises IntegrityError if a job holds `slot` already, and Unclaimable where it is the job that
+    cannot be taken: defects.
     """
     now = take_turn(session)
     # Held until the commit: a drain that was answered is not followed by a claim that had begun before it.
@@ -106,7 +116,21 @@ def claim(
         job = session.execute(query).scalar_one_or_none()
         if job is not None:
             break
-    kind, slots = slot.phase, choice.slots
+    job_id = job.id
+    try:
+        return _take(session, job, worker, node, choice.slots, lease_seconds)
+    except (OperationalError, InterfaceError, IntegrityError, Unclaimable):
+        raise  # the database is away, or has an allocation of the slot
+    except Exception as error:
+        raise Unclaimable(job_id) from error
+
+
+def _take(
+    session: Session, job: Job, worker: str, node: str, slots: tuple[Slot, ...], lease_seconds: float
+) -> Claim | None:
+    """None: somebody else was quicker."""
+    slot = slots[0]
+    kind = slot.phase
     names = [one.id for one in slots]
     words = f"starts on {node}, slot{'s' if len(slots) > 1 else ''} {', '.join(names)}"
     after = Status.STARTING
@@ -151,7 +175,10 @@ def claim(
         "owner_id": won.owner_id,
         "project_id": won.project_id,
     }
-    session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=names[0]))
+    try:
+        session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=names[0]))
+    except IntegrityError as error:  # the job's own number, and not the slot
+        raise Unclaimable(job.id) from error
     # What only prepares or previews is charged to nobody, and that is settled at once.
     charged = {"charged_at": db_now()} if slot.phase != "train" else {}
     gpus = 1 if slot.kind == "gpu" else 0

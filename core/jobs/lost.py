@@ -6,6 +6,7 @@ the other vanishes, with no further checkpoint between them, is taken for the ca
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Attempt, Job
+from core.db.tables import Allocation, Attempt, Job
 from core.jobs.claims import hand_back, release
 from core.jobs.states import LEASED, Status
 from core.jobs.transitions import move
@@ -78,3 +79,42 @@ def orphans(session: Session, node: str, worker: str) -> list[tuple[Job, Attempt
         .where(Job.node == node, Job.worker != worker, Job.status.in_(LEASED))
     )
     return [(job, attempt) for job, attempt in rows]
+
+
+def clear_slots(
+    session: Session, node: str, worker: str, known: Collection[tuple[str, int]], policy: LossPolicy
+) -> list[str]:
+    """End what holds slots of `node` and is not among the (job, attempt) pairs `known` to run there; the jobs' ids.
+
+    Such an allocation is `worker`'s own, and the end of its attempt could not be written; or its attempt is over. What
+    another worker holds is left to its lease. Call while `worker` claims nothing.
+    """
+    held = session.execute(
+        select(Allocation.job_id, Allocation.attempt)
+        .where(Allocation.node == node, Allocation.released_at.is_(None))
+        .distinct()
+    ).all()
+    ended = []
+    for job_id, attempt in held:
+        if (job_id, attempt) in known:
+            continue
+        job = session.execute(select(Job).where(Job.id == job_id).with_for_update()).scalar_one()
+        if job.attempt != attempt or Status(job.status) not in LEASED:
+            release(session, job_id, attempt, "its slot had not been given back", None)
+        elif job.worker == worker:
+            lose(session, job, f"the worker on {node} could not write its end", policy)
+        else:
+            continue
+        ended.append(job_id)
+    return ended
+
+
+def postpone(session: Session, job_id: str, policy: LossPolicy) -> None:
+    """Let others go first: `job_id` waits, and claiming it has failed. The wait is doubled with each time in a row."""
+    query = select(Job).where(Job.id == job_id, Job.status == Status.QUEUED.value).with_for_update()
+    job = session.execute(query).scalar_one_or_none()
+    if job is not None:
+        job.losses += 1
+        job.not_before = session.execute(select(db_now())).scalar_one() + policy.backoff_seconds * 2 ** min(
+            job.losses - 1, 10
+        )

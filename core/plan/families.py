@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from core.errors import ModelError
-from core.plan.headers import Tensor
+from core.plan.headers import Tensor, sizes
 
 LLAMA_LIKE = frozenset(
     {
@@ -37,8 +37,8 @@ def weights_of(config: dict[str, Any], dtype: str) -> dict[str, Tensor]:
                 named = _llama_like(family, config)
             case _:
                 raise unmeasured(f"the sizes of `{family}` models are not known from their config.json alone")
-        return {name: Tensor(dtype, shape) for name, shape in named}
-    except (KeyError, TypeError) as error:
+        return {name: Tensor(dtype, sizes(shape)) for name, shape in named}
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise unmeasured(f"its config.json (`{family}`) does not say {error}") from error
 
 

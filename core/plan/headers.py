@@ -6,14 +6,18 @@ endian, then that much JSON, then the data.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from core.errors import ModelError
 
@@ -27,6 +31,11 @@ DTYPE_BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
+MAX_JSON_BYTES = 64 << 20
+"""Of config.json and of the index: some ten times those of the largest models there are."""
+MAX_DIMENSIONS = 8
+_NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+"""Of what lies there, and not of the disk."""
 BUFFERS = re.compile(r"(\.attn\.masked_bias|\.rotary_emb\.inv_freq|^(transformer\.)?h\.\d+\.attn\.bias)$")
 """Constants that old checkpoints carry and no model counts as parameters."""
 OUTPUT_HEAD = "lm_head.weight"
@@ -84,8 +93,8 @@ def read_header(path: Path, *, field: str) -> dict[str, Tensor]:
 
 def read_places(path: Path, *, field: str) -> dict[str, tuple[Tensor, int]]:
     """The same with the byte of the file at which each tensor begins."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path, field=field) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -94,8 +103,8 @@ def read_places(path: Path, *, field: str) -> dict[str, tuple[Tensor, int]]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        tensors = {name: Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+        tensors = {name: Tensor(entry["dtype"], sizes(entry["shape"])) for name, entry in header.items()}
+        spans = sorted((*_span(entry["data_offsets"]), name) for name, entry in header.items())
         position = 0
         for begin, end, name in spans:
             if begin != position or (end - begin) * 8 != tensors[name].numel * DTYPE_BITS[tensors[name].dtype]:
@@ -106,6 +115,19 @@ def read_places(path: Path, *, field: str) -> dict[str, tuple[Tensor, int]]:
     if 8 + length + position != size:
         raise unreadable(f"{path.name} is {size} bytes long, its header says {8 + length + position}", field)
     return {name: (tensors[name], 8 + length + begin) for begin, _, name in spans}
+
+
+def sizes(shape: Any) -> tuple[int, ...]:
+    """ValueError for what is no shape."""
+    found = tuple(shape)
+    if len(found) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in found):
+        raise ValueError("a shape is a short list of whole numbers that are not negative")
+    return found
+
+
+def _span(offsets: Any) -> tuple[int, int]:
+    begin, end = sizes(offsets)
+    return begin, end
 
 
 def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +145,11 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_json(path: Path, *, field: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        with open_regular(path, field=field) as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise unreadable(f"{path.name} is larger than {MAX_JSON_BYTES >> 20} MiB", field)
+        value = json.loads(content)
     except FileNotFoundError:
         raise unreadable(f"{path.name} is missing; the folder must be in Hugging Face format", field) from None
     except (ValueError, RecursionError) as error:
@@ -131,6 +157,23 @@ def read_json(path: Path, *, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise unreadable(f"{path.name} is not a JSON object", field)
     return value
+
+
+@contextmanager
+def open_regular(path: Path, *, field: str) -> Iterator[IO[bytes]]:
+    """For reading. ModelError for a pipe or a device, which would be waited for for ever, and for what is no file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise unreadable(f"{path.name} cannot be read: {error.strerror}", field) from error
+        raise
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if not regular:
+        os.close(descriptor)
+        raise unreadable(f"{path.name} is no regular file", field)
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
 
 
 def ties_head(config: dict[str, Any]) -> bool:

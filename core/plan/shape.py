@@ -12,25 +12,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from core.errors import SpecError
-from core.plan.families import unmeasured, weights_of
+from core.plan.config import HEADS, HIDDEN, VOCABULARY, check_files, check_numbers, number, text_part
+from core.plan.families import FAMILIES, unmeasured, weights_of
 from core.plan.headers import (
     BUFFERS,
     INDEX_FILE,
     NF4_STATE,
     OUTPUT_HEAD,
     Tensor,
+    open_regular,
     read_json,
     read_places,
+    sizes,
     ties_head,
     unpacked,
+    unreadable,
     weight_files,
 )
 from core.spec.training import LowRank
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""
+MAX_STATE_BYTES = 1 << 16
+"""Of the note beside a packed weight; real ones have some hundred."""
 FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-OF_BLOCK = re.compile(r"^(?P<list>.*?)\.(?P<number>\d+)\.")
+OF_BLOCK = re.compile(r"^(?P<list>.*?)\.(?P<number>\d{1,9})\.")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"\.(gate|router)\.(weight|linear\.weight)$")
 _EMBEDDING = re.compile(r"(embed|\bwte\b|\bwpe\b)")
@@ -125,6 +131,7 @@ class Shape:
     def of_folder(cls, folder: Path, *, field: str = "model") -> Shape:
         """Of a local model in Hugging Face format. ModelError, naming `field`, when it cannot be read."""
         config = read_json(folder / "config.json", field=field)
+        check_numbers(config, field=field)
         names = [path.name for path in folder.iterdir()]
         index = read_json(folder / INDEX_FILE, field=field) if INDEX_FILE in names else None
         tensors: dict[str, Tensor] = {}
@@ -132,7 +139,8 @@ class Shape:
         for shard in weight_files(names, index, field=field):
             places = read_places(folder / shard, field=field)
             tensors |= {name: tensor for name, (tensor, _) in places.items()}
-            packed |= _packed_shapes(folder / shard, places)
+            packed |= _packed_shapes(folder / shard, places, field)
+        hold_against_files(config, tensors, field=field)
         double = any(name.endswith(".nested_absmax") for name in tensors)
         found = unpacked(tensors)
         found |= {name: Tensor("NF4", shape) for name, shape in packed.items()}
@@ -142,6 +150,7 @@ class Shape:
     def of_config(cls, config: Mapping[str, Any]) -> Shape:
         """Of a config.json, before any weights are here. ModelError (`model_unmeasured`) for a family that is not
         known from that alone, and for one whose files are packed."""
+        check_numbers(config, field="model")
         whole = dict(config)
         if isinstance(whole.get("text_config"), dict):
             raise unmeasured("it has more parts than the one for text")
@@ -152,8 +161,7 @@ class Shape:
 
     @classmethod
     def _of(cls, config: dict[str, Any], tensors: dict[str, Tensor], *, packed: bool, double: bool) -> Shape:
-        nested = config.get("text_config")
-        text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
+        text = text_part(config)
         tied = ties_head(config)
         counted = {name: tensor for name, tensor in tensors.items() if not BUFFERS.search(name)}
         if tied and len(counted) > 1:
@@ -161,20 +169,20 @@ class Shape:
         main = _main_list(counted)
         outside, blocks = _blocks(counted, main, config.get("model_type") in _CONV1D)
         patterns = tuple(dict.fromkeys(blocks))
-        hidden = _number(text, "hidden_size", "n_embd", "d_model")
-        heads = _number(text, "num_attention_heads", "n_head") or 1
-        experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
-        inner = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+        hidden = number(text, *HIDDEN)
+        heads = number(text, *HEADS) or 1
+        experts = number(text, "num_local_experts", "num_experts", "n_routed_experts")
+        inner = number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
         return cls(
             model_type=str(config.get("model_type")),
             hidden=hidden,
-            inner=_number(text, "moe_intermediate_size") or inner if experts else inner,
-            vocab=_number(text, "vocab_size") or _rows(outside),
+            inner=number(text, "moe_intermediate_size") or inner if experts else inner,
+            vocab=number(text, *VOCABULARY) or _rows(outside),
             heads=heads,
-            kv_heads=_number(text, "num_key_value_heads") or heads,
-            head_dim=_number(text, "head_dim") or hidden // heads,
+            kv_heads=number(text, "num_key_value_heads") or heads,
+            head_dim=number(text, "head_dim") or hidden // heads,
             experts=experts,
-            experts_per_token=_number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0,
+            experts_per_token=number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0,
             tied=tied or not any(weight.kind == "head" for weight in outside),
             packed=packed,
             packed_double=double,
@@ -321,6 +329,16 @@ def _kind(name: str, tensor: Tensor, outside: bool) -> Kind:
     return "embedding" if outside and _EMBEDDING.search(name) else "linear"
 
 
+def hold_against_files(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, field: str) -> None:
+    """ModelError where config.json describes another model than these, the tensors of its files."""
+    lists: dict[str, set[int]] = {}
+    for name in tensors:
+        if (found := OF_BLOCK.match(name)) is not None:
+            lists.setdefault(found["list"], set()).add(int(found["number"]))
+    blocks = {name: len(numbers) for name, numbers in lists.items()}
+    check_files(config, tensors, blocks, same=config.get("model_type") in FAMILIES, field=field)
+
+
 def _main_list(tensors: Mapping[str, Tensor]) -> str | None:
     """The list of numbered modules with most parameters: the model's blocks."""
     lists: dict[str, int] = {}
@@ -330,22 +348,25 @@ def _main_list(tensors: Mapping[str, Tensor]) -> str | None:
     return max(lists, key=lambda name: lists[name], default=None)
 
 
-def _packed_shapes(path: Path, places: Mapping[str, tuple[Tensor, int]]) -> dict[str, tuple[int, ...]]:
+def _packed_shapes(path: Path, places: Mapping[str, tuple[Tensor, int]], field: str) -> dict[str, tuple[int, ...]]:
     """What NF4 weights stand for: bitsandbytes writes it as JSON into a tensor of bytes beside each."""
     found: dict[str, tuple[int, ...]] = {}
     notes = {name: place for name, place in places.items() if name.endswith(NF4_STATE)}
     if not notes:
         return found
-    with path.open("rb") as file:
+    with open_regular(path, field=field) as file:
         for name, (tensor, begin) in notes.items():
+            weight = name.removesuffix(NF4_STATE)
             file.seek(begin)
-            about = json.loads(file.read(tensor.numel))
-            found[name.removesuffix(NF4_STATE)] = tuple(int(size) for size in about["shape"])
+            try:
+                about = json.loads(file.read(min(tensor.numel, MAX_STATE_BYTES)))
+                shape = sizes(about["shape"])
+                if -(-math.prod(shape) // 2) != places[weight][0].numel:
+                    raise ValueError(f"{shape} is not its shape")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise unreadable(f"{path.name} does not say what {weight} stands for ({error})", field) from error
+            found[weight] = shape
     return found
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
 
 
 def _rows(outside: Iterable[Weight]) -> int:

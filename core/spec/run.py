@@ -117,6 +117,14 @@ class DataOrder(SpecModel):
         return cls(sources=[DataFiles(paths=[str(path)], format=format)])
 
 
+class MemoryLimit(SpecModel):
+    """What a process may take of the box's memory, beyond what it has when it begins its work."""
+
+    bytes: int
+    setting: str
+    """Whose message it is to name, `EFT_PREPARE_BYTES`, say."""
+
+
 class RunOrder(SpecModel):
     """What a batch child is to do: `python -m core.train RUN_DIR`."""
 
@@ -143,6 +151,10 @@ class RunOrder(SpecModel):
     """What `method: auto` came to, and why, with `words` for the job's events (core/jobs/settle.py); `spec` has it."""
     memory_bytes: int | None = None
     """What the run may count on where device and host are one memory; null: what is free."""
+    memory_limit: MemoryLimit | None = None
+    """Beyond which allocations fail; null: no limit."""
+    helper_limit: MemoryLimit | None = None
+    """The same of each process beside it that makes tokens of rows."""
     world_size: int = Field(default=1, ge=1)
     """Ranks, one a GPU (or CPU slot) of the claim. With several the child only starts them (core/train/ranks)."""
     held_at: float | None = None
@@ -171,6 +183,8 @@ class PrepareOrder(SpecModel):
     datasets: list[DatasetOrder] = Field(default_factory=list)
     weights: bool = True
     """False: tokenizer and configuration are enough, for a preview."""
+    memory_limit: MemoryLimit | None = None
+    """Beyond which allocations fail; null: no limit."""
     fence_seconds: float | None = None
     held_at: float | None = None
 

@@ -39,7 +39,7 @@ def no_room_for_checkpoint(needs: int, why: str) -> NoSpace:
     return NoSpace(f"its checkpoint of {(needs >> 20) + 1} MiB does not fit: {why}", needs_bytes=needs)
 
 
-def tell_failure(error: Exception, events: EventWriter, payload: dict[str, Any]) -> int:
+def tell_failure(error: BaseException, events: EventWriter, payload: dict[str, Any]) -> int:
     """Traceback to the log, `payload` as the error event; the exit code. On a full disk the code alone must do, and
     where the data root is gone: an event would go to a file that nobody finds."""
     try:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from core.errors import EftError, NoSpace
 from core.spec.run import FailureClass
-from core.train.data.helpers import HelperKilled
+from core.train import memory_limit
+from core.train.data.helpers import HelperKilled, HelperShort
 from core.train.disk import disk_full
 from core.train.export.handed_back import ArtifactsDiffer
 from core.train.memory.source import BlocksLost
+from core.train.out_of_memory import is_out_of_memory
 from core.train.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
+from core.train.reading import is_panic
 
-_OOM_WORDS = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
 _BATCH = "training.per_device_train_batch_size"
 _EVAL_BATCH = "evaluation.per_device_eval_batch_size"
@@ -35,12 +35,16 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         faults = [fault.as_dict() for fault in error.faults]
         return _event("user", error.code, error.message, error.field) | ({"faults": faults} if faults else {})
     if is_out_of_memory(error):
-        return _out_of_memory(phase)
+        return _out_of_memory(phase) | _held(error, phase)
     if isinstance(error, HelperKilled):
         words = (
             f"{error}, as the kernel does when the box runs out of memory; smaller batches would not help: let fewer"
         )
         return _event("memory", "host_out_of_memory", f"{words} jobs run beside this one, or give it more memory")
+    if isinstance(error, HelperShort):
+        return _event(
+            "memory", "memory_limit", f"{error}; raise that, or look for rows that are far longer than others"
+        )
     if isinstance(error, PeerLost):
         return _event("machine", "rank_lost", f"the ranks lost each other: {error}")
     if isinstance(error, RanksDrifted):
@@ -53,19 +57,20 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         return _event("machine", "device_refused", str(error))
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS):
         return _event("machine", "device_error", str(error).splitlines()[0])
+    if type(error) is Exception or is_panic(error):  # tokenizers, in Rust, has no classes of its own for what it raises
+        return _event("user", "model_unreadable", f"the model's tokenizer fails on these rows: {error}", "model")
     return _event("internal", "internal", f"{type(error).__name__}: {error}")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    match error:
-        case torch.OutOfMemoryError() | MemoryError():
-            return True
-        case OSError():
-            return error.errno == errno.ENOMEM
-        case RuntimeError() | SafetensorError():
-            return any(words in str(error) for words in _OOM_WORDS)
-        case _:
-            return False
+def _held(error: BaseException, phase: str) -> dict[str, Any]:
+    """What becomes of it where it is not the box, nor a device, that has no more."""
+    words = memory_limit.words()
+    if words is None or isinstance(error, torch.OutOfMemoryError):
+        return {}
+    if phase in ("training", "evaluating"):
+        return {"message": f"{_out_of_memory(phase)['message']}; {words}"}
+    message = f"out of memory while {phase or 'starting'}; {memory_limit.ways()}"
+    return {"code": "memory_limit", "message": message}
 
 
 def _out_of_memory(phase: str) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.errors import ModelError
+from core.errors import EftError, ModelError
+from core.plan.config import MOST, MOST_EXPERTS, MOST_LAYERS
+from core.train.disk import disk_full
 from core.train.model_files import unreadable
 
 if TYPE_CHECKING:
@@ -38,6 +41,17 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32
 MAX_DIMENSIONS = 8
+
+
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+SIZES = dict.fromkeys(
+    (
+        "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
+        "attention.key_length", "attention.value_length", "rope.dimension_count",
+    ),
+    MOST,
+) | {"block_count": MOST_LAYERS, "expert_count": MOST_EXPERTS, "context_length": 1 << 40}  # fmt: skip
+"""Metadata by which transformers builds a model, and the most of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +91,12 @@ def read_header(path: Path, *, field: str) -> Header:
                 if value is not None:
                     metadata[key] = value
             types: Counter[str] = Counter()
+            blocks: set[str] = set()
             need = 0
             for _ in range(tensor_count):
-                _, position = _string(data, position)
+                name, position = _string(data, position)
+                if (found := BLOCK.match(name)) is not None:
+                    blocks.add(found[1])
                 (dimensions,) = struct.unpack_from("<I", data, position)
                 if dimensions > MAX_DIMENSIONS:
                     raise ValueError(f"a tensor of {dimensions} dimensions")
@@ -94,9 +111,21 @@ def read_header(path: Path, *, field: str) -> Header:
             need += -(-position // alignment) * alignment
             if need > len(data):
                 raise unreadable(f"{path.name} is cut short: {len(data)} bytes of {need}", field)
+            _check_numbers(path.name, metadata, len(blocks), field)
     except (struct.error, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise unreadable(f"{path.name} has a broken GGUF header ({error})", field) from error
     return Header(metadata, dict(types))
+
+
+def _check_numbers(file: str, metadata: dict[str, Any], blocks: int, field: str) -> None:
+    """ModelError for sizes that no model has, and for more blocks than the file holds; each of them would be built."""
+    architecture = metadata.get("general.architecture")
+    for name, most in SIZES.items():
+        value = metadata.get(f"{architecture}.{name}")
+        most = blocks if name == "block_count" else most
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            what = f"should lie between 0 and {most}" + (", the blocks that it holds" if name == "block_count" else "")
+            raise unreadable(f"{file}: `{architecture}.{name}` is {value!r}, and {what}", field)
 
 
 def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
@@ -109,6 +138,8 @@ def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
     import transformers
     from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging
+
+    from core.train.out_of_memory import is_out_of_memory
 
     header = read_header(path, field=field)
     architecture = header.metadata.get("general.architecture")
@@ -124,9 +155,13 @@ def convert(path: Path, folder: Path, *, field: str) -> dict[str, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(
             alone, gguf_file=link.name, dtype="float32", quantization_config=GgufConfig(dequantize=True)
         )
-    except (ValueError, NotImplementedError, KeyError) as error:
+    except EftError:
+        raise
+    except Exception as error:  # whatever transformers makes of it: the file is somebody else's
+        if is_out_of_memory(error) or disk_full(error):
+            raise
         raise ModelError(
-            f"transformers cannot convert {path.name} (architecture {architecture}): {error}; "
+            f"transformers cannot convert {path.name} (architecture {architecture}): {type(error).__name__}: {error}; "
             "give the model in safetensors instead",
             field=field,
             code="model_unsupported",

@@ -16,13 +16,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from core.spec.run import EXIT_FENCED
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED
 
 PR_SET_PDEATHSIG = 1
 OOM_SCORE_ADJ = 500
@@ -33,8 +34,26 @@ STDIN = 0
 class Stop:
     """`requested` turns true with the first SIGTERM and stays so; look at it between micro-steps."""
 
+    _at_once = False
+
     def __init__(self) -> None:
         self.requested = False
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, there is nothing to be kept, and libraries are at work that do not look at `requested`: a SIGTERM
+        ends the process here and now."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def heard(self) -> None:
+        """In the signal's handler."""
+        self.requested = True
+        if self._at_once:
+            os._exit(EXIT_CHECKPOINTED)
 
 
 def arm(
@@ -59,7 +78,7 @@ def arm(
     stop = Stop()
 
     def stop_requested(signum: int, frame: FrameType | None) -> None:
-        stop.requested = True
+        stop.heard()
         if on_stop is not None:
             on_stop()
 

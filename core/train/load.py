@@ -9,37 +9,65 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import initialization as init
 from transformers.utils import logging
 
 from core.errors import ModelError
+from core.plan.headers import unreadable
+from core.plan.shape import Shape
 from core.train.model_files import refuse_adapter
+from core.train.reading import reading
+
+MOST_TIMES = 2
+"""A tied output head counts twice here, and may be all there is."""
+SMALL = 1 << 20
+"""Parameters of which nobody runs out."""
 
 
 def load_tokenizer(folder: Path) -> Any:
     """ModelError when transformers cannot read it."""
-    try:
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {folder}", field="model")
+    with reading("the model's tokenizer"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"the model's tokenizer cannot be read: {error}", field="model") from error
 
 
 def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> nn.Module:
     """A causal language model on the CPU, in `dtype`; with `device_map="meta"` its shapes alone. ModelError when
     transformers cannot read it."""
-    try:
+    with reading("the model"):
         refuse_adapter([path.name for path in folder.iterdir()], field="model")
-        model = AutoModelForCausalLM.from_pretrained(
+        hold_against_files(folder)
+        model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             device_map=device_map,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"the model cannot be read: {error}", field="model") from error
-    return model
+    if lacks := sorted(info["missing_keys"]):  # transformers makes them up
+        more = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
+        raise unreadable(f"the weight files lack {lacks[0]}{more}", "model")
+    return model  # type: ignore[no-any-return]
+
+
+def hold_against_files(folder: Path) -> None:
+    """ModelError where config.json describes a model of more than MOST_TIMES the weights that the files hold: what is
+    missing would be made up, and take memory that no plan knows of. Built without memory for its parameters."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    described = sum(parameter.numel() for parameter in model.parameters())
+    held = Shape.of_folder(folder).parameters
+    if described > MOST_TIMES * held + SMALL:
+        raise unreadable(
+            f"config.json describes a model of {described:,} parameters, and the weight files hold {held:,}: they do "
+            "not belong together",
+            "model",
+        )
 
 
 def stored_tensor(folder: Path, name: str) -> Tensor:
@@ -74,8 +102,6 @@ def context_length(model: nn.Module) -> int | None:
 
 def saved_dtype(folder: Path) -> torch.dtype:
     """The dtype that the model's own files are in; a fully trained model is handed back in the same."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

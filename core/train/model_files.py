@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ModelError
+from core.plan.config import check_numbers
 from core.plan.headers import (
     BUFFERS,
     INDEX_FILE,
@@ -28,6 +29,7 @@ from core.plan.headers import (
     unreadable,
     weight_files,
 )
+from core.plan.shape import hold_against_files
 
 __all__ = [
     "INDEX_FILE", "PICKLE_SUFFIXES", "Summary", "Tensor", "causal_lm_classes", "check_config", "check_tokenizer",
@@ -73,6 +75,7 @@ def inspect(folder: Path, *, field: str) -> Summary:
             tensors[name] = tensor
     if index is not None and (missing := set(index["weight_map"]) - set(tensors)):
         raise unreadable(f"{INDEX_FILE} names {len(missing)} tensors that no file holds, e.g. {min(missing)}", field)
+    hold_against_files(config, tensors, field=field)
     counted = {name: tensor for name, tensor in unpacked(tensors).items() if not BUFFERS.search(name)}
     if ties_head(config) and len(counted) > 1:
         counted.pop(OUTPUT_HEAD, None)
@@ -104,6 +107,7 @@ def refuse_adapter(names: Collection[str], *, field: str) -> None:
 def check_config(config: dict[str, Any], *, field: str) -> str:
     """The transformers class for this config.json; ModelError when there is none, or when the weights are packed in a
     way that cannot be trained over."""
+    check_numbers(config, field=field)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise unreadable("config.json has no `model_type`; it must be a transformers model", field)

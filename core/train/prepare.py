@@ -6,6 +6,7 @@ complete on the disk stays, and the next try goes on from there.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -26,7 +27,7 @@ from core.spec.run import (
     FailureClass,
     PrepareOrder,
 )
-from core.train import gguf, hub, model_files
+from core.train import gguf, hub, memory_limit, model_files
 from core.train.arguments import run_folder
 from core.train.disk import tell_failure
 from core.train.events import EventWriter
@@ -38,6 +39,8 @@ OnProgress = Callable[[str, int, int | None], None]
 """(phase, bytes done, bytes in all or None); phase: "downloading", "converting", "waiting" (for another job at it)."""
 
 PROGRESS_SECONDS = 0.5
+CONVERSION_TIMES = 40
+"""Bytes of memory for each of a GGUF file: 2 bits become 32, and there are two copies while they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def _converted(path: Path, source: dict[str, Any], cache: ModelCache, on_progres
         if entry := cache.entry(key):
             return _from(source, entry)
         on_progress("converting", 0, None)
+        memory_limit.allow_more(CONVERSION_TIMES * path.stat().st_size)
         shutil.rmtree(work / MODEL, ignore_errors=True)  # half a conversion is of no use
         record = gguf.convert(path, work / MODEL, field=field)
         summary = model_files.inspect(work / MODEL, field=field)
@@ -199,10 +203,14 @@ def _prepared(entry: Entry) -> Prepared:
 
 def failure_class(error: Exception) -> FailureClass:
     match error:
-        case hub.HubUnreachable() | NoSpace() | OSError():
-            return "machine"
         case MemoryError():
             return "memory"
+        case OSError() if error.errno == errno.ENOMEM:
+            return "memory"
+        case RuntimeError() if "allocate memory" in str(error):  # torch's, which is not to be imported for this
+            return "memory"
+        case hub.HubUnreachable() | NoSpace() | OSError():
+            return "machine"
         case EftError():
             return "user"
         case _:
@@ -237,6 +245,7 @@ def main(arguments: list[str]) -> int:
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
     events = EventWriter(run_dir / EVENTS_FILE)
     try:
+        memory_limit.hold(order.memory_limit)
         progress = _Progress(events)
         prepare = prepare_model if order.weights else prepare_tokenizer
         prepared = prepare(
@@ -255,6 +264,8 @@ def main(arguments: list[str]) -> int:
         failure = failure_class(error)
         code = error.code if isinstance(error, EftError) else failure
         message = error.message if isinstance(error, EftError) else f"{type(error).__name__}: {error}"
+        if failure == "memory":
+            code, message = "memory_limit", f"out of memory while the model is prepared; {memory_limit.ways()}"
         field = error.field if isinstance(error, EftError) else None
         told: dict[str, Any] = {"failure": failure, "code": code, "message": message, "field": field}
         if isinstance(error, NoSpace) and error.needs_bytes is not None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from core.spec.run import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, RunOrder
+from core.train import memory_limit
 from core.train.__main__ import importing
 from core.train.arguments import run_folder
 from core.train.lifeline import arm, leave
@@ -30,6 +31,7 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         from core.train.events import EventWriter
         from core.train.failures import describe
         from core.train.load import load_tokenizer, quiet
+        from core.train.reading import is_panic
 
     events = EventWriter(run_dir / EVENTS_FILE)
 
@@ -45,10 +47,13 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         events.write("notice", code="token_cache", message=fault)
 
     try:
+        memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
         events.write("phase", phase="loading")
         quiet()
         result = preview(order, load_tokenizer(Path(order.model_dir)), told, notice)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         return tell_failure(error, events, describe(error, events.phase))
     events.write("result", result=result, artifacts=[])
     return EXIT_OK

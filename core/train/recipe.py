@@ -22,6 +22,7 @@ from core.spec.run import (
 from core.spec.runtime import HeldOut, NoEvaluation, NoStream
 from core.spec.settled import method_of
 from core.spec.training import NoQuantization, Packed
+from core.train import memory_limit
 from core.train.attention.probe import prepare_packing
 from core.train.best import hand_back_best
 from core.train.build import build_model, count_parameters
@@ -47,6 +48,7 @@ from core.train.quant.fp8 import dense_again
 from core.train.ranks.group import join
 from core.train.ranks.meet import meet, tell_launcher
 from core.train.ranks.words import Seat
+from core.train.reading import is_panic
 from core.train.record import Environment
 from core.train.render.options import RenderOptions
 from core.train.scaler import LossScaler
@@ -61,11 +63,14 @@ def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> in
     events = EventWriter(run_dir / EVENTS_FILE) if seat is None or seat.rank == 0 else Unheard()
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+        memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
         with ExitStack() as at_end:
             _train(order, run_dir, events, stop or Stop(), seat, at_end)
     except StopRequested:
         return EXIT_CHECKPOINTED
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         payload = describe(error, events.phase)
         return tell_failure(error, events, payload) if seat is None else tell_launcher(error, seat, events, payload)
     finally:
@@ -98,22 +103,24 @@ def _train(
         events.write("notice", code=code, message=words)
     if order.settled is not None:
         events.write("notice", code="method", message=order.settled["words"])
-    tokenizer = load_tokenizer(Path(order.model_dir))
-    with ranks.in_turn(order.cache_dir is not None and not spec.data.streaming):
-        data = read_data(order, tokenizer, events, leave_if_asked, ranks)
-    plain = isinstance(spec.quantization, NoQuantization) and isinstance(spec.memory.stream, NoStream)
-    with ranks.in_turn(order.cache_dir is not None and not plain):
-        built = build_model(
-            spec,
-            Path(order.model_dir),
-            placement,
-            tokenizer,
-            cache_dir=None if order.cache_dir is None else Path(order.cache_dir),
-            longest=data.longest,
-            events=events,
-            between=leave_if_asked,
-            memory_bytes=order.memory_bytes,
-        )
+    with stop.at_once():
+        leave_if_asked()
+        tokenizer = load_tokenizer(Path(order.model_dir))
+        with ranks.in_turn(order.cache_dir is not None and not spec.data.streaming):
+            data = read_data(order, tokenizer, events, leave_if_asked, ranks)
+        plain = isinstance(spec.quantization, NoQuantization) and isinstance(spec.memory.stream, NoStream)
+        with ranks.in_turn(order.cache_dir is not None and not plain):
+            built = build_model(
+                spec,
+                Path(order.model_dir),
+                placement,
+                tokenizer,
+                cache_dir=None if order.cache_dir is None else Path(order.cache_dir),
+                longest=data.longest,
+                events=events,
+                between=leave_if_asked,
+                memory_bytes=order.memory_bytes,
+            )
     for held in (built.streamed, built.offload):
         if held is not None:
             at_end.callback(held.close)

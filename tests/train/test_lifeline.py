@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import EXIT_FENCED, heartbeat
+from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED, heartbeat
 from core.train.events import EventWriter
 from core.train.lifeline import boottime
 
@@ -169,6 +169,29 @@ def test_sigterm_asks_to_stop(fence: str) -> None:
     assert int(Path(f"/proc/{child.pid}/oom_score_adj").read_text()) >= 500
     child.terminate()
     assert child.wait(250) == 75
+
+
+BUSY = """
+import time
+from core.train.lifeline import arm
+stop = arm(None)
+with stop.at_once():
+    pass
+try:
+    with stop.at_once():
+        print("armed", flush=True)
+        time.sleep(600)  # a library that loads a model looks at nothing of ours
+finally:
+    print("not at once", flush=True)
+"""
+
+
+def test_while_there_is_nothing_to_keep_sigterm_ends_it_at_once() -> None:
+    child = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"armed\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == EXIT_CHECKPOINTED
+    assert child.stdout.read() == b""
 
 
 def test_by_hand_stdin_and_parent_do_not_matter() -> None:

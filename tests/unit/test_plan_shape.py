@@ -53,7 +53,7 @@ def test_a_config_says_what_the_files_say(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_the_config_does_not_name_is_the_embeddings(tmp_path: Path) -> None:
     """Old configurations leave out what their class has by itself; a plan divides by it."""
-    config = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
+    config = {name: value for name, value in LLAMA.items() if name != "vocab_size"} | {"num_hidden_layers": 1}
     whole = Shape.of_config(LLAMA)
     tensors = {weight.name: ("BF16", list(weight.shape)) for weight in whole.outside}
     tensors |= {f"model.layers.0.{weight.name}": ("BF16", list(weight.shape)) for weight in whole.blocks[0]}
@@ -70,7 +70,7 @@ def test_packed_files_stand_for_what_they_were_made_from(tmp_path: Path) -> None
     name = "model.layers.0.mlp.up_proj.weight"
     folder = write(
         tmp_path / "packed",
-        LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        LLAMA | {"num_hidden_layers": 1, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         {
             "model.embed_tokens.weight": ("BF16", [97, 64]),
             name: ("U8", [96 * 64 // 2, 1]),
@@ -90,7 +90,7 @@ def test_experts_that_lie_apart_are_one_weight_as_transformers_holds_them(tmp_pa
     at = "model.layers.0.block_sparse_moe"
     folder = write(
         tmp_path / "experts",
-        LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1},
+        LLAMA | {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1},
         {f"{at}.experts.{n}.{w}.weight": ("BF16", [8, 64]) for n in (0, 1) for w in ("w1", "w2", "w3")}
         | {f"{at}.gate.weight": ("BF16", [2, 64]), "model.layers.0.self_attn.q_proj.weight": ("BF16", [64, 64])},
     )

@@ -14,6 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from core.spec.run import MemoryLimit
+from core.train import memory_limit
 from core.train.lifeline import PR_SET_PDEATHSIG
 from core.train.render.options import RenderOptions
 
@@ -25,6 +27,10 @@ class HelperKilled(RuntimeError):
     """A helper got SIGKILL from somebody: from the kernel, as a rule, which had no more memory."""
 
 
+class HelperShort(RuntimeError):
+    """A helper wanted more memory than it was given."""
+
+
 class Helpers:
     """At most so many, each started when there is work for it."""
 
@@ -33,7 +39,7 @@ class Helpers:
             processes,
             mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
             initializer=_begin,
-            initargs=(os.getpid(), options, model_dir),
+            initargs=(os.getpid(), options, model_dir, memory_limit.of_helpers()),
         )
         self._others = set(multiprocessing.active_children())
         self._started: set[Any] = set()
@@ -57,6 +63,8 @@ class Helpers:
                 continue
             except BrokenProcessPool as error:
                 raise self._why(error) from error
+            except MemoryError as error:
+                raise HelperShort(_short()) from error
 
     def close(self) -> None:
         """They end by themselves after what they are at; nobody waits for that."""
@@ -69,8 +77,16 @@ class Helpers:
             codes.append(process.exitcode)
         if -signal.SIGKILL in codes:
             return HelperKilled("a process that makes tokens of rows was killed (SIGKILL)")
+        if -signal.SIGABRT in codes and memory_limit.of_helpers() is not None:  # so end libraries in Rust
+            return HelperShort(_short())
         died = ", ".join(str(code) for code in codes if code) or "unknown"
         return RuntimeError(f"a process that makes tokens of rows has died (exit status {died}): {error}")
+
+
+def _short() -> str:
+    limit = memory_limit.of_helpers()
+    held = "" if limit is None else f" than the {limit.bytes / 1e9:.3g} GB that it may take ({limit.setting})"
+    return f"a process that makes tokens of rows wanted more memory{held}"
 
 
 # --- in a process of its own -----------------------------------------------------------------------------
@@ -84,7 +100,7 @@ def renderer() -> Any:
     return _renderer
 
 
-def _begin(parent: int, options: RenderOptions, model_dir: Path) -> None:
+def _begin(parent: int, options: RenderOptions, model_dir: Path, limit: MemoryLimit | None) -> None:
     global _renderer
     # Whoever ends the trainer means its helpers too; a request to stop is the trainer's to answer.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -96,6 +112,7 @@ def _begin(parent: int, options: RenderOptions, model_dir: Path) -> None:
     from core.train.load import load_tokenizer
     from core.train.render.renderer import Renderer
 
+    memory_limit.hold(limit)
     _renderer = Renderer(load_tokenizer(model_dir), options)
     gc.collect()
     gc.freeze()  # what is here by now stays; Python's collector need not walk it again and again

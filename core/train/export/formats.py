@@ -24,11 +24,11 @@ from core.train.disk import disk_full
 from core.train.events import EventWriter
 from core.train.export.compare import Comparison, compare, logits_of
 from core.train.export.merge import write_merged
-from core.train.failures import is_out_of_memory
 from core.train.kernels.scratch import clear_scratch
 from core.train.load import load_model, saved_dtype
 from core.train.loop import StopRequested
 from core.train.memory.available import available_bytes
+from core.train.out_of_memory import is_out_of_memory
 
 MERGED = "merged"
 

@@ -35,7 +35,10 @@ def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn
         use_dora=spec.use_dora,
         bias="none",
     )
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, NotImplementedError) as error:  # of layers that PEFT has no adapter for
+        raise SpecError(f"PEFT cannot adapt this model: {error}", field="method.target_modules") from error
     if autocast:
         for module in adapted.modules():
             if isinstance(module, LoraLayer):

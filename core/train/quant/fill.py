@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from core.errors import ModelError
-from core.train.failures import is_out_of_memory
+from core.train.out_of_memory import is_out_of_memory
 from core.train.quant.int8 import STATE_KEY as INT8_KEY
 from core.train.quant.int8 import int8_from_state, quantize_int8
 from core.train.quant.layout import SUFFIXES, nf4_from_state
 from core.train.quant.linear import PackedWeight, QuantLinear
 from core.train.quant.nf4 import quantize_nf4
 from core.train.quant.targets import SKIPPED, QuantOptions
+from core.train.reading import reading
 
 # --- the files -------------------------------------------------------------------------------------
 
@@ -107,7 +108,8 @@ def fill_model(
             )
     for module, state in pieces.items():
         dense = isinstance(model.get_submodule(module), nn.Linear) and f"weight.{INT8_KEY}" not in state
-        read = (nf4_from_state if dense else int8_from_state)(state, f"{module}.weight")
+        with reading(f"{module}.weight"):
+            read = (nf4_from_state if dense else int8_from_state)(state, f"{module}.weight")
         # Packed from float16, say, and trained in bfloat16: what is made of it by a merge has the run's dtype.
         packed[module] = replace(read, dtype=dtype)
         wanted.discard(f"{module}.weight")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from core.errors import ModelError
+from core.train.reading import reading
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -20,14 +21,12 @@ def skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
+    with reading("the model"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # Buffers outside the files (rotary frequencies) are computed by the constructors, so they get real memory.
         with init_empty_weights(include_buffers=False), _without_memory(nn.Linear, nn.Embedding):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"the model cannot be read: {error}", field="model") from error
-    _compute_constants(model, model)
+        _compute_constants(model, model)
     return model, config
 
 
@@ -72,7 +71,8 @@ def finish(model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        with reading("the model's generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # PEFT and transformers would look for bitsandbytes' modules
     model.eval()

@@ -181,7 +181,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> int:
 @contextmanager
 def _joined() -> Iterator[None]:
     """What gloo and NCCL raise when a peer is gone, as PeerLost."""
-    from core.train.failures import is_out_of_memory
+    from core.train.out_of_memory import is_out_of_memory
 
     try:
         yield
