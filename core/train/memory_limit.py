@@ -19,9 +19,9 @@ def hold(limit: MemoryLimit | None, *, of_helpers: MemoryLimit | None = None) ->
     """From now on; None: no limit, or none that this kernel can keep. `of_helpers`: what the processes get that this
     one starts beside itself."""
     global _limit, _of_helpers
-    _limit, _of_helpers = limit, of_helpers
+    before, _limit, _of_helpers = _limit, limit, of_helpers
     has = data_bytes()
-    if has is not None:
+    if has is not None and (before, limit) != (None, None):  # what others have set is left alone
         _set(None if limit is None else has + limit.bytes)
 
 
