@@ -203,7 +203,7 @@ def _validation_error(_: Request, error: Exception) -> JSONResponse:
     faults = []
     for item in error.errors()[:50]:
         field = ".".join(str(part) for part in item["loc"][1:]) or None
-        message = str(item["msg"])
+        message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
         faults.append({"code": "invalid_value", "message": message[:1].lower() + message[1:], "field": field})
     first = faults[0]
     message = f"{first['field']}: {first['message']}" if first["field"] else str(first["message"])

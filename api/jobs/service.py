@@ -25,6 +25,7 @@ from core.jobs.submit import Actor, find, retry, submit
 from core.jobs.volume import Bounds
 from core.plan.compatibility import check
 from core.settings import Settings
+from core.spec import hints
 from core.spec.data import FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
@@ -219,11 +220,12 @@ class Jobs:
         ]
 
     def _path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
+        if not path.startswith("/"):
+            words = hints.of_source(path) if field.startswith("data.") else "give the full path, from `/` on"
+            return Fault("path_not_allowed", words, field)
         if not roots:
             words = f"paths are not allowed here; the administrator can allow folders with {setting}"
             return Fault("path_not_allowed", words, field)
-        if not path.startswith("/"):
-            return Fault("path_not_allowed", "give the full path, from `/` on", field)
         real = Path(os.path.realpath(path))
         for root in roots:
             real_root = Path(os.path.realpath(root))

@@ -67,7 +67,7 @@ def parse(url: str) -> Target:
     except ValueError as error:
         raise NotAllowed(f"this is no URL: {error}") from error
     if parts.scheme not in ("http", "https"):
-        raise NotAllowed("only `http://` and `https://` URLs can be told")
+        raise NotAllowed("the URL must begin with `http://` or `https://`")
     if not parts.hostname or "%" in parts.hostname:
         raise NotAllowed("the URL names no host")
     if parts.username is not None or parts.password is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from eft.config import Config
 from eft.errors import ApiError, EftClientError, Fault, NotEft, Unreachable
 
 Param = str | int | float | bool | Sequence[str] | None
@@ -31,15 +32,22 @@ def backoff(error: EftClientError, delay: float) -> float | None:
     return delay * random.uniform(0.75, 1.25)  # noqa: S311 -- no secret hangs on it
 
 
-def api_error(response: httpx.Response) -> ApiError:
+PROXYS = frozenset({*range(300, 400), 401, 403, 407, 408, 411, 413, 414, 421, 429, 431, *range(500, 600)})
+"""Answers that a proxy in front of the service gives in its own words."""
+
+
+def api_error(response: httpx.Response, config: Config) -> EftClientError:
     """The one error shape; words of our own when something that is not eft answered. The body has been read."""
     request_id = response.headers.get("x-request-id")
     after = response.headers.get("retry-after", "")
     retry_after = min(float(after), 60.0) if after.isdecimal() else None
     try:
         body = response.json()["error"]
+        message = str(body["message"])
+        if body["code"] == "missing_api_key":
+            message = without_key(config)
         return ApiError(
-            str(body["message"]),
+            message,
             status=response.status_code,
             code=str(body["code"]),
             field=body.get("field"),
@@ -49,6 +57,8 @@ def api_error(response: httpx.Response) -> ApiError:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         # Not an answer of eft: a proxy's page, another service on that port.
+        if response.status_code not in PROXYS:
+            return not_eft(response)
         words = " ".join(response.text.split())[:200] or response.reason_phrase
         return ApiError(
             f"{response.request.url.host} answered {response.status_code}: {words}",
@@ -57,6 +67,14 @@ def api_error(response: httpx.Response) -> ApiError:
             request_id=request_id,
             retry_after=retry_after,
         )
+
+
+def without_key(config: Config) -> str:
+    """What to do about a request that went without a key."""
+    words = f"no API key for {config.url}: `eft login --url {config.url}` asks for one and keeps it, or set EFT_API_KEY"
+    return (
+        words if config.login is None else f"{words}. The key that is kept is for {config.login}, and goes there only"
+    )
 
 
 def document_of(response: httpx.Response) -> dict[str, Any]:
@@ -71,7 +89,7 @@ def document_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def not_eft(response: httpx.Response) -> NotEft:
-    """For an answer that says that all is well and is not of this API. Its text is not told: it may be a login page."""
+    """For an answer that is not of this API. Its text is not told: it may be a login page."""
     address = f"{response.request.url.scheme}://{response.request.url.netloc.decode()}"
     kind = response.headers.get("content-type", "") or "no content type"
     return NotEft(

@@ -24,13 +24,14 @@ from eft import (
     commands_webhooks,
     commands_worker,
 )
-from eft.app import HEADINGS, App
+from eft.app import HEADINGS, App, Root
 from eft.manual import manual
 from eft.version import VERSION
 
 JOBS, DATA, LINE, PEOPLE, BOX, SELF = HEADINGS
 
 app = App(
+    cls=Root,
     no_args_is_help=True,
     add_completion=False,  # ours: `eft completion`
     pretty_exceptions_enable=False,

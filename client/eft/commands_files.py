@@ -114,6 +114,8 @@ def preview(
         if data is not None:  # its file is the one that is named here
             job = job | {"data": {k: v for k, v in data.items() if k == "rendering"} if isinstance(data, dict) else {}}
         job = apply_settings(job | ({"model": model} if model is not None else {}), settings or [])
+        if "model" not in job:
+            raise UsageFault("say with --model which model's tokenizer is to read it, or with --spec whose job")
         with output.notes.status("waiting for a worker") if output.live else nullcontext():
             found = client.preview(file_id, job)
         if as_json:

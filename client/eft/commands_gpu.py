@@ -67,7 +67,7 @@ def hold(
 ) -> None:
     """Keep eft off GPUs. On a busy one it counts from the end of its job on, or from now on with --now."""
     with session(as_json, url) as (client, output):
-        end = None if until is None else point(until)
+        end = None if until is None else point(until, option="--until")
         _tell(output, client.queue.hold(gpus, until=end, held_for=held_for, why=why, now=now))
 
 
@@ -161,7 +161,9 @@ def plan_maintenance(
 ) -> None:
     """No job whose time limit reaches into it is started; what still runs then goes on later or elsewhere."""
     with session(as_json, url) as (client, output):
-        row = client.queue.plan_maintenance(point(start), point(until), node=node, why=why)
+        row = client.queue.plan_maintenance(
+            point(start, option="--from"), point(until, option="--until"), node=node, why=why
+        )
         output.json(row) if as_json else output.text(f"{_words(row)}\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import shutil
 import subprocess
 import sys
@@ -103,15 +104,23 @@ def login(
 
     with outputs(as_json) as output:
         address = load_config(url, None).url
-        key = (
-            sys.stdin.readline().strip() if key_from_stdin else typer.prompt(f"API key for {address}", hide_input=True)
-        )
+        key = sys.stdin.readline().strip() if key_from_stdin else _ask(f"API key for {address}: ")
         if not key:
             raise ConfigError("no key was given")
         with Client(address, key) as client:
             client.access.me()
         path = write_config(address, key)
         output.json({"url": address, "config": str(path)}) if as_json else output.note(f"kept in {path}")
+
+
+def _ask(question: str) -> str:
+    """What is typed, unseen. Raises UsageFault where there is no terminal to type on."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageFault("there is no terminal to ask for the key on; pipe it in: eft login --key-stdin < FILE")
+    try:
+        return getpass.getpass(question, stream=sys.stderr).strip()
+    except EOFError:
+        return ""
 
 
 @manual(examples=[("eft version --json", "For a bug report.")])

@@ -18,7 +18,7 @@ from eft.live import Away
 from eft.manual import manual
 from eft.output import Output, number, status_markup
 from eft.session import JobArgument, JsonOption, UrlOption, session
-from eft.waiting import ENDS, PatienceOption, end, follow
+from eft.waiting import ENDS, PatienceOption, end, follow, going_on
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -49,7 +49,8 @@ def watch(
     """
     with session(as_json, url) as (client, output):
         if job_id is not None and as_json:
-            job = client.wait(job_id, patience=patience, on_event=lambda event: output.json(event.raw))
+            with going_on(output, job_id):
+                job = client.wait(job_id, patience=patience, on_event=lambda event: output.json(event.raw))
             raise typer.Exit(job.exit_code)
         if job_id is not None and not output.live_stdout:
             end(client, output, follow(client, output, job_id, patience))
@@ -69,9 +70,10 @@ def _watch(client: Client, output: Output, job_id: str | None, interval: float, 
     try:
         if output.as_json or not output.live_stdout:
             look.start()
-            _lines(look, changed, output) if output.as_json else plain.run(look, changed, output)
+            with going_on(output, job_id):
+                _lines(look, changed, output) if output.as_json else plain.run(look, changed, output)
             return
-        with Screen(output.data) as screen:
+        with going_on(output, job_id), Screen(output.data) as screen:
             look.on_change = screen.wake
             look.start()
             ended = run(
@@ -179,10 +181,11 @@ def metrics(
         chosen = [name.strip() for name in names.split(",")] if names else None
         if csv and as_json:
             raise UsageFault("--csv or --json, not both")
+        curves = client.metrics(job_id, names=chosen, points=points)
+        _check_names(client, job_id, chosen, curves)
         if csv:
             output.text(client.metrics_csv(job_id, names=chosen, points=points))
             return
-        curves = client.metrics(job_id, names=chosen, points=points)
         if as_json:
             output.json(curves)
             return
@@ -195,6 +198,13 @@ def metrics(
                 shown = [number(value) for value in (values[0], values[-1], min(values), max(values))]
                 table.add_row(name, str(len(curve)), *shown)
         output.data.print(table)
+
+
+def _check_names(client: Client, job_id: str, chosen: list[str] | None, curves: dict[str, Any]) -> None:
+    """Raises UsageFault for a name that none of the job's curves has; a job without any has not begun."""
+    missing = [name for name in chosen or [] if name not in curves]
+    if missing and (there := sorted(client.metrics(job_id, points=2))):
+        raise UsageFault(f"--names: the job has no curve `{missing[0]}`; it has {', '.join(there)}")
 
 
 # --- compare and diff

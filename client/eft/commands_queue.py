@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -173,7 +174,7 @@ def set_quota(
     if preemptible is not None:
         values["preemptible"] = preemptible
     if not values:
-        raise UsageFault("say what to set, e.g. --max-running 2")
+        raise UsageFault("say what to set, for example --max-running 2")
     with session(as_json, url) as (client, output):
         row = client.queue.set_limits(scope, name, **values)
         output.json(row) if as_json else output.text(f"{row['scope']} {row['name']}: {_words(row)}\n")
@@ -185,7 +186,10 @@ def _figure(field: str, text: str) -> float | None:
     try:
         figure = float(text)
     except ValueError:
-        raise UsageFault(f"{text!r} is no number; `{NONE}` takes a quota away") from None
+        figure = math.nan
+    if not math.isfinite(figure):
+        option = "--disk-gb" if field == "disk_bytes" else f"--{field.replace('_', '-')}"
+        raise UsageFault(f"{option}: {text!r} is not a number; `{NONE}` removes the quota")
     if field == "disk_bytes":
         return round(figure * 1e9)
     return figure if field in ("shares", "gpu_hours_week") else round(figure)

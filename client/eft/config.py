@@ -21,6 +21,8 @@ DEFAULT_URL = "http://127.0.0.1:8321"
 class Config:
     url: str
     api_key: str | None = field(repr=False)
+    login: str | None = None
+    """Address that the file has a key for, where that is another one: its key is not sent here."""
 
     @property
     def loopback(self) -> bool:
@@ -45,7 +47,7 @@ def load_config(url: str | None = None, api_key: str | None = None) -> Config:
     key = api_key or os.environ.get("EFT_API_KEY") or (stored.get("api_key") if chosen == stored_url else None)
     if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
         raise ConfigError("the API key has characters that no key has; check EFT_API_KEY for line ends and quotes")
-    return Config(chosen, key)
+    return Config(chosen, key, stored_url if "api_key" in stored and chosen != stored_url else None)
 
 
 def read_config() -> dict[str, str]:
@@ -89,8 +91,12 @@ def _toml_string(value: str) -> str:
 
 
 def _checked_url(url: str, source: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        usable = False
+    if not usable or not url.isprintable():
         raise ConfigError(f"{source}: `{url}` is not an address such as {DEFAULT_URL}")
     if parts.username or parts.query or parts.fragment:
         raise ConfigError(f"{source}: give scheme, host, port and path only; the key goes into EFT_API_KEY")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 ROLES = ("train", "eval")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9_-]*")
+"""Without a dot behind the slash: that is a file."""
 Uploader = Callable[[Path, dict[str, Any]], File]
 """From a file and how its rows are to be read (`format`, `columns`, both optional) to the file on the server."""
 
@@ -32,6 +34,8 @@ def read_job(source: str) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         raise LocalError(f"{source}: {error.strerror or error}") from error
     job = _parse(text, source)
+    if job is None:
+        raise UsageFault(f"{source}: there is no job in it; it needs at least `model` and `data`")
     if not isinstance(job, dict):
         raise UsageFault(f"{source}: a job is an object with fields such as `model` and `data`")
     return job, Path() if source == "-" else Path(source).parent
@@ -97,14 +101,28 @@ def _with_files(source: Any, folder: Path, field: str, upload: Uploader) -> Any:
     if isinstance(source, dict) and "source" in source:
         return source | {"source": _with_files(source["source"], folder, f"{field}.source", upload)}
     path = _local(source, folder)
-    return source if path is None else _sent(path, source if isinstance(source, dict) else {}, field, upload)
+    return source if path is None else _sent(path, source, field, upload)
 
 
-def _sent(path: Path, source: dict[str, Any], field: str, upload: Uploader) -> dict[str, Any]:
+def _sent(path: Path, source: Any, field: str, upload: Uploader) -> dict[str, Any]:
     if not path.is_file():
-        raise UsageFault(f"{path}: no such file; it is named by the job", field=field)
-    read_as: dict[str, Any] = {key: source[key] for key in ("format", "columns") if key in source}
+        raise UsageFault(_absent(path, source), field=field)
+    said = source if isinstance(source, dict) else {}
+    read_as: dict[str, Any] = {key: said[key] for key in ("format", "columns") if key in said}
     return {"type": "file", "id": upload(path, read_as).id} | read_as
+
+
+def _absent(path: Path, source: Any) -> str:
+    """For a file that the job, or an option, names: what may have been meant."""
+    written = source.get("path") if isinstance(source, dict) else source
+    if not isinstance(written, str):
+        return f"{path}: no such file"
+    if "://" in written:
+        return f"{written}: addresses are not read; download the file and name it here"
+    kind = "is a folder; name the files in it" if path.is_dir() else "no such file; it is named by the job"
+    if _HUB_ID.fullmatch(written) and not path.exists():
+        kind += f". For the data set of the Hugging Face hub write {{type: hub, id: {written}}}"
+    return f"{path}: {kind}"
 
 
 def uploader(client: Client, on_upload: Callable[[Path, File], None] = lambda path, file: None) -> Uploader:
@@ -142,8 +160,24 @@ def _parse(text: bytes, source: str) -> Any:
             raise UsageFault(f"{source}: not valid JSON: {error}") from error
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 -- _Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        raise UsageFault(f"{source}{_where(error)}: not valid YAML or JSON: {_problem(error)}") from error
+    except yaml.reader.ReaderError as error:
+        raise UsageFault(f"{source}: this is no text in UTF-8 (byte {error.position})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageFault(f"{source}: not valid YAML or JSON: {error}") from error
+
+
+def _where(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    """PyYAML's words without its name for the text, which is not the file's."""
+    if "'\\t'" in (error.problem or ""):
+        return "a tab begins the line; YAML is indented with spaces"
+    return error.problem or error.context or "it cannot be read"
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

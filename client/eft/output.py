@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eft.errors import ApiError, EftClientError
+from eft.errors import ApiError, EftClientError, Fault
 from eft.harmless import HarmlessConsole, document, lines
 from eft.types import File, Job
 
@@ -87,15 +87,24 @@ def print_error(error: EftClientError, output: Output) -> None:
         sys.stderr.write(document({"error": error.as_dict()}, ascii_only=_narrow(sys.stderr)) + "\n")
         return
     console = output.notes
-    console.print(f"[bold red]error[/] [red]{escape(error.code)}[/]: {escape(error.message)}", soft_wrap=True)
-    if isinstance(error, ApiError):
-        for fault in error.faults:
+    faults = error.faults if isinstance(error, ApiError) else ()
+    several = len(faults) > 1
+    message = f"{len(faults)} faults" if several and _repeats(error, faults[0]) else error.message
+    code = f" [dim]({escape(faults[0].code)})[/]" if len(faults) == 1 and faults[0].code != error.code else ""
+    console.print(f"[bold red]error[/] [red]{escape(error.code)}[/]: {escape(message)}{code}", soft_wrap=True)
+    if several or (faults and not _repeats(error, faults[0])):
+        for fault in faults:
             where = f"[bold]{escape(fault.field)}[/]: " if fault.field else ""
             console.print(f"  - {where}{escape(fault.message)} [dim]({escape(fault.code)})[/]", soft_wrap=True)
-    if error.field and not (isinstance(error, ApiError) and error.faults):
+    if error.field and not faults and error.field not in error.message:
         console.print(f"  field: {escape(error.field)}", soft_wrap=True)
     if isinstance(error, ApiError) and error.request_id:
         console.print(f"  [dim]request id: {escape(error.request_id)}[/]", soft_wrap=True)
+
+
+def _repeats(error: EftClientError, fault: Fault) -> bool:
+    """The message of an error with faults is often its first fault: then it is told once."""
+    return fault.message in error.message
 
 
 def status_markup(status: str) -> str:
@@ -158,13 +167,7 @@ def job_lines(job: Job) -> list[str]:
         rows.append(("failure", f"[red]{escape(job.failure.code)}[/] ({escape(job.failure.failure_class)})"))
         rows.append(("", escape(job.failure.message)))
         rows.append(("field", job.failure.field and escape(job.failure.field)))
-    for name, value in (job.result or {}).items():
-        match value:
-            case dict():
-                inner = ", ".join(f"{key} {number(item)}" for key, item in value.items())
-                rows.append((name, escape(inner)))
-            case _:
-                rows.append((name, escape(number(value))))
+    rows += [(name, escape(plain(value))) for name, value in (job.result or {}).items()]
     return [f"[dim]{label:<18}[/]{value}" for label, value in rows if value]
 
 
@@ -172,6 +175,21 @@ def progress_words(job: Job) -> str:
     if job.progress is None:
         return ""
     return f"{job.progress.step}/{job.progress.total_steps}"
+
+
+def plain(value: Any) -> str:
+    """A value of an answer, as people write it; "" for what is not there."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{key} {words}" for key, item in value.items() if (words := plain(item)))
+        case list():
+            return "; ".join(filter(None, map(plain, value)))
+        case _:
+            return number(value)
 
 
 def number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What every command shares: the options, the client, and one place where errors become exit codes."""
+"""What every command shares: the options, and the client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eft.errors import EftClientError, ExitCode, LocalError
-from eft.output import Output, print_error
+from eft.output import Output
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -23,21 +22,8 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 
 @contextmanager
 def outputs(as_json: bool) -> Generator[Output, None, None]:
-    """Errors below end the command: told on stderr, with the exit code of the table."""
-    output = Output.make(as_json)
-    try:
-        yield output
-    except EftClientError as error:
-        print_error(error, output)
-        raise typer.Exit(error.exit_code) from error
-    except BrokenPipeError:
-        raise  # `eft ls | head`: the framework ends quietly
-    except OSError as error:
-        local = LocalError(f"{error.filename or 'this machine'}: {error.strerror or error}")
-        print_error(local, output)
-        raise typer.Exit(local.exit_code) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(ExitCode.INTERRUPTED) from error
+    """Where a command prints; what goes wrong below is told by eft.runner, around all of them."""
+    yield Output.make(as_json)
 
 
 @contextmanager

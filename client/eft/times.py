@@ -10,20 +10,21 @@ from eft.errors import UsageFault
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
-def point(text: str, now: datetime | None = None) -> str:
+def point(text: str, now: datetime | None = None, *, option: str = "") -> str:
     """`18:00` (the next one, by this machine's clock), `2h`, `3d`, `2026-11-22 08:00` or ISO 8601; as ISO 8601 with its
-    offset. Raises UsageFault."""
+    offset. Raises UsageFault, which names the `option` that it was given to."""
     moment = (now or datetime.now(UTC)).astimezone()
-    if span := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhd])", text.strip()):
-        return (moment + timedelta(**{_UNITS[span[2]]: float(span[1])})).isoformat(timespec="seconds")
     try:
+        if span := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhd])", text.strip(), re.ASCII):
+            return (moment + timedelta(**{_UNITS[span[2]]: float(span[1])})).isoformat(timespec="seconds")
         if clock := re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip()):
             then = moment.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
             return (then if then > moment else then + timedelta(days=1)).isoformat(timespec="seconds")
         then = datetime.fromisoformat(text.strip())
-    except ValueError:
-        raise UsageFault(f"{text!r} is no time: 18:00, 2h, 3d or 2026-11-22T08:00") from None
-    return (then if then.tzinfo else then.astimezone()).isoformat(timespec="seconds")
+        return (then if then.tzinfo else then.astimezone()).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):  # also of a day that no calendar has
+        where = f"{option}: " if option else ""
+        raise UsageFault(f"{where}{text!r} is not a time; write 18:00, 2h, 3d or 2026-11-22T08:00") from None
 
 
 def clock(time: str | None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,14 +41,20 @@ def conditions(texts: Sequence[str] | None) -> list[Condition]:
 
 def follow(client: Client, output: Output, job_id: str, patience: float) -> Job:
     """To its end, with a bar or lines on stderr."""
+    with going_on(output, job_id), Follower(output) as follower:
+        for snapshot in client.follow(job_id, patience=patience, on_gap=follower.gap):
+            follower.feed(snapshot)
+        return snapshot.job
+
+
+@contextmanager
+def going_on(output: Output, job_id: str | None) -> Generator[None, None, None]:
+    """Ctrl-C ends the waiting and not the job (None: the jobs), and says so."""
     try:
-        with Follower(output) as follower:
-            for snapshot in client.follow(job_id, patience=patience, on_gap=follower.gap):
-                follower.feed(snapshot)
-            return snapshot.job
-    except KeyboardInterrupt:
-        output.note(f"the job goes on; come back with: eft watch {job_id}")
-        raise
+        yield
+    except KeyboardInterrupt as error:
+        output.note(f"the job goes on; come back with: eft watch {job_id}" if job_id else "the jobs go on")
+        raise typer.Exit(ExitCode.INTERRUPTED) from error
 
 
 def end(client: Client, output: Output, job: Job, asked: Sequence[Condition] = (), patience: float = 300.0) -> None:

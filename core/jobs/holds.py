@@ -226,7 +226,7 @@ def plan(session: Session, actor: Actor, node: str | None, starts_at: float, end
         message = "a maintenance ends after it begins, and after now"
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
     if node is not None and session.get(Node, node) is None:
-        raise NotFound(f"there is no node `{node[:60]}`; `GET /nodes` lists them", field="node")
+        raise NotFound(f"there is no node `{node[:60]}`; `eft nodes` lists them (`GET /nodes`)", field="node")
     row = {"id": new_id("maint"), "node": node, "starts_at": starts_at, "ends_at": ends_at, "why": why}
     session.execute(insert(Maintenance).values(**row, user_id=actor.user_id))
     audit.record(session, actor, "maintenance.plan", node or "all nodes", {**row}, project_id=None)

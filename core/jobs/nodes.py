@@ -157,4 +157,4 @@ def _find(session: Session, name: str, *, lock: bool = False) -> Node:
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(f"there is no node `{name[:60]}`; `GET /nodes` lists them", field="name")
+    return NotFound(f"there is no node `{name[:60]}`; `eft nodes` lists them (`GET /nodes`)", field="name")

@@ -36,11 +36,15 @@ class short_form:  # noqa: N801 -- reads as a word inside Annotated[…]
     expand: Callable[[str], dict[str, Any] | list[str]]
     example: str | None = None
     """For strings that are not simply a discriminator."""
+    otherwise: str | None = None
+    """Discriminator of an object that has none."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        expand = self.expand
+        expand, otherwise = self.expand, self.otherwise
 
         def validate(value: Any) -> Any:
+            if otherwise is not None and isinstance(value, dict) and "type" not in value:
+                return {"type": otherwise, **value}
             return expand(value) if isinstance(value, str) else value
 
         return core_schema.no_info_before_validator_function(validate, handler(source))

@@ -62,7 +62,7 @@ class JobSpec(SpecModel):
     training: Training = Training()
     """The loop."""
     evaluation: Evaluation | None = Field(default=None)
-    """Default: `held_out` when `data.eval` is given, else `none`."""
+    """Default: `held_out` when `data.eval` is given, else `none`. An object without `type` is `held_out`."""
     memory: Memory = Resident()
     """What lies where while training."""
     checkpoint: Checkpoint = DiskCheckpoints()

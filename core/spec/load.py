@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Hashable
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from core.errors import Fault, SpecError, TooLarge
+from core.spec import hints
 from core.spec.job import JobSpec
 
 MAX_FAULTS = 50
@@ -108,30 +108,38 @@ _Loader.add_implicit_resolver(
 
 def _fault(error: dict[str, Any]) -> Fault:
     """Turn one pydantic error into ours: the path as the user wrote it, and the way out."""
-    path, known = _walk(error["loc"])
+    path, known, arms = _walk(error["loc"])
     context = error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
             name = str(error["loc"][-1])
-            return Fault("unknown_field", f"unknown field `{_show(name)}`{_nearest(name, known)}", path)
+            place = path.removesuffix(_show(name)).removesuffix(".")
+            hint = hints.of_field(name, place, known, JobSpec)
+            return Fault("unknown_field", f"unknown field `{_show(name)}`{hint}", path)
         case "missing":
             return Fault("missing_field", "this field is required", path)
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context.get("expected_tags", "")))
             tag = str(context.get("tag"))
-            return Fault("unknown_value", f"unknown type `{_show(tag)}`{_nearest(tag, tags)}", f"{path}.type")
+            hint = hints.of_value(tag, path, tags)
+            return Fault("unknown_value", f"unknown type `{_show(tag)}`{hint}", f"{path}.type")
         case "union_tag_not_found":
-            return Fault("missing_field", "give a `type` here, or a plain string as its short form", path)
+            return Fault("missing_field", _no_type(path, error.get("input"), arms), path)
         case "literal_error":
             options = re.findall(r"'([^']*)'", str(context.get("expected", ""))) or [str(context.get("expected"))]
             value = str(error.get("input"))
-            return Fault("unknown_value", f"unknown value `{_show(value)}`{_nearest(value, options)}", path)
+            hint = hints.of_value(value, path, options)
+            return Fault("unknown_value", f"unknown value `{_show(value)}`{hint}", path)
         case "string_pattern_mismatch":
             return Fault("invalid_value", _pattern_words(path, error.get("input"), context), path)
         case "value_error":
             return Fault("invalid_value", str(context.get("error", error["msg"])), path)
         case "model_type" | "model_attributes_type" | "dict_type":
-            return Fault("invalid_value", f"must be an object, not {_kind(error.get('input'))}", path)
+            words = f"must be an object, not {_kind(error.get('input'))}{hints.of_object(path)}"
+            return Fault("invalid_value", words, path)
+        case "list_type":
+            words = f"must be a list, not {_kind(error.get('input'))}{hints.of_object(path)}"
+            return Fault("invalid_value", words, path)
         case "finite_number":
             return Fault("invalid_value", "must be a finite number, not NaN or infinity", path)
         case _:
@@ -151,11 +159,22 @@ def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
     return f"`{shown}` does not have the form {context.get('pattern')}"
 
 
-def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
-    """The user's path (discriminator values left out) and the fields known in the model that holds its last step."""
+def _no_type(path: str, written: Any, arms: list[type[BaseModel]]) -> str:
+    """An object without `type`: which types there are, and what its fields are called that none of them has."""
+    types = [f"`{arm.model_fields['type'].default}`" for arm in arms if "type" in arm.model_fields]
+    known = sorted({name for arm in arms for name in arm.model_fields})
+    unknown = [name for name in written if isinstance(name, str) and name not in known] if written else []
+    faults = [f"unknown field `{_show(name)}`{hints.of_field(name, path, known, JobSpec)}" for name in unknown[:3]]
+    return "; ".join([f"give a `type` here ({', '.join(types)}), or a plain string as its short form", *faults])
+
+
+def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], list[type[BaseModel]]]:
+    """The user's path (discriminator values left out), the fields known in the model that holds its last step, and the
+    models that this step may be."""
     model: Any = JobSpec
     parts: list[str] = []
     known: list[str] = []
+    arms: list[type[BaseModel]] = []
     position = 0
     while position < len(loc):
         step = loc[position]
@@ -169,32 +188,17 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
             parts.append(_show(step))
             field = model.model_fields.get(step)
             model = field.rebuild_annotation() if field is not None else None
-            arms = _models(model)
+            arms = hints.models_in(model)
             if len(arms) == 1:
                 model = arms[0]
             elif position < len(loc) and (chosen := _arm(arms, loc[position])) is not None:
                 model, position = chosen, position + 1
         # A step inside something that is no model (a union's branch name) says nothing to the user.
-    return ".".join(parts) or "(job)", known
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    if get_origin(annotation) is Annotated:
-        return _models(get_args(annotation)[0])
-    return [found for arg in get_args(annotation) for found in _models(arg)]
+    return ".".join(parts) or "(job)", known, arms
 
 
 def _arm(arms: list[type[BaseModel]], tag: int | str) -> type[BaseModel] | None:
     return next((arm for arm in arms if "type" in arm.model_fields and arm.model_fields["type"].default == tag), None)
-
-
-def _nearest(word: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(word.lower(), options, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean `{close[0]}`?"
-    return f"; known here: {', '.join(f'`{option}`' for option in options)}" if options else ""
 
 
 def _show(text: str) -> str:

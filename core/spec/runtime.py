@@ -274,4 +274,4 @@ class HeldOut(SpecModel):
         return self
 
 
-Evaluation = Annotated[NoEvaluation | HeldOut, Field(discriminator="type"), short_form(by_type)]
+Evaluation = Annotated[NoEvaluation | HeldOut, Field(discriminator="type"), short_form(by_type, otherwise="held_out")]

@@ -118,7 +118,7 @@ def test_a_run_order_survives_its_file() -> None:
         ({"method": {"type": "lora", "target_modules": []}}, "method.target_modules", ""),
         ({1: 2}, "1", "unknown field"),
         ({"method": {"type": "qlora", "lora_r": 1}}, "method.lora_r", "did you mean"),
-        ({"quantization": "int4"}, "quantization.type", "did you mean `int8`?"),
+        ({"quantization": "int4"}, "quantization.type", "did you mean `nf4`?"),
         ({"quantization": {"type": "int8", "block_size": 65}}, "quantization.block_size", "64"),
         ({"export": ["merged", {"type": "merged"}]}, "export", "once"),
         ({"export": "merge"}, "export[0].type", "merged"),

@@ -14,7 +14,7 @@ import httpx
 
 from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff, document_of, not_eft
 from eft.config import Config
-from eft.errors import EftClientError, Unreachable
+from eft.errors import ConfigError, EftClientError, Unreachable
 from eft.sync import io
 
 T = TypeVar("T")
@@ -33,12 +33,17 @@ class Transport:
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
         # Redirects are not followed: the key must not travel to another address. Loopback needs no proxy.
-        self._http = httpx.Client(
-            base_url=config.url,
-            headers=headers,
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            trust_env=not config.loopback,
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=config.url,
+                headers=headers,
+                timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+                trust_env=not config.loopback,
+            )
+        except (httpx.InvalidURL, ValueError) as error:  # of the address, or of a proxy's in the environment
+            raise ConfigError(
+                f"{config.url} cannot be asked: {error}; check EFT_URL, HTTP_PROXY and HTTPS_PROXY"
+            ) from error
 
     def close(self) -> None:
         self._http.close()
@@ -117,7 +122,7 @@ class Transport:
             ) as response:
                 if not response.is_success:
                     response.read()
-                    raise api_error(response)
+                    raise api_error(response, self.config)
                 yield response
         except httpx.TransportError as error:
             words = str(error) or type(error).__name__
