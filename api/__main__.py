@@ -17,17 +17,13 @@ from api import connections, joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
-from core import descriptors, health, logfile, private
+from core import command, descriptors, health, logfile, private
 from core.errors import EftError
 from core.settings import crosses_in_clear, settings
 from core.storage.store import StoreAway
 
 log = logging.getLogger("eft.api")
 
-EXIT_CONFIG = 78
-"""EX_CONFIG of sysexits.h: starting again will not help before somebody has changed something."""
-EXIT_NOT_NOW = 75
-"""EX_TEMPFAIL of sysexits.h: the data root cannot be reached now."""
 GRACE_SECONDS = 10
 """For requests under way when the server stops."""
 
@@ -84,7 +80,7 @@ def main() -> None:
             joining.join(here)
     except EftError as error:
         print(f"eft api: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_NOT_NOW if isinstance(error, StoreAway) else EXIT_CONFIG) from None
+        raise SystemExit(command.EXIT_NOT_NOW if isinstance(error, StoreAway) else command.EXIT_CONFIG) from None
     if (words := crosses_in_clear(settings())) is not None:
         log.warning("%s", words)
     connections.Connection.bounds = connections.Bounds.within(
@@ -123,4 +119,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("eft api", main)

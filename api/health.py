@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -68,7 +69,8 @@ LIMITED: dict[int | str, dict[str, Any]] = {429: responses()[429]}
 @router.get("/healthz", summary="Alive?", response_model=Health, response_class=JSONResponse, responses=LIMITED)
 async def healthz() -> Response:
     """200 while the process answers at all. Asks nobody else, needs no key."""
-    return JSONResponse({"status": "ok"})
+    start = os.environ.get(health.START_VARIABLE)
+    return JSONResponse({"status": "ok"}, headers=None if start is None else {health.START_HEADER: start})
 
 
 @router.get(

@@ -12,7 +12,7 @@ import sys
 import redis
 from sqlalchemy.exc import SQLAlchemyError
 
-from core import private
+from core import command, private
 from core.db import migrate
 from core.db.engine import Database
 from core.errors import EftError
@@ -69,4 +69,4 @@ def _tell_broker(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft adopt", main)

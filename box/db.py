@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
-from pydantic import ValidationError
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 
-from core import private
+from core import command, private
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Job, Node
 from core.jobs.states import LEASED
-from core.settings import Settings
+from core.settings import read_settings
 
 EPILOG = """\
 examples:
@@ -39,16 +36,9 @@ def main() -> int:
     status.add_argument("--json", action="store_true", help="JSON instead of text")
     verbs.add_parser("upgrade", help="bring it forward", description="Run the missing migrations, in one transaction.")
     given = parser.parse_args()
-    try:
-        database = Database(Settings().sqlalchemy_url)
-    except ValidationError as error:
-        print(f"eft db: settings: {error}", file=sys.stderr)
-        return 1
+    database = Database(read_settings().sqlalchemy_url)
     try:
         return _status(database, given.json) if given.verb == "status" else migrate.bring_forward()
-    except SQLAlchemyError as error:
-        print(f"eft db: the database cannot be used ({error}); see EFT_DATABASE_URL", file=sys.stderr)
-        return 1
     finally:
         database.dispose()
 
@@ -83,4 +73,4 @@ def _at_work(database: Database) -> tuple[int, list[dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft db", main)

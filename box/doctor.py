@@ -15,19 +15,18 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from box import doctor_disk, doctor_gpus, software
 from box.report import Report
-from core import __version__, health, private
+from core import __version__, command, health, private
 from core.db.engine import Database
 from core.hardware import installed, tools
 from core.hardware.record import record
 from core.hardware.recording import render
 from core.jobs import installation
-from core.settings import Settings
+from core.settings import Settings, SettingsError, read_settings
 from core.storage.store import StoreAway, open_store
 
 PART_SECONDS = 120.0
@@ -77,11 +76,10 @@ def _examine(report: Report, what: str, look: Callable[[Report], None]) -> None:
 
 def _settings(report: Report) -> Settings | None:
     try:
-        return Settings()
-    except ValidationError as error:
-        for fault in error.errors():
-            name = "_".join(["EFT", *(str(part).upper() for part in fault["loc"])]) if fault["loc"] else "EFT_…"
-            report.add("problem", "settings", f"{name}: {fault['msg']} (docs/settings.md has them all)")
+        return read_settings()
+    except SettingsError as error:
+        for fault in error.faults:
+            report.add("problem", "settings", f"{fault} (docs/settings.md has them all)")
         return None
 
 
@@ -210,7 +208,4 @@ def _say(words: str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    command.run("eft doctor", main)

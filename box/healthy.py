@@ -12,13 +12,13 @@ import json
 import sys
 from typing import Any
 
-from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from core import command
 from core.db.engine import Database, db_now
 from core.db.tables import Node
-from core.settings import Settings
+from core.settings import Settings, read_settings
 
 SECONDS = 5.0
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- compared, not bound
@@ -69,15 +69,11 @@ def main() -> int:
     parser.add_argument("which", choices=["api", "worker"])
     parser.add_argument("--gpu", action="store_true", help="of a worker: at least one slot has to be a GPU")
     asked = parser.parse_args()
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        print("; ".join(fault["msg"] for fault in error.errors()), file=sys.stderr)
-        return 1
+    settings = read_settings()
     ok, words = api(settings) if asked.which == "api" else worker(settings, asked.gpu)
     print(words, file=sys.stdout if ok else sys.stderr)
     return 0 if ok else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("python -m box.healthy", main)

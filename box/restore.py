@@ -12,14 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psycopg
-from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.restore import Restored, restore
 from box.backup.store import Store
-from core import private
+from core import command, private
 from core.errors import EftError
-from core.settings import Settings
+from core.settings import Settings, read_settings
 
 EPILOG = """\
 examples:
@@ -58,7 +57,7 @@ def main() -> int:
         if value is not None:
             os.environ[f"EFT_{name}"] = str(value)
     try:
-        settings = Settings()
+        settings = read_settings()
         done = restore(
             settings,
             Store(given.source),
@@ -72,9 +71,6 @@ def main() -> int:
         return 1
     except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft restore: {error}", file=sys.stderr)
-        return 1
-    except ValidationError as error:
-        print(f"eft restore: settings: {error}", file=sys.stderr)
         return 1
     print(json.dumps(_document(done), indent=1) if given.json else _words(done, settings))
     return 0
@@ -108,4 +104,4 @@ def _words(done: Restored, settings: Settings) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft restore", main)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from box import units
 from box.units import Part, Plan
-from core import HOME
+from core import HOME, command
 from core.settings import Settings
 
 UNITS = Path("/etc/systemd/system")
@@ -417,4 +417,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft service", main)

@@ -11,6 +11,7 @@ import argparse
 import http.client
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,14 +25,15 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from box import broker, member_environment
+from box import broker, member_environment, ports
 from box.instance import AlreadyRunning, Instance
 from box.process import Member
-from core import HOME, __version__, logfile, private
+from core import HOME, __version__, command, health, logfile, private
+from core.command import EXIT_CONFIG, EXIT_NOT_NOW
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Node
-from core.settings import Settings, crosses_in_clear
+from core.settings import Settings, crosses_in_clear, make_root, read_settings
 from core.storage.layout import HalfRestored, Layout
 
 LOOK_SECONDS = 0.1
@@ -41,11 +43,6 @@ SOON_SECONDS = 10.0
 twice over, on a box that is slow; and until all have started once, whenever it ends."""
 MAX_BACKOFF_SECONDS = 10.0
 READY_SECONDS = 120.0
-EXIT_NOT_NOW = 75
-"""A member that ends with it (sysexits.h) waits for something that comes back by itself: a database, say. It is started
-again for as long as that takes."""
-EXIT_CONFIG = 78
-"""A member that ends with it (sysexits.h) would only do so again."""
 
 
 class GivesUp(Exception):
@@ -70,6 +67,8 @@ class Supervisor:
             "EFT_PORT": str(settings.port),
             "EFT_NODE": settings.node,
         }
+        self._start_name = secrets.token_hex(8)
+        """What the API that is started here says of itself."""
         self.members: list[Member] = []
         self._log_look = 0.0
         self._soon = math.inf
@@ -163,7 +162,8 @@ class Supervisor:
         if not self.stops:
             path = self._log_path(name)
             # It looks after that file itself (core/logfile.py); until it does, its output goes there all the same.
-            environment = member_environment.of(name, self.environment) | {"EFT_LOG_FILE": str(path)}
+            own = {"EFT_LOG_FILE": str(path), health.START_VARIABLE: self._start_name}
+            environment = member_environment.of(name, self.environment) | own
             self._add(Member(name, [sys.executable, "-m", module], environment, HOME, path))
 
     def _add(self, member: Member) -> None:
@@ -242,7 +242,9 @@ class Supervisor:
         connection = http.client.HTTPConnection(host, self.settings.port, timeout=2.0)
         try:
             connection.request("GET", "/healthz")
-            return connection.getresponse().status == 200
+            answer = connection.getresponse()
+            # Not whoever answers there: the key that is shown next must be one of this installation.
+            return answer.status == 200 and answer.getheader(health.START_HEADER) == self._start_name
         except (OSError, http.client.HTTPException):
             return False
         finally:
@@ -297,11 +299,17 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
 def main() -> int:
     private.umask()
     parser = argparse.ArgumentParser(prog="python -m box.up", description="The whole service on this machine.")
     parser.add_argument("--host", help="address to listen on (EFT_HOST; default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")
+    parser.add_argument("--port", type=_port, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")
     parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (EFT_GPUS; default: all)")
     parser.add_argument("--slots", type=int, help="jobs side by side on a box without GPUs (EFT_CPU_SLOTS; default 1)")
     parser.add_argument("--key-file", type=Path, help="keep the first API key here instead of showing it")
@@ -309,17 +317,20 @@ def main() -> int:
     for name, setting in (("host", "HOST"), ("port", "PORT"), ("gpus", "GPUS"), ("slots", "CPU_SLOTS")):
         if getattr(given, name) is not None:
             os.environ[f"EFT_{setting}"] = str(getattr(given, name))
-    settings = Settings()
-    if settings.port == 0:
-        settings = settings.model_copy(update={"port": free_port(settings.host)})
-    settings.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings = read_settings()
+    make_root(settings)
     try:
         instance = Instance.take(settings.root, patience=settings.stop_grace_seconds + 60.0)
     except AlreadyRunning as error:
         print(f"eft: {error}", file=sys.stderr)
         return 1
+    if (words := ports.obstacle(settings.host, settings.port)) is not None:
+        print(f"eft: {words}", file=sys.stderr)
+        return 1
+    if settings.port == 0:
+        settings = settings.model_copy(update={"port": free_port(settings.host)})
     return Supervisor(settings, instance, given.key_file.absolute() if given.key_file else None).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft up", main)

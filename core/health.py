@@ -13,6 +13,9 @@ from core.db import migrate
 from core.db.engine import Database
 
 BROKER_TIMEOUT = 1.0
+START_VARIABLE, START_HEADER = "EFT_START", "Eft-Start"
+"""A name that `eft up` gives the API that it starts, and that this API answers on /healthz: whoever else listens there
+does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

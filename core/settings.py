@@ -7,12 +7,13 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MAX_SOCKET_PATH = 106
@@ -22,17 +23,33 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()/-]*)?
 """Behind `s3://`: a bucket's name and a prefix of characters that need no care
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html)."""
 
+LONGEST = 1e9
+"""Seconds (some thirty years), hours or days: longer ones overflow where they are waited for."""
+
+Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
+Span = Annotated[float, Field(ge=0, le=LONGEST)]
+"""Seconds, hours or days that may be none."""
+Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Number = Annotated[int, Field(ge=0, le=1 << 16)]
+"""Of a GPU."""
+Rate = Annotated[float, Field(ge=0, le=LONGEST)]
 PathList = Annotated[tuple[Path, ...], NoDecode]
-IntList = Annotated[tuple[int, ...] | None, NoDecode]
+IntList = Annotated[tuple[Number, ...] | None, NoDecode]
 NameList = Annotated[tuple[str, ...], NoDecode]
-FloatList = Annotated[tuple[float, ...], NoDecode]
+FloatList = Annotated[tuple[Span, ...], NoDecode]
 
 
 class Settings(BaseSettings):
     """Attribute docstrings are the reference (docs/settings.md is generated from them)."""
 
     model_config = SettingsConfigDict(
-        env_prefix="EFT_", use_attribute_docstrings=True, extra="ignore", frozen=True, hide_input_in_errors=True
+        env_prefix="EFT_",
+        use_attribute_docstrings=True,
+        extra="ignore",
+        frozen=True,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
     )
 
     data: str = ".eft"
@@ -41,7 +58,7 @@ class Settings(BaseSettings):
     work: Path = Path(".eft")
     """With an object store as data root: folder of this box's own for what it works on and copies of what it needs.
     Else it counts for nothing, and everything lies below EFT_DATA."""
-    work_bytes: int = Field(default=200 << 30, ge=0)
+    work_bytes: Bytes = 200 << 30
     """With an object store as data root: copies of models, files and finished runs that are kept below EFT_WORK. Beyond
     it those go that no job has used for longest. 0: no bound."""
     s3_endpoint: str = ""
@@ -53,7 +70,8 @@ class Settings(BaseSettings):
     s3_secret_access_key: str = Field(default="", repr=False)
     """Secret that goes with it. Best as EFT_S3_SECRET_ACCESS_KEY_FILE."""
     database_url: str = ""
-    """SQLAlchemy URL (`postgresql+psycopg://…` or `sqlite:///…`). Default: SQLite below the data root."""
+    """`postgresql://USER@HOST/NAME` (`postgres://` is the same) or `sqlite:////PATH`. Default: SQLite below the data
+    root."""
     database_password: str = Field(default="", repr=False)
     """Password of the user in EFT_DATABASE_URL, where it is not part of that. Best as EFT_DATABASE_PASSWORD_FILE."""
     broker_url: str = ""
@@ -61,13 +79,13 @@ class Settings(BaseSettings):
     broker_password: str = Field(default="", repr=False)
     """Password for EFT_BROKER_URL (`redis://` or `rediss://`), where it is not part of that. Best as
     EFT_BROKER_PASSWORD_FILE."""
-    node: str = Field(default_factory=socket.gethostname)
+    node: str = Field(default_factory=socket.gethostname, min_length=1, max_length=200)
     """Name of this box; one worker a name. Default: its host name."""
     gpus: IntList = None
     """GPUs this worker serves, e.g. `0,1`, counted as under an inherited HIP_VISIBLE_DEVICES. Default: all fit ones."""
     cpu_slots: int = Field(default=1, ge=1, le=64)
     """Jobs that train side by side on a box without GPUs. They share its cores evenly (OMP_NUM_THREADS overrules)."""
-    cpu_slot_bytes: int = Field(default=0, ge=0)
+    cpu_slot_bytes: Bytes = 0
     """Memory that a job on a CPU slot of this box may count on: plans of its memory, `method: auto` and `memory.stream:
     auto` heed it. 0: the memory of the box (or of the control group that the worker is in), shared evenly by its CPU
     slots."""
@@ -83,7 +101,7 @@ class Settings(BaseSettings):
     A plan is an estimate: `false` lets jobs try. The same for the API and all workers."""
     node_labels: NameList = ()
     """Labels of this box (separated by commas) that jobs may ask for: `resources.requirements.labels`."""
-    fairshare_half_life_hours: float = Field(default=168.0, gt=0)
+    fairshare_half_life_hours: Seconds = 168.0
     """After so long, GPU time that an owner has used counts half in the order of the queue (docs/queue.md). The same
     for the API and all workers."""
     sysfs: Path = Path("/sys")
@@ -91,40 +109,40 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     """Address the API listens on."""
-    port: int = 8321
+    port: int = Field(default=8321, ge=0, le=65535)
     """Port the API listens on."""
     trusted_proxies: NameList = ()
     """Addresses and networks in CIDR notation (separated by commas) of proxies before this service: of requests that
     come from them, X-Forwarded-For says who asks and X-Forwarded-Proto by which scheme. From others neither counts.
     Default: none."""
-    max_connections: int = Field(default=4096, ge=16)
+    max_connections: int = Field(default=4096, ge=16, le=1 << 31)
     """Connections that one API process holds open, as far as its limit of open files goes (`ulimit -n`)."""
-    max_connections_per_address: int = Field(default=1024, ge=8)
+    max_connections_per_address: int = Field(default=1024, ge=8, le=1 << 31)
     """Of these, connections of one address (of IPv6: of one /64), and never more than half of them. Proxies in
     EFT_TRUSTED_PROXIES have no bound of their own."""
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = Field(default=1 << 20, ge=1 << 10, le=1 << 40)
     """Largest request body that is not an upload."""
-    max_upload_bytes: int = 8 << 30
+    max_upload_bytes: Bytes = 8 << 30
     """Largest uploaded file."""
-    min_free_bytes: int = 1 << 30
+    min_free_bytes: Bytes = 1 << 30
     """While the data root has less room than this, uploads and jobs are refused and waiting jobs are not started."""
-    cache_bytes: int = Field(default=100 << 30, ge=0)
+    cache_bytes: Bytes = 100 << 30
     """Packed weights and tokenised rows that are kept below the data root for later jobs. Beyond it, or where
     the reserve (EFT_MIN_FREE_BYTES) is touched, those go that no job has used for longest, and never one that a job is
     using. 0: no bound."""
-    rate_per_minute: float = Field(default=600.0, ge=0)
+    rate_per_minute: Rate = 600.0
     """Requests a minute of one API key, in one API process; above that 429 with Retry-After. All keys of one user
     together may send three times as many. 0: no limit."""
-    rate_burst: int = Field(default=200, ge=1)
+    rate_burst: int = Field(default=200, ge=1, le=1 << 31)
     """Requests that a key may send at once before `rate_per_minute` holds."""
-    rate_strangers_per_minute: float = Field(default=60.0, ge=0)
+    rate_strangers_per_minute: Rate = 60.0
     """Requests a minute without a valid API key of one address, in one API process. 0: no limit."""
-    max_waiting_jobs: int = Field(default=10_000, ge=0)
+    max_waiting_jobs: Count = 10_000
     """Jobs of one project that may wait; beyond that submits are refused with 429. 0: no bound."""
-    max_previews: int = Field(default=100, ge=0)
+    max_previews: Count = 100
     """Previews of one project that may wait or run at once, unless its quota says otherwise (`eft quota set`); beyond
     that they are refused with 429. 0: no bound."""
-    max_spec_bytes: int = Field(default=1 << 30, ge=0)
+    max_spec_bytes: Bytes = 1 << 30
     """What the specs of all jobs and previews of one project may take in the database; beyond that submits are refused
     with 507 until jobs are deleted (`eft delete`). 0: no bound."""
     key_longest_days: float = Field(default=0.0, ge=0, le=36500)
@@ -132,10 +150,10 @@ class Settings(BaseSettings):
     keep theirs. 0: no bound."""
     keys_per_member: int = Field(default=50, ge=1, le=10_000)
     """Working API keys that a user may have in a project."""
-    rate_public_per_minute: float = Field(default=1200.0, ge=0)
+    rate_public_per_minute: Rate = 1200.0
     """Requests a minute of one address, in one API process, to the routes that ask for no key: health, version and the
     reference pages. 0: no limit."""
-    idempotency_hours: float = Field(default=48.0, ge=24)
+    idempotency_hours: float = Field(default=48.0, ge=24, le=LONGEST)
     """How long the answer to an Idempotency-Key is kept for retries."""
 
     public_url: str = ""
@@ -149,9 +167,9 @@ class Settings(BaseSettings):
     is spread by a fifth to both sides."""
     webhook_timeout_seconds: float = Field(default=10.0, gt=0, le=60)
     """Longest time of one attempt to deliver a notice, from looking the name up to the answer."""
-    webhook_disable_days: float = Field(default=5.0, gt=0)
+    webhook_disable_days: Seconds = 5.0
     """A webhook that has only failed for so long is disabled."""
-    webhook_keep_days: float = Field(default=30.0, gt=0)
+    webhook_keep_days: Seconds = 30.0
     """How long delivered notices and dead letters are kept."""
 
     model_roots: PathList = ()
@@ -161,72 +179,72 @@ class Settings(BaseSettings):
     offline: bool = False
     """Never ask a hub: models must be in the cache or on disk."""
 
-    lease_seconds: float = 90.0
+    lease_seconds: Seconds = 90.0
     """A worker that does not renew a job's lease this long has lost the job."""
-    renew_seconds: float = 15.0
+    renew_seconds: Seconds = 15.0
     """How often a worker renews its leases."""
-    fence_seconds: float = 60.0
+    fence_seconds: Seconds = 60.0
     """A trainer whose worker is silent this long ends itself; shorter than the lease, so that runs never overlap."""
-    stop_grace_seconds: float = 120.0
+    stop_grace_seconds: Span = 120.0
     """From SIGTERM (write a checkpoint and leave) to SIGKILL."""
-    preempt_min_seconds: float = 600.0
+    preempt_min_seconds: Span = 600.0
     """Where a project's running jobs may be paused for others of a higher priority: seconds that each of them trains
     first, counted from its first step after every start."""
-    relay_seconds: float = 1.0
+    relay_seconds: Seconds = 1.0
     """How often a worker moves a trainer's events to the database and looks for a stop request."""
-    sweep_seconds: float = 5.0
+    sweep_seconds: Seconds = 5.0
     """How often the housekeeper looks for expired leases and wakes workers while jobs wait."""
-    max_machine_failures: int = 3
+    max_machine_failures: Count = 3
     """A job is tried again after a fault of the box at most this often."""
-    max_lost_workers: int = Field(default=5, ge=0)
+    max_lost_workers: Count = 5
     """Workers that may vanish under a job, one after the other without a further checkpoint, before the job fails."""
-    retry_backoff_seconds: float = 10.0
+    retry_backoff_seconds: Span = 10.0
     """Wait before the first retry; doubled with each further one. Six times as long where a disk is full in a way that
     its free bytes do not show."""
     spare: bool = True
     """Keep one trainer per node that has imported torch already: jobs start seconds sooner for half a GB of memory."""
-    hang_seconds_training: float = 1800.0
+    hang_seconds_training: Seconds = 1800.0
     """A trainer that says nothing for this long while it trains has hung: stacks to its log, killed, tried again."""
-    hang_seconds_loading: float = 3600.0
+    hang_seconds_loading: Seconds = 3600.0
     """The same while it loads model and data, evaluates or saves its result."""
-    hang_seconds_preparing: float = 3600.0
+    hang_seconds_preparing: Seconds = 3600.0
     """The same while a model is downloaded or converted; waiting for another job that is at it does not count."""
-    selftest_seconds: float = Field(default=180.0, ge=0)
+    selftest_seconds: Span = 180.0
     """Each device is tried against the CPU's arithmetic before its slot is offered, once for these versions: longest
     time of one part of that. 0: no self-test, and devices are used untried."""
-    gpu_clear_seconds: float = 30.0
+    gpu_clear_seconds: Span = 30.0
     """A GPU whose memory has not been given back this long after its trainer's end is quarantined until it has."""
-    keep_checkpoints_days: float = Field(default=30.0, ge=0)
+    keep_checkpoints_days: Span = 30.0
     """Checkpoints of a job, and what it wrote and did not hand back, go so many days after its end. 0: never."""
-    keep_previews_days: float = Field(default=30.0, ge=0)
+    keep_previews_days: Span = 30.0
     """Previews go so many days after their end. 0: never."""
-    keep_unused_files_days: float = Field(default=0.0, ge=0)
+    keep_unused_files_days: Span = 0.0
     """Uploaded files that no job has ever named go after so many days. 0: never."""
-    keep_history_days: float = Field(default=0.0, ge=0)
+    keep_history_days: Span = 0.0
     """Curves, logs and all events but changes of state of a job go so many days after its end; the job, its spec and
     its result stay. 0: never."""
 
-    disk_budget_bytes: int = Field(default=0, ge=0)
+    disk_budget_bytes: Bytes = 0
     """What everything below the data root may take together. Beyond a budget, first goes what may go
     (docs/operations.md), then nothing is started until there is room, and waiting jobs say so. 0: no budget."""
-    disk_budget_runs_bytes: int = Field(default=0, ge=0)
+    disk_budget_runs_bytes: Bytes = 0
     """The same for run folders without their checkpoints: logs, events, what jobs hand back."""
-    disk_budget_checkpoints_bytes: int = Field(default=0, ge=0)
+    disk_budget_checkpoints_bytes: Bytes = 0
     """The same for checkpoints."""
-    disk_budget_uploads_bytes: int = Field(default=0, ge=0)
+    disk_budget_uploads_bytes: Bytes = 0
     """The same for uploaded files; beyond it uploads are refused, too."""
-    budget_keep_hours: float = Field(default=24.0, ge=0)
+    budget_keep_hours: Span = 24.0
     """For a budget's sake, checkpoints and previews go before their days are over, oldest first, but not before so many
     hours after the end of their job."""
 
     log_file: Path | None = None
     """Where this process's output goes, kept by `log_bytes` and `log_files`. Default: nowhere else; under `eft up` each
     service has its file in `logs/` of the data root."""
-    log_bytes: int = Field(default=32 << 20, ge=1 << 16)
+    log_bytes: int = Field(default=32 << 20, ge=1 << 16, le=1 << 62)
     """A service's log that has grown so far starts anew."""
     log_files: int = Field(default=5, ge=0, le=1000)
     """Full logs of a service that are kept beside the one being written: NAME.log.1 is the newest."""
-    run_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    run_log_bytes: int = Field(default=256 << 20, ge=1 << 16, le=1 << 62)
     """What the log of one attempt may take of the disk; of a longer one the newer half of that is kept."""
 
     @model_validator(mode="before")
@@ -250,7 +268,7 @@ class Settings(BaseSettings):
                     f"{variable}_FILE={path} cannot be read by user {os.geteuid()}: {error.strerror}"
                 ) from None
             except UnicodeDecodeError:
-                raise ValueError(f"{variable}_FILE={path} is no text") from None
+                raise ValueError(f"{variable}_FILE={path} is not text") from None
         return found
 
     @field_validator("data", mode="before")
@@ -262,15 +280,67 @@ class Settings(BaseSettings):
     @classmethod
     def _location(cls, value: str) -> str:
         scheme, found, rest = value.partition("://")
-        if found and (scheme != "s3" or not _BUCKET.match(rest)):
-            raise ValueError("a folder, or `s3://bucket/prefix`")
+        if not value or (found and (scheme != "s3" or not _BUCKET.match(rest))):
+            raise ValueError("must be a folder, or `s3://bucket/prefix`")
+        _expanded(value)
+        return value
+
+    @field_validator("work", "log_file")
+    @classmethod
+    def _folder(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            _expanded(value)
+        return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _database(cls, value: str) -> str:
+        if not value:
+            return value
+        scheme, _, rest = value.partition("://")
+        if scheme in ("postgres", "postgresql"):  # as consoles and other programs hand it out
+            value = f"postgresql+psycopg://{rest}"
+        elif scheme not in ("postgresql+psycopg", "sqlite", "sqlite+pysqlite"):
+            raise ValueError(
+                f"`{_scheme(value)}` is not a database that eft runs on; write `postgresql://USER@HOST/NAME`, or leave "
+                "it out for SQLite below the data root"
+            )
+        elif scheme.startswith("sqlite") and (not rest.startswith("/") or rest in ("/", "/:memory:")):
+            raise ValueError("an SQLite database is a file that all processes open: `sqlite:////PATH/eft.db`")
+        _check_server(value, needs_host=False)
+        return value
+
+    @field_validator("broker_url")
+    @classmethod
+    def _broker(cls, value: str) -> str:
+        if value and not value.startswith(("redis://", "rediss://", "redis+socket://")):
+            raise ValueError(
+                f"`{_scheme(value)}` is not a broker that eft speaks to; write `redis://HOST:6379/0`, `rediss://…` "
+                "(TLS) or `redis+socket:///PATH`"
+            )
+        _check_server(value, needs_host=value.startswith(("redis://", "rediss://")))
+        return value
+
+    @field_validator("public_url", "s3_endpoint")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("must begin with `http://` or `https://`")
+        _check_server(value, needs_host=bool(value))
+        return value
+
+    @field_validator("host", "node")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not value or not value.isprintable() or any(character.isspace() for character in value):
+            raise ValueError("must be a name without spaces")
         return value
 
     @field_validator("model_roots", "data_roots", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return tuple(Path(part).expanduser() for part in value.split(":") if part)
+            return tuple(_expanded(part) for part in value.split(":") if part)
         return value
 
     @field_validator("gpus", mode="before")
@@ -376,6 +446,33 @@ def crosses_in_clear(settings: Settings) -> str | None:
     )
 
 
+def _expanded(path: str | Path) -> Path:
+    """With the home folder of `~` or `~user` in its place. Raises ValueError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{Path(path).parts[0]} is nobody's home folder here") from None
+
+
+def _scheme(url: str) -> str:
+    """What a message may show of a URL, which may hold a password."""
+    return url.partition("://")[0][:40] if "://" in url else url.partition(":")[0][:40]
+
+
+def _check_server(url: str, *, needs_host: bool) -> None:
+    """Raises ValueError for a host or a port that cannot be one. Its words show nothing of the URL but these."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # its words may hold a part of a password
+        raise ValueError(
+            "this is not an address: the port is a number up to 65535, and `/`, `@`, `:` and `%` in a password are "
+            "written `%2F`, `%40`, `%3A` and `%25`"
+        ) from None
+    if port == 0 or (needs_host and not parts.hostname):
+        raise ValueError("the address names no host" if needs_host and not parts.hostname else "0 is not a port")
+
+
 def _check_for_password(what: str, url: str) -> None:
     """Raises ValueError where a password given apart could not be put into `url`."""
     name, parts = f"EFT_{what}_URL", urlsplit(url)
@@ -396,7 +493,80 @@ def with_password(url: str, password: str) -> str:
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
 
 
+class SettingsError(Exception):
+    """The environment cannot be used as it is: one line a fault, each with the variable's name."""
+
+    def __init__(self, faults: tuple[str, ...]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def read_settings() -> Settings:
+    """The settings as the environment has them now. Raises SettingsError."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise SettingsError(tuple(_words(error))) from None
+
+
+def _words(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors(include_url=False):
+        context = fault.get("ctx", {})
+        match fault["type"]:
+            case "value_error":
+                words = str(context["error"])
+            case "int_parsing" | "int_type" | "int_from_float":
+                words = "is not a whole number"
+            case "int_parsing_size":
+                words = "is larger than any number that is taken"
+            case "float_parsing" | "float_type":
+                words = "is not a number"
+            case "finite_number":
+                words = "is not a finite number"
+            case "bool_parsing" | "bool_type":
+                words = "is neither `true` nor `false`"
+            case "greater_than_equal":
+                words = f"must be at least {context['ge']:,}"
+            case "greater_than":
+                words = f"must be more than {context['gt']:,}"
+            case "less_than_equal":
+                words = f"must be at most {context['le']:,}"
+            case "string_too_short":
+                words = "must not be empty"
+            case "string_unicode" | "path_type":
+                words = "is not text in UTF-8"
+            case _:
+                words = fault["msg"][:1].lower() + fault["msg"][1:]
+        if not fault["loc"]:  # of several settings, which the words name
+            yield words
+            continue
+        variable = f"EFT_{str(fault['loc'][0]).upper()}"
+        name = f"{variable}_FILE" if os.environ.get(f"{variable}_FILE") else variable
+        yield f"{name}: {_shown(str(fault['loc'][0]), fault.get('input'), words)}{words}"
+
+
+def _shown(field: str, value: object, words: str) -> str:
+    """The value before the words that say what it is not; never a secret's."""
+    if not words.startswith("is ") or not Settings.model_fields[field].repr:
+        return ""
+    text = repr(str(value))
+    return (text if len(text) <= 60 else f"{text[:59]}…") + " "
+
+
+def make_root(here: Settings) -> Path:
+    """The data root, or the folder that this box works in, made where it is not there. Raises SettingsError."""
+    variable, root = "EFT_WORK" if here.is_remote else "EFT_DATA", here.root
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        what = "is a file, not a folder" if root.is_file() else f"cannot be made: {error.strerror}"
+        raise SettingsError((f"{variable}: {root} {what}",)) from None
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise SettingsError((f"{variable}: {root} cannot be written to by user {os.geteuid()}",))
+    return root
+
+
 @cache
 def settings() -> Settings:
-    """The settings of this process, read once."""
-    return Settings()
+    """The settings of this process, read once. Raises SettingsError."""
+    return read_settings()

@@ -29,4 +29,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from core import command
+
+    command.run("eft worker", main)

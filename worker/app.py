@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
 
 import core
-from core import logfile, private
+from core import command, logfile, private
 from core.errors import EftError
 from core.settings import settings
 from worker import joining, messages
@@ -29,11 +31,6 @@ from worker.housekeeping import BrokerAway
 from worker.node import NotNow, Refused
 
 QUEUE = "eft"
-EXIT_NOT_NOW = 75
-"""EX_TEMPFAIL of sysexits.h."""
-EXIT_REFUSED = 78
-"""EX_CONFIG of sysexits.h: starting again will not help before somebody has changed something."""
-
 if Path(__file__).resolve().parent.parent != core.HOME:
     sys.exit(f"`core` comes from {core.HOME}, not from this checkout: start it with `python -m worker` in the checkout")
 
@@ -114,9 +111,22 @@ def _prepare(conf: Any, **_: Any) -> None:
         _agent = Agent(settings())
         joining.check_broker(_agent.site.database, settings())
     except (Refused, EftError) as refusal:
-        print(f"eft worker: {refusal}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_NOT_NOW if isinstance(refusal, NotNow) else EXIT_REFUSED) from None
+        _leave_unprepared(str(refusal), command.EXIT_NOT_NOW if isinstance(refusal, NotNow) else command.EXIT_CONFIG)
+    except SQLAlchemyError as error:
+        away = isinstance(error, DATABASE_AWAY)
+        _leave_unprepared(command.database_words(error), command.EXIT_NOT_NOW if away else command.EXIT_CONFIG)
+    except OSError as error:
+        _leave_unprepared(command.os_words(error), command.EXIT_FAILED)
+    except Exception as error:  # a defect: Celery would log it, go on, and fail over there being no agent
+        traceback.print_exc()
+        _leave_unprepared(f"a defect of eft: {type(error).__name__}: {error}", command.EXIT_FAILED)
+    assert _agent is not None
     conf.worker_concurrency = len(_agent.slots)
+
+
+def _leave_unprepared(words: str, status: int) -> NoReturn:
+    print(f"eft worker: {words}", file=sys.stderr, flush=True)
+    raise SystemExit(status) from None
 
 
 @signals.worker_shutting_down.connect  # type: ignore[untyped-decorator]
@@ -139,7 +149,7 @@ class AgentStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 file=sys.stderr,
                 flush=True,
             )
-            raise SystemExit(EXIT_NOT_NOW) from None
+            raise SystemExit(command.EXIT_NOT_NOW) from None
 
     def stop(self, parent: Any) -> None:
         agent().stop()

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from api.auth import families, people, service
 from api.auth.policy import Right, Role, Scope, widest
-from core import private
+from core import command, private
 from core.db.engine import Database, db_now
 from core.db.tables import Project, User
 from core.errors import Conflict, EftError
@@ -203,4 +203,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft keys local", main)

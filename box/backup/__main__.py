@@ -11,14 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psycopg
-from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.create import Options, create
 from box.backup.store import BackupError, Snapshot, Store
-from core import private
+from core import command, private
 from core.db.engine import Database
-from core.settings import Settings
+from core.settings import read_settings
 from core.storage.layout import Layout
 
 EPILOG = """\
@@ -67,8 +66,6 @@ def main() -> int:
         print(f"eft backup: {error.message}", file=sys.stderr)
     except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft backup: {error}", file=sys.stderr)
-    except ValidationError as error:
-        print(f"eft backup: settings: {error}", file=sys.stderr)
     return 1
 
 
@@ -98,7 +95,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _create(store: Store, given: argparse.Namespace) -> int:
-    settings = Settings()
+    settings = read_settings()
     root, bucket = settings.root, settings.data if settings.is_remote else None
     if store.root.resolve().is_relative_to(root.resolve()):
         raise BackupError(f"{store.root} is inside the data root {root}: it would be lost with it, and keep itself")
@@ -136,4 +133,4 @@ def _say(as_json: bool, document: object, lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run("eft backup", main)

@@ -93,8 +93,8 @@ def _toml_string(value: str) -> str:
 def _checked_url(url: str, source: str) -> str:
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port that is no number
+        usable = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number, a name that no server can have
         usable = False
     if not usable or not url.isprintable():
         raise ConfigError(f"{source}: `{url}` is not an address such as {DEFAULT_URL}")

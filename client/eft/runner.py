@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-from eft.errors import EftClientError, ExitCode, LocalError
+from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
 from eft.output import Output, print_error
 
 TRACEBACK = "EFT_TRACEBACK"
@@ -41,6 +41,8 @@ def told(as_json: bool) -> Generator[None, None, None]:
             raise
         place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "this machine"
         _end(LocalError(f"{place}: {error.strerror or error}"), as_json, error)
+    except UnicodeEncodeError as error:  # an argument in another encoding, or one that HTTP cannot carry
+        _end(UsageFault(f"{error.object[:40]!r} cannot be sent: {error.reason}"), as_json, error)
     except Exception as error:
         # The framework's own (a wrong option, an exit code) have their words already.
         if hasattr(error, "exit_code"):

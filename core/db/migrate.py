@@ -22,10 +22,11 @@ from sqlalchemy import delete, insert, inspect, select
 from sqlalchemy.orm import Session
 
 from core import HOME, private
+from core import command as ending
 from core.db.engine import Database
 from core.db.tables import SchemaFloor
 from core.errors import EftError
-from core.settings import settings
+from core.settings import make_root, settings
 
 SCRIPTS = HOME / "migrations"
 
@@ -140,7 +141,7 @@ def bring_forward() -> int:
     except private.OpenDataRoot as error:
         print(f"eft migrate: {error}", file=sys.stderr)
         return 1
-    here.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_root(here)
     database = Database(here.sqlalchemy_url)
     before = current(database)
     try:
@@ -161,4 +162,4 @@ if __name__ == "__main__":
         description="Bring the database to this version's schema, while jobs run. The same as `eft db upgrade`.",
         epilog="Settings: EFT_DATA, EFT_DATABASE_URL. Exit status 0: done; 1: it belongs to a newer version.",
     ).parse_args()
-    sys.exit(bring_forward())
+    ending.run("eft migrate", bring_forward)

@@ -87,7 +87,7 @@ class AsyncTransport:
     ) -> Any:
         """The answer's document. Unless `idempotent` says otherwise, a POST is sent once: whether it was done is not
         known when its answer is lost."""
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else json.dumps(body, ensure_ascii=False).encode()
         typed = {} if body is None else {"Content-Type": "application/json"}
         again = method != "POST" if idempotent is None else idempotent
         answer = await self.request(
