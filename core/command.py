@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -45,7 +46,8 @@ def database_words(error: SQLAlchemyError) -> str:
     """What the driver said, without SQLAlchemy's link and the statement."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     said = str(cause).partition("\n(Background on")[0].partition("\n[SQL:")[0].strip()
-    return f"the database cannot be used ({said or type(cause).__name__}); see EFT_DATABASE_URL"
+    where = "EFT_DATA and EFT_DATABASE_URL" if isinstance(cause, sqlite3.Error) else "EFT_DATABASE_URL"
+    return f"the database cannot be used ({said or type(cause).__name__}); see {where}"
 
 
 def os_words(error: OSError) -> str:

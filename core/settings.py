@@ -456,7 +456,8 @@ def _expanded(path: str | Path) -> Path:
 
 def _scheme(url: str) -> str:
     """What a message may show of a URL, which may hold a password."""
-    return url.partition("://")[0][:40] if "://" in url else url.partition(":")[0][:40]
+    scheme = url.partition("://" if "://" in url else ":")[0][:40]
+    return scheme.encode("ascii", "backslashreplace").decode()
 
 
 def _check_server(url: str, *, needs_host: bool) -> None:

@@ -171,7 +171,7 @@ def test_what_is_set_against_known_faults_is_told(tmp_path: Path) -> None:
         ({"EFT_CPU_SLOTS": "0"}, "settings", "EFT_CPU_SLOTS"),
         ({"EFT_GPUS": "3"}, "gpus", "--gpus names GPU 3"),
         ({"HIP_VISIBLE_DEVICES": "1"}, "gpus", "HIP_VISIBLE_DEVICES=1 asks for a GPU"),
-        ({"EFT_DATABASE_URL": "no url"}, "database", "EFT_DATABASE_URL is no SQLAlchemy URL"),
+        ({"EFT_DATABASE_URL": "no url"}, "settings", "EFT_DATABASE_URL: `no url` is not a database"),
         ({"EFT_DATABASE_URL": "postgresql+psycopg://eft:hunter2@127.0.0.1:1/eft"}, "database", "does not answer"),
         ({"EFT_BROKER_URL": "redis://:hunter2@127.0.0.1:1/0"}, "broker", "does not answer"),
         ({"EFT_DATA": str(HOME / "README.md")}, "data", "is no folder"),
