@@ -19,7 +19,7 @@ from api.context import request_id
 from api.events.hub import Hub
 from core import command, descriptors, health, logfile, private
 from core.errors import EftError
-from core.settings import crosses_in_clear, settings
+from core.settings import SettingsError, crosses_in_clear, make_root, settings
 from core.storage.store import StoreAway
 
 log = logging.getLogger("eft.api")
@@ -69,6 +69,11 @@ def main() -> None:
         logfile.keep(file, settings().log_bytes, settings().log_files)
     logging.config.dictConfig(LOGGING)
     open_at_once = descriptors.raise_limit()
+    try:
+        make_root(settings())
+    except SettingsError as error:  # it may be a disk that is mounted in a moment: started again
+        print(f"eft api: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(command.EXIT_FAILED) from None
     try:
         app = create_app(settings())
         here = app.state.installation

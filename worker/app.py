@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import core
 from core import command, logfile, private
 from core.errors import EftError
-from core.settings import settings
+from core.settings import SettingsError, make_root, settings
 from worker import joining, messages
 from worker.agent import Agent
 from worker.attempt import DATABASE_AWAY
@@ -108,6 +108,7 @@ def _prepare(conf: Any, **_: Any) -> None:
         logfile.keep(file, settings().log_bytes, settings().log_files)
     try:
         joining.check_broker_is_named(settings())
+        make_root(settings())
         _agent = Agent(settings())
         joining.check_broker(_agent.site.database, settings())
     except (Refused, EftError) as refusal:
@@ -115,6 +116,8 @@ def _prepare(conf: Any, **_: Any) -> None:
     except SQLAlchemyError as error:
         away = isinstance(error, DATABASE_AWAY)
         _leave_unprepared(command.database_words(error), command.EXIT_NOT_NOW if away else command.EXIT_CONFIG)
+    except SettingsError as error:  # it may be a disk that is mounted in a moment: started again
+        _leave_unprepared(str(error), command.EXIT_FAILED)
     except OSError as error:
         _leave_unprepared(command.os_words(error), command.EXIT_FAILED)
     except Exception as error:  # a defect: Celery would log it, go on, and fail over there being no agent

@@ -22,7 +22,7 @@ from core.settings import Settings
 def test_a_taken_port_is_told_with_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for host in ("127.0.0.1", "0.0.0.0", "localhost"):  # noqa: S104
+        for host in ("127.0.0.1", "0.0.0.0", "localhost"):
             words = obstacle(host, port)
             assert words is not None and f"is taken by process {os.getpid()} (" in words and "--port" in words
     assert obstacle("127.0.0.1", port) is None, "and not any more"
