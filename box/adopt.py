@@ -10,12 +10,10 @@ import argparse
 import sys
 
 import redis
-from sqlalchemy.exc import SQLAlchemyError
 
 from core import command, private
 from core.db import migrate
 from core.db.engine import Database
-from core.errors import EftError
 from core.jobs import installation
 from core.settings import settings
 from core.storage.store import open_store
@@ -48,9 +46,6 @@ def main() -> int:
         store = open_store(settings())
         name = installation.adopt(database, store, f"`eft adopt` on {settings().node}")
         broker = _tell_broker(name)
-    except (EftError, SQLAlchemyError) as error:
-        print(f"eft adopt: {error}", file=sys.stderr)
-        return 1
     finally:
         database.dispose()
     print(f"{store.where} is the data root of {name} from now on{broker}; start API and workers again")

@@ -69,7 +69,10 @@ def main() -> int:
     except EftError as error:  # of the backup, or of a bucket that is away
         print(f"eft restore: {error.message}", file=sys.stderr)
         return 1
-    except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
+    except SQLAlchemyError as error:
+        print(f"eft restore: {command.database_words(error)}", file=sys.stderr)
+        return 1
+    except (OSError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft restore: {error}", file=sys.stderr)
         return 1
     print(json.dumps(_document(done), indent=1) if given.json else _words(done, settings))

@@ -116,7 +116,7 @@ class Supervisor:
         except migrate.NewerSchema as error:
             raise GivesUp(str(error)) from error
         except SQLAlchemyError as error:
-            raise GivesUp(f"the database cannot be used ({error}); see EFT_DATABASE_URL") from error
+            raise GivesUp(command.database_words(error)) from error
         finally:
             database.dispose()
 

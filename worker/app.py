@@ -147,11 +147,7 @@ class AgentStep(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             agent().start(publish, backlog)
         except DATABASE_AWAY as error:
-            print(
-                f"eft worker: the database cannot be reached ({error}); see EFT_DATABASE_URL",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"eft worker: {command.database_words(error)}", file=sys.stderr, flush=True)
             raise SystemExit(command.EXIT_NOT_NOW) from None
 
     def stop(self, parent: Any) -> None:

@@ -64,7 +64,9 @@ def main() -> int:
         return _run(given)
     except BackupError as error:
         print(f"eft backup: {error.message}", file=sys.stderr)
-    except (OSError, SQLAlchemyError, sqlite3.Error, psycopg.Error) as error:
+    except SQLAlchemyError as error:
+        print(f"eft backup: {command.database_words(error)}", file=sys.stderr)
+    except (OSError, sqlite3.Error, psycopg.Error) as error:
         print(f"eft backup: {error}", file=sys.stderr)
     return 1
 
