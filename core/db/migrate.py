@@ -136,12 +136,12 @@ def record_floor(session: Session, scripts: Path) -> None:
 def bring_forward() -> int:
     """The database of the settings to this version's schema, in words; the exit status."""
     here = settings()
+    make_root(here)
     try:
         private.close(here.root)
     except private.OpenDataRoot as error:
         print(f"eft migrate: {error}", file=sys.stderr)
         return 1
-    make_root(here)
     database = Database(here.sqlalchemy_url)
     before = current(database)
     try:

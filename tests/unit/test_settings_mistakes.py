@@ -33,7 +33,7 @@ KINDS: dict[str, str] = {
     "gpus": "int",
     "webhook_retry_seconds": "float",
 }
-ANY = {"s3_region", "s3_access_key_id", "s3_secret_access_key", "database_password", "broker_password", "sysfs",
+ANY = {"trusted_proxies", "s3_region", "s3_access_key_id", "s3_secret_access_key", "database_password", "broker_password", "sysfs",
        "webhook_allow", "node_labels"}  # fmt: skip
 """Any text may be one."""
 NO_FAULT = {
