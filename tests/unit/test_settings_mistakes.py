@@ -33,8 +33,10 @@ KINDS: dict[str, str] = {
     "gpus": "int",
     "webhook_retry_seconds": "float",
 }
-ANY = {"trusted_proxies", "s3_region", "s3_access_key_id", "s3_secret_access_key", "database_password", "broker_password", "sysfs",
-       "webhook_allow", "node_labels"}  # fmt: skip
+ANY = {
+    *("s3_region", "s3_access_key_id", "s3_secret_access_key", "database_password", "broker_password"),
+    *("sysfs", "webhook_allow", "node_labels", "trusted_proxies"),
+}
 """Any text may be one."""
 NO_FAULT = {
     ("gpus", ""),  # all of them
