@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType
 from core.errors import Fault, TooLarge
-from core.spec.load import load_json
+from core.spec.load import load_json, storable
 
 BODY_SECONDS = 60.0
 """For a body that is not an upload."""
@@ -19,9 +20,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Body(BaseModel):
-    """Base of what small requests carry. Unknown fields are errors; attribute docstrings are the reference."""
+    """Base of what small requests carry. Unknown fields are errors, and so are values of another type than the field's;
+    attribute docstrings are the reference."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -47,9 +49,9 @@ async def read_json(request: Request, model: type[M], most: int) -> M:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("this route takes `Content-Type: application/json`", field="content-type")
-    document = load_json(await read_body(request, most))
+    document = storable(load_json(await read_body(request, most)))
     try:
-        return model.model_validate(document)
+        return model.model_validate_json(json.dumps(document))  # JSON's strictness lets a text be a time
     except ValidationError as error:
         faults = []
         for item in error.errors(include_url=False, include_input=False)[:50]:

@@ -67,10 +67,13 @@ Here = Annotated[Installation, Depends(installation)]
 
 
 async def only_known_parameters(request: Request) -> None:
-    """Raises BadRequest for a misspelt query parameter: `?dryrun=true` must not make a job."""
+    """Raises BadRequest for a misspelt query parameter: `?dryrun=true` must not make a job; and for NUL in a value."""
     here = request.app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower())
     if here is None:  # HEAD, which is not in the document
         return
+    for name, value in request.query_params.multi_items():
+        if "\0" in value:
+            raise BadRequest(f"`{printable(name)}` holds U+0000, which no text here may", field=printable(name))
     known = [parameter["name"] for parameter in here.get("parameters", []) if parameter["in"] == "query"]
     for name in request.query_params:
         if name not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import sqlite3
 from http import HTTPStatus
@@ -127,10 +128,12 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the error statuses it may answer, beside 401, 403, 429 and 500."""
+    """For a route's `responses`: the error statuses it may answer, beside 401, 403, 422, 429, 500, 503 and 507, which
+    any may: an unknown parameter, a database that does not answer or has no room; and with 413 408, since what has a
+    body may be late with it."""
     return {
         status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
-        for status in sorted({401, 403, 429, 500, *statuses})
+        for status in sorted({401, 403, 422, 429, 500, 503, 507, *statuses, *({408} if 413 in statuses else ())})
     }
 
 
@@ -147,8 +150,15 @@ def printable(text: str) -> str:
     return safe + ("…" if len(text) > 80 else "")
 
 
+class Told(JSONResponse):
+    """An error, which must come out whatever it holds: half of a surrogate pair from a path, say."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=str).encode(errors="replace")
+
+
 def _body(status: int, error: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": {**error, "request_id": request_id.get()}}, status, headers=headers)
+    return Told({"error": {**error, "request_id": request_id.get()}}, status, headers=headers)
 
 
 def _eft_error(_: Request, error: Exception) -> JSONResponse:

@@ -39,7 +39,9 @@ class RequestContext:
         began = time.monotonic()
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        identity = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        theirs = given if _SANE_ID.fullmatch(given) else None
+        # Ours always: what stands in the audit and in jobs is not for a client to choose.
+        identity = f"req-{secrets.token_hex(12)}"
         token = request_id.set(identity)
         body = _Body(headers, receive)
         status = 0
@@ -51,6 +53,8 @@ class RequestContext:
                 self.latencies.note(scope, status, time.monotonic() - began)
                 out = MutableHeaders(scope=message)
                 out["x-request-id"] = identity
+                if theirs is not None:
+                    out["x-client-request-id"] = theirs
                 out["x-content-type-options"] = "nosniff"
                 if not await body.drained():
                     out["connection"] = "close"
@@ -71,7 +75,7 @@ class RequestContext:
             await errors.internal()(scope, body.receive, answer)
         finally:
             took = (time.monotonic() - began) * 1000
-            who = _who(scope)
+            who = _who(scope) + ("" if theirs is None else f" as {theirs}")
             log.info("%s %s %d %.0f ms%s", scope["method"], _path(scope), status or DISCONNECTED, took, who)
             request_id.reset(token)
 

@@ -34,7 +34,7 @@ field of every body and answer, and the same as a page at `/docs`.
 | Address and key | `Authorization: Bearer eft_…`; the clients take them from `EFT_URL` and `EFT_API_KEY` |
 | Bodies | JSON; a job also as YAML (`Content-Type: application/yaml`); files as `multipart/form-data` |
 | Errors | `{"error": {"code", "message", "field", "faults", "request_id"}}`; codes: [here](troubleshooting.md) |
-| Sent twice | `POST /jobs` with an `Idempotency-Key` is one job; to cancel, pause, drain again changes nothing |
+| Sent twice | the same `POST` with the same `Idempotency-Key` is done once, and answers the same |
 | Lists | newest first, a page at a time: ask again with `after` = `next` of the answer while there is one |
 | Times | ISO 8601, UTC |
 | Too many requests | 429 with `Retry-After` |

@@ -30,6 +30,10 @@ REQUESTS: dict[str, Code] = {
         "The same Idempotency-Key came with another body.",
         "Take a new key for a new job; the first job is untouched.",
     ),
+    "shown_to_another_key": (
+        "An Idempotency-Key came again with another API key, and the answer holds a secret.",
+        "Revoke what was made, or take a new Idempotency-Key.",
+    ),
     "rate_limited": ("This key asks more often than its rate.", "Wait the seconds of `Retry-After`."),
     "too_large": ("A file or body is larger than its bound.", "The message names the bound and its setting."),
     "timeout": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -12,6 +12,7 @@ from api.auth import people, schemas
 from api.auth.policy import ManagingOrOperating
 from api.deps import After, Here, Limit
 from api.errors import responses
+from api.fields import QueryMoment
 from core.errors import NotFound
 from core.jobs import audit
 
@@ -35,8 +36,8 @@ def read_audit(
     target: Annotated[Word, Query(description="Only what was done to this: an id, a node's name.")] = None,
     key: Annotated[Word, Query(description="Only what was done with this key: its id.")] = None,
     request_id: Annotated[Word, Query(description="Only of this request.")] = None,
-    since: Annotated[datetime | None, Query(description="From then on; ISO 8601.")] = None,
-    until: Annotated[datetime | None, Query(description="Before then; ISO 8601.")] = None,
+    since: Annotated[QueryMoment | None, Query(description="From then on; ISO 8601.")] = None,
+    until: Annotated[QueryMoment | None, Query(description="Before then; ISO 8601.")] = None,
     project: Annotated[Word, Query(description="Of this project (id or name); for admins of the box.")] = None,
     limit: Limit = 50,
     after: After = None,
@@ -74,6 +75,4 @@ def read_audit(
 
 
 def _seconds(moment: datetime | None) -> float | None:
-    if moment is None:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return None if moment is None else moment.timestamp()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.concurrency import run_in_threadpool
@@ -16,12 +16,12 @@ from api.auth.policy import ManagingOrOperating, Operating, Principal, ReadingOr
 from api.body import json_body, read_json
 from api.deps import Here, Installation
 from api.errors import responses
+from api.once import Asked, answer
 from core.db.tables import Project, User
 from core.errors import NotFound
 from core.jobs import limits
 
 router = APIRouter(tags=["access"])
-T = TypeVar("T")
 
 UserName = Annotated[
     str, Path(max_length=100, pattern=r"^[^\x00]+$", description="Id or name of a user.", examples=["ada"])
@@ -52,14 +52,14 @@ def list_users(asking: Operating, here: Here) -> Response:
     responses=responses(409, 413, 415, 422),
     openapi_extra=json_body(schemas.NewUser, {"name": "ada"}),
 )
-async def create_user(request: Request, asking: Operating, here: Here) -> Response:
+async def create_user(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """Somebody without a project yet: make them a member of one, then a key for it."""
     wish = await read_json(request, schemas.NewUser, here.settings.max_body_bytes)
 
     def make(session: Session) -> dict[str, Any]:
         return schemas.user_view(people.add_user(session, asking, wish.name, box_admin=wish.box_admin))
 
-    return JSONResponse(await _written(here, make), 201)
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), make, status=201)
 
 
 @router.get(
@@ -92,7 +92,7 @@ async def change_user(request: Request, user: UserName, asking: Operating, here:
         people.change_user(session, asking, found, box_admin=wish.box_admin, disabled=wish.disabled)
         return schemas.user_view(found)
 
-    return JSONResponse(await _written(here, change))
+    return await _written(here, change)
 
 
 # -- projects
@@ -125,7 +125,7 @@ def list_projects(asking: ReadingOrOperating, here: Here) -> Response:
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.NewProject, {"name": "voice", "admin": "ada"}),
 )
-async def create_project(request: Request, asking: Operating, here: Here) -> Response:
+async def create_project(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """With its first admin, who says who else belongs to it."""
     wish = await read_json(request, schemas.NewProject, here.settings.max_body_bytes)
 
@@ -135,7 +135,7 @@ async def create_project(request: Request, asking: Operating, here: Here) -> Res
         people.set_member(session, asking, made.id, admin, Role.ADMIN)
         return schemas.project_view(made, False)
 
-    return JSONResponse(await _written(here, make), 201)
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), make, status=201)
 
 
 @router.get(
@@ -169,7 +169,7 @@ async def change_project(request: Request, project: ProjectName, asking: Managin
         limits.set_preemptible(session, asking, where.id, wish.preemptible)
         return schemas.project_view(where, wish.preemptible)
 
-    return JSONResponse(await _written(here, change))
+    return await _written(here, change)
 
 
 @router.get(
@@ -205,7 +205,7 @@ async def set_member(
         member = people.user(session, user)
         return schemas.member_view(people.set_member(session, asking, where.id, member, wish.role), member)
 
-    return JSONResponse(await _written(here, change))
+    return await _written(here, change)
 
 
 @router.delete(
@@ -233,9 +233,9 @@ def _project(session: Session, asking: Principal, id_or_name: str) -> Project:
     return people.project(session, id_or_name)
 
 
-async def _written(here: Installation, work: Callable[[Session], T]) -> T:
-    def run() -> T:
+async def _written(here: Installation, work: Callable[[Session], dict[str, Any]]) -> Response:
+    def run() -> Response:
         with here.database.write() as session:
-            return work(session)
+            return JSONResponse(work(session))
 
     return await run_in_threadpool(run)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from sqlalchemy.orm import Session
 
 from api.auth import keyring, schemas
 from api.auth.keyring import Shown
-from api.auth.policy import Knowing, MakingKeys, Principal, ReadingOrOperating
+from api.auth.policy import Knowing, MakingKeys, ReadingOrOperating
 from api.body import json_body, read_json
-from api.deps import After, Here, Installation, Limit
+from api.deps import After, Here, Limit
 from api.errors import printable, responses
+from api.once import Asked, answer
 from core.errors import NotFound
 
 router = APIRouter(tags=["access"])
@@ -76,14 +78,30 @@ def list_keys(
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.KeyWish, {"name": "ci", "scope": "write", "expires_in_days": 90}),
 )
-async def create_key(request: Request, asking: MakingKeys, here: Here) -> Response:
+async def create_key(request: Request, asking: MakingKeys, here: Here, once: Asked) -> Response:
     """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer, and it is
     revoked with it.
 
     Admins of a project make keys for its members, admins of the box for any project.
     """
     wish = await read_json(request, schemas.KeyWish, here.settings.max_body_bytes)
-    return await run_in_threadpool(_create, here, asking, wish)
+
+    def make(session: Session) -> dict[str, Any]:
+        key, shown = keyring.create(session, asking, wish, here.settings)
+        return {**_view(shown), "key": key}
+
+    document = wish.model_dump(mode="json")
+    return await run_in_threadpool(
+        answer,
+        here,
+        asking,
+        once,
+        document,
+        make,
+        status=201,
+        headers=NO_STORE,
+        secret="key",  # noqa: S106
+    )
 
 
 @router.post(
@@ -98,6 +116,7 @@ def rotate_key(
     key_id: KeyId,
     asking: ReadingOrOperating,
     here: Here,
+    once: Asked,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old key still works.")] = 24.0,
     expires_in_days: Annotated[
         float | None,
@@ -106,11 +125,14 @@ def rotate_key(
 ) -> Response:
     """A successor with the same name, scope, rights and end; the reply has it, this once. The old key stops working
     after the overlap; where it is used after that, the whole family of keys is revoked."""
-    with here.database.write() as session:
+
+    def make(session: Session) -> dict[str, Any]:
         key, shown = keyring.rotate(
             session, asking, key_id, overlap_hours * 3600, here.settings, expires_in_days=expires_in_days
         )
-        return JSONResponse({**_view(shown), "key": key}, 201, headers=NO_STORE)
+        return {**_view(shown), "key": key}
+
+    return answer(here, asking, once, None, make, status=201, headers=NO_STORE, secret="key")  # noqa: S106
 
 
 @router.delete(
@@ -131,12 +153,6 @@ def revoke_key(
     with here.database.write() as session:
         shown, others = keyring.revoke(session, asking, key_id, alone=alone)
         return JSONResponse({**_view(shown), "also_revoked": others})
-
-
-def _create(here: Installation, asking: Principal, wish: schemas.KeyWish) -> Response:
-    with here.database.write() as session:
-        key, shown = keyring.create(session, asking, wish, here.settings)
-        return JSONResponse({**_view(shown), "key": key}, 201, headers=NO_STORE)
 
 
 def _view(shown: Shown) -> dict[str, object]:

@@ -6,11 +6,12 @@ import re
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from api.auth.policy import Principal, Right, Role, Scope
 from api.auth.service import rights_of
 from api.body import Body
+from api.fields import Name, trimmed, unmistakable
 from api.jobs.schemas import iso
 from core.db.tables import ApiKey, Audit, Membership, Project, User
 
@@ -18,13 +19,12 @@ from core.db.tables import ApiKey, Audit, Membership, Project, User
 def _no_id(name: str) -> str:
     if re.fullmatch(r"(user|proj)-[0-9a-z]{26}", name):
         raise ValueError("this looks like an id; ids and names are taken for one another")
-    if not name.isprintable() or name != name.strip():
-        raise ValueError("a name has printable characters and no spaces at its ends")
     return name
 
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
-NewName = Annotated[Name, AfterValidator(_no_id)]
+NewName = Annotated[Name, AfterValidator(_no_id), AfterValidator(unmistakable)]
+"""Of a user or a project: nobody may look like another."""
+KeyName = Annotated[Name, AfterValidator(trimmed)]
 _USER, _PROJECT, _KEY_ID = (f"{kind}-01kar3v8x5m2h6n9qst4wyz0bc" for kind in ("user", "proj", "key"))
 _NOW = "2026-11-21T09:20:55.004000Z"
 
@@ -187,7 +187,7 @@ REVOKED: dict[str, Any] = {**KEY, "state": "revoked", "revoked_at": _NOW, "also_
 
 
 class KeyWish(Body):
-    name: NewName = "key"
+    name: KeyName = "key"
     """To tell keys apart."""
     scope: Scope | None = None
     """The most it may be used for: read, write, admin, box. Default: all that its user may, within your key's own."""

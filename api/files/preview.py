@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
+from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
 from api.body import read_body
@@ -18,6 +20,7 @@ from api.deps import FileId, Here, Installation
 from api.errors import printable, responses
 from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode
+from api.once import Asked, Once, answer, earlier
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
 from core.jobs import previews, queries
@@ -140,18 +143,22 @@ Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its 
     },
     openapi_extra={"requestBody": _BODY},
 )
-async def preview_file(request: Request, file_id: FileId, asking: Writing, here: Here, wait: Wait = 0.0) -> Response:
+async def preview_file(
+    request: Request, file_id: FileId, asking: Writing, here: Here, once: Asked, wait: Wait = 0.0
+) -> Response:
     """Render the file as a job with this model and these options would: histogram of tokens, truncated, dropped and
     doubled rows, padding, steps, and ten samples with what is learned of them. It needs no GPU, and of the model only
     the tokenizer; a worker does it, so ask `GET /files/{id}/previews/{preview_id}` for the result.
 
-    The same question again within ten minutes has the same answer.
+    The same question again within ten minutes has the same answer; with an Idempotency-Key, the same preview as it is
+    then.
     """
     body = await read_body(request, here.settings.max_body_bytes)
     content_type = request.headers.get("content-type", "")
-    preview_id = await run_in_threadpool(_ask, here, asking, file_id, body, content_type)
-    view = await _when_over(here, asking, file_id, preview_id, wait)
-    headers = {"location": view["links"]["self"]}
+    asked = await run_in_threadpool(_ask, here, asking, once, file_id, body, content_type)
+    view = await _when_over(here, asking, file_id, json.loads(bytes(asked.body))["id"], wait)
+    replayed = {name: value for name, value in asked.headers.items() if name == "idempotency-replayed"}
+    headers = {"location": view["links"]["self"], **replayed}
     return JSONResponse(view, 200 if view["status"] in FINAL else 202, headers=headers)
 
 
@@ -184,15 +191,21 @@ def list_previews(file_id: FileId, asking: Reading, here: Here) -> Response:
         return JSONResponse({"data": [preview_view(row, file_id) for row in rows]})
 
 
-def _ask(here: Installation, asking: Actor, file_id: str, body: bytes, content_type: str) -> str:
+def _ask(here: Installation, asking: Actor, once: Once, file_id: str, body: bytes, content_type: str) -> Response:
+    sent = decode(body, content_type)
+    if (found := earlier(here, asking, once, sent)) is not None:
+        return found
     with here.database.read() as session:
         queries.find_file(session, asking.project_id, file_id)
-    document = _with_file(decode(body, content_type), file_id)
+    document = _with_file(sent, file_id)
     spec = Jobs(here.database, here.settings, here.layout).resolved(asking, document, preview=True)
     here.layout.require_space(here.settings.min_free_bytes)
-    with here.database.write() as session:
+
+    def ask(session: Session) -> dict[str, Any]:
         queries.find_file(session, asking.project_id, file_id, lock="share")
-        return previews.ask(session, asking, spec, file_id, Bounds.of(here.settings)).id
+        return {"id": previews.ask(session, asking, spec, file_id, Bounds.of(here.settings)).id}
+
+    return answer(here, asking, once, sent, ask, status=202)
 
 
 def _with_file(document: Any, file_id: str) -> Any:

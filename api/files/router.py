@@ -18,6 +18,7 @@ from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest
 from api.files import budget, schemas, service
 from api.files.form import Form
 from api.files.upload import FORMATS, Upload, checked_filename
+from api.once import Asked, answer
 from api.ranges import FileReply
 from core.jobs import queries
 
@@ -121,6 +122,7 @@ async def upload_file(
     request: Request,
     asking: Writing,
     here: Here,
+    once: Asked,
     filename: Annotated[str | None, Query(description="For raw bodies: how to call it.")] = None,
     format: Annotated[str | None, Query(description="For raw bodies: what every row shall be.")] = None,
     columns: Annotated[
@@ -132,7 +134,7 @@ async def upload_file(
     A row is a chat (`messages`, or ShareGPT's `conversations`), `prompt` and `completion`, `instruction`, `input` and
     `output`, or `text`; for later stages also `chosen` and `rejected`, a `label`, or a `prompt` with its `reference`. A
     file has one kind of row; `columns` maps other names. A file with faults is refused, with line, field and what was
-    expected of each, and nothing of it is kept.
+    expected of each, and nothing of it is kept. With an Idempotency-Key the bytes are compared by their SHA-256.
     """
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
@@ -172,12 +174,18 @@ async def upload_file(
             raw_name = sink.filename
         stored = await _apart(request, here, upload, upload.finish)
         assert raw_name is not None
-        view = await run_in_threadpool(service.record, here.database, asking, stored, raw_name)
-        kept = True
+        name = raw_name
+        sent = {"filename": name, "sha256": stored.sha256, "declared": upload.declared}
+        reply = await run_in_threadpool(
+            answer,
+            *(here, asking, once, sent, lambda session: service.record(session, asking, stored, name)),
+            status=201,
+        )
+        kept = "idempotency-replayed" not in reply.headers
     finally:
         if not kept:  # refused, broken off, or the client has left
             upload.abort()
-    return JSONResponse(view, 201, headers={"location": view["links"]["self"]})
+    return reply
 
 
 async def _apart(request: Request, here: Installation, upload: Upload, work: Callable[..., T], *arguments: object) -> T:

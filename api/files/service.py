@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from api.files.schemas import file_view
 from api.files.upload import Stored
@@ -16,29 +17,28 @@ from core.jobs.submit import Actor
 from core.storage.store import Store
 
 
-def record(database: Database, actor: Actor, stored: Stored, filename: str) -> dict[str, Any]:
+def record(session: Session, actor: Actor, stored: Stored, filename: str) -> dict[str, Any]:
     """The bytes lie at their place; from here on the project has the file."""
-    with database.write() as session:
-        session.add(
-            File(
-                id=stored.id,
-                owner_id=actor.user_id,
-                project_id=actor.project_id,
-                filename=filename,
-                bytes=stored.bytes,
-                sha256=stored.sha256,
-                rows=stored.report.rows,
-                format=stored.format,
-                report=stored.report.as_dict(),
-            )
+    session.add(
+        File(
+            id=stored.id,
+            owner_id=actor.user_id,
+            project_id=actor.project_id,
+            filename=filename,
+            bytes=stored.bytes,
+            sha256=stored.sha256,
+            rows=stored.report.rows,
+            format=stored.format,
+            report=stored.report.as_dict(),
         )
-        session.flush()
-        told = {"filename": filename, "bytes": stored.bytes, "sha256": stored.sha256}
-        audit.record(session, actor, "file.upload", stored.id, told)
-        row = session.execute(
-            select(File).where(File.id == stored.id).execution_options(populate_existing=True)
-        ).scalar_one()
-        return file_view(row)
+    )
+    session.flush()
+    told = {"filename": filename, "bytes": stored.bytes, "sha256": stored.sha256}
+    audit.record(session, actor, "file.upload", stored.id, told)
+    row = session.execute(
+        select(File).where(File.id == stored.id).execution_options(populate_existing=True)
+    ).scalar_one()
+    return file_view(row)
 
 
 def remove(database: Database, store: Store, actor: Actor, file_id: str) -> None:

@@ -87,6 +87,11 @@ class Upload:
             case _ as never:
                 assert_never(never)
 
+    @property
+    def declared(self) -> dict[str, Any]:
+        """What was said of the rows."""
+        return {"format": self._format, "columns": self._columns}
+
     def write(self, data: bytes) -> None:
         """Raises TooLarge, NoSpace, or DataError as soon as there are more faults than are told."""
         self._bytes += len(data)

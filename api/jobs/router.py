@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from datetime import UTC, datetime
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
@@ -16,8 +15,10 @@ from api.auth.policy import Reading, Writing
 from api.body import json_body, read_body, read_json
 from api.deps import After, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
+from api.fields import QueryMoment, cell
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
+from api.once import Asked, answer, earlier
 from api.queue.desk import desk
 from api.queue.schemas import place_view
 from api.ranges import FileReply
@@ -74,7 +75,7 @@ async def create_job(
         str | None,
         Header(
             description="A retry with the same key and the same body, compared as JSON values, makes no second job.",
-            examples=["3f2c…"],
+            examples=["3f2c9a0e"],
         ),
     ] = None,
 ) -> Response:
@@ -117,15 +118,13 @@ def list_jobs(
     here: Here,
     status: Annotated[list[str] | None, Query(description="Only these; may be given several times.")] = None,
     name: Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00]*$", description="Only of this name.")] = None,
-    created_after: Annotated[datetime | None, Query(description="Only younger ones; ISO 8601.")] = None,
+    created_after: Annotated[QueryMoment | None, Query(description="Only younger ones; ISO 8601.")] = None,
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
     """The project's jobs without their specs, newest first, a page at a time: ask again with `after` = `next` while
     `has_more`."""
-    since = None
-    if created_after is not None:
-        since = (created_after if created_after.tzinfo else created_after.replace(tzinfo=UTC)).timestamp()
+    since = None if created_after is None else created_after.timestamp()
     with here.database.read() as session:
         page = queries.jobs_page(
             session,
@@ -199,12 +198,11 @@ def delete_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     summary="Cancel a job",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409),
+    responses=responses(404, 409, 410),
 )
-def cancel_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+def cancel_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
     """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.job_view(cancel(session, asking, job_id)))
+    return answer(here, asking, once, None, lambda session: schemas.job_view(cancel(session, asking, job_id)))
 
 
 @router.post(
@@ -212,12 +210,11 @@ def cancel_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     summary="Pause a job",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409),
+    responses=responses(404, 409, 410),
 )
-def pause_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+def pause_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
     """Free its slot and keep what it has done: the trainer writes a checkpoint and leaves. Asking twice is fine."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.job_view(pause(session, asking, job_id)))
+    return answer(here, asking, once, None, lambda session: schemas.job_view(pause(session, asking, job_id)))
 
 
 @router.post(
@@ -225,12 +222,11 @@ def pause_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     summary="Resume a paused job",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409),
+    responses=responses(404, 409, 410),
 )
-def resume_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+def resume_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
     """Queue a paused job again. It goes on from its checkpoint and ends with the weights of an undisturbed run."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.job_view(resume(session, asking, job_id)))
+    return answer(here, asking, once, None, lambda session: schemas.job_view(resume(session, asking, job_id)))
 
 
 @router.post(
@@ -238,14 +234,19 @@ def resume_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     summary="Try a failed or cancelled job again",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409, 422, 507),
+    responses=responses(404, 409, 410),
 )
-def retry_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+def retry_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
     """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
 
     Asked again while that job has not failed too, it answers that job.
     """
-    return JSONResponse(Jobs(here.database, here.settings, here.layout).retry(asking, job_id))
+    jobs = Jobs(here.database, here.settings, here.layout)
+    found = earlier(here, asking, once, None)
+    if found is not None:
+        return found
+    jobs.check_retry(asking, job_id)
+    return answer(here, asking, once, None, lambda session: jobs.retry(session, asking, job_id))
 
 
 @router.get(
@@ -291,7 +292,7 @@ def job_metrics(
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(("name", "step", "value"))
-        writer.writerows((name, step, value) for name, values in series.items() for step, value in values)
+        writer.writerows((cell(name), step, value) for name, values in series.items() for step, value in values)
         return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
     return JSONResponse(series)
 

@@ -103,19 +103,21 @@ class Jobs:
                 idempotency.keep(session, actor, key, body)
             return Answer(201, body)
 
-    def retry(self, actor: Actor, job_id: str) -> dict[str, Any]:
-        """Try a failed or cancelled job again. Raises NotFound, Conflict, NoSpace; SpecError without its files."""
+    def check_retry(self, actor: Actor, job_id: str) -> None:
+        """Before the transaction. Raises NotFound, NoSpace; SpecError where it fits nowhere."""
         self._layout.require_space(self._settings.min_free_bytes)
         with self._database.read() as session:
             old = find(session, actor, job_id)
             spec = settle.effective(old.spec, old.settled, old.adjusted or {})
         self._refuse_what_fits_nowhere(actor, spec)
-        with self._database.write() as session:
-            again = retry(session, actor, job_id, Bounds.of(self._settings))
-            for field, source in _sources(JobSpec.model_validate(again.spec)):
-                if isinstance(source, FileSource):
-                    _file(session, actor, source, field, share=True)
-            return job_view(again)
+
+    def retry(self, session: Session, actor: Actor, job_id: str) -> dict[str, Any]:
+        """Try a failed or cancelled job again. Raises NotFound, Conflict; SpecError without its files."""
+        again = retry(session, actor, job_id, Bounds.of(self._settings))
+        for field, source in _sources(JobSpec.model_validate(again.spec)):
+            if isinstance(source, FileSource):
+                _file(session, actor, source, field, share=True)
+        return job_view(again)
 
     def delete(self, actor: Actor, job_id: str, store: Store) -> dict[str, Any]:
         """Delete an ended job with all it has written. Raises NotFound, Conflict."""
@@ -226,14 +228,17 @@ class Jobs:
         if not roots:
             words = f"paths are not allowed here; the administrator can allow folders with {setting}"
             return Fault("path_not_allowed", words, field)
-        real = Path(os.path.realpath(path))
-        for root in roots:
-            real_root = Path(os.path.realpath(root))
-            if real.is_relative_to(real_root) and not self._is_somebodys(real, real_root):
-                # A root that only the workers have cannot be looked into from here.
-                if real_root.is_dir() and not real.exists():
-                    return Fault("path_not_found", f"there is nothing at `{printable(path)}`", field)
-                return None
+        try:
+            real = Path(os.path.realpath(path))
+            for root in roots:
+                real_root = Path(os.path.realpath(root))
+                if real.is_relative_to(real_root) and not self._is_somebodys(real, real_root):
+                    # A root that only the workers have cannot be looked into from here.
+                    if real_root.is_dir() and not real.exists():
+                        return Fault("path_not_found", f"there is nothing at `{printable(path)}`", field)
+                    return None
+        except (OSError, ValueError):  # a link on the way that may not be read, a name that no file system has
+            pass
         return Fault("path_not_allowed", f"`{printable(path)}` is below none of the folders in {setting}", field)
 
     def _is_somebodys(self, real: Path, root: Path) -> bool:

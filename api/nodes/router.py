@@ -6,15 +6,19 @@ event.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse, Response
+from pydantic import AfterValidator
+from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
 from api.deps import Here, Installation
 from api.errors import responses
+from api.fields import shown
 from api.nodes import schemas
+from api.once import Asked, answer
 from core.jobs import nodes
 from core.jobs.submit import Actor
 
@@ -22,7 +26,9 @@ router = APIRouter(tags=["nodes"])
 
 Name = Annotated[str, Path(max_length=255, pattern=r"^[^\x00]*$", description="Name of a node.", examples=["box-1"])]
 Reason = Annotated[
-    str, Query(max_length=500, pattern=r"^[^\x00-\x1f]*$", description="Why; shown with the node and its jobs.")
+    str,
+    Query(max_length=500, description="Why; shown with the node and its jobs."),
+    AfterValidator(shown),
 ]
 
 
@@ -50,7 +56,8 @@ def list_nodes(asking: ReadingOrOperating, here: Here) -> Response:
 )
 def show_node(name: Name, asking: ReadingOrOperating, here: Here) -> Response:
     """Its slots with what they hold, its last sign of life, and whether it is drained."""
-    return _show(name, asking, here)
+    with here.database.read() as session:
+        return JSONResponse(_view(session, name, asking, here))
 
 
 @router.post(
@@ -60,14 +67,17 @@ def show_node(name: Name, asking: ReadingOrOperating, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def drain_node(name: Name, asking: Operating, here: Here, reason: Reason = "") -> Response:
+def drain_node(name: Name, asking: Operating, here: Here, once: Asked, reason: Reason = "") -> Response:
     """Claim nothing more on this node, and hand back what runs there: each trainer writes a checkpoint at its running
     micro-step, and its job goes on elsewhere, or here after `undrain`. It holds until then, also over restarts of the
     worker. The state is `drained` once nothing runs any more. Asking twice is fine.
     """
-    with here.database.write() as session:
+
+    def drain(session: Session) -> dict[str, Any]:
         nodes.drain(session, asking, name, reason)
-    return _show(name, asking, here)
+        return _view(session, name, asking, here)
+
+    return answer(here, asking, once, None, drain)
 
 
 @router.post(
@@ -77,14 +87,17 @@ def drain_node(name: Name, asking: Operating, here: Here, reason: Reason = "") -
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def undrain_node(name: Name, asking: Operating, here: Here) -> Response:
+def undrain_node(name: Name, asking: Operating, here: Here, once: Asked) -> Response:
     """It claims jobs again. Asking twice is fine."""
-    with here.database.write() as session:
+
+    def undrain(session: Session) -> dict[str, Any]:
         nodes.undrain(session, asking, name)
-    return _show(name, asking, here)
+        return _view(session, name, asking, here)
+
+    return answer(here, asking, once, None, undrain)
 
 
-def _show(name: str, asking: Actor, here: Installation) -> Response:
-    with here.database.read() as session:
-        (box,) = nodes.boxes(session, name)
-    return JSONResponse(schemas.node_view(box, asking.project_id, here.settings.lease_seconds))
+def _view(session: Session, name: str, asking: Actor, here: Installation) -> dict[str, Any]:
+    session.expire_all()
+    (box,) = nodes.boxes(session, name)
+    return schemas.node_view(box, asking.project_id, here.settings.lease_seconds)

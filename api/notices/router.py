@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from sqlalchemy.orm import Session
 
 from api.auth.policy import Managing, Principal, Reading
 from api.body import json_body, read_json
 from api.deps import After, Here, Installation, Limit
 from api.errors import printable, responses
 from api.notices import schemas, service
+from api.once import Asked, Once, answer, earlier
 from core.errors import NotFound
 
 router = APIRouter(tags=["webhooks"])
@@ -66,13 +68,16 @@ def list_webhooks(asking: Reading, here: Here) -> Response:
     responses=responses(409, 413, 415, 422),
     openapi_extra=json_body(schemas.WebhookWish, schemas.WISH),
 )
-async def create_webhook(request: Request, asking: Managing, here: Here) -> Response:
+async def create_webhook(request: Request, asking: Managing, here: Here, once: Asked) -> Response:
     """The reply has the secret, this once. Targets that are not at public addresses are refused, here and again at each
     attempt, unless the administrator allows them (docs/notices.md)."""
     wish = await read_json(request, schemas.WebhookWish, here.settings.max_body_bytes)
-    await run_in_threadpool(_require_room, here, asking)
+    document = wish.model_dump(mode="json")
+    found = await run_in_threadpool(_room, here, asking, once, document)
+    if found is not None:
+        return found
     await here.lookups.check(asking.project_id, wish.url, here.settings.webhook_allow)
-    return await run_in_threadpool(_create, here, asking, wish)
+    return await run_in_threadpool(_create, here, asking, once, document, wish)
 
 
 @router.get(
@@ -113,12 +118,16 @@ def rotate_webhook(
     webhook_id: WebhookId,
     asking: Managing,
     here: Here,
+    once: Asked,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old secret signs, too.")] = 24.0,
 ) -> Response:
     """A new secret; the reply has it, this once. During the overlap each notice has a signature of either."""
-    with here.database.write() as session:
+
+    def make(session: Session) -> dict[str, Any]:
         webhook, secret = service.rotate(session, asking, webhook_id, overlap_hours * 3600)
-        return JSONResponse({**schemas.webhook_view(webhook), "secret": secret}, 201, headers=NO_STORE)
+        return {**schemas.webhook_view(webhook), "secret": secret}
+
+    return answer(here, asking, once, None, make, status=201, headers=NO_STORE, secret="secret")  # noqa: S106
 
 
 @router.post(
@@ -128,10 +137,11 @@ def rotate_webhook(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: Asked) -> Response:
     """One that was disabled, by 410 Gone or by days of failure. Dead letters stay until they are sent again."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.webhook_view(service.enable(session, asking, webhook_id)))
+    return answer(
+        here, asking, once, None, lambda session: schemas.webhook_view(service.enable(session, asking, webhook_id))
+    )
 
 
 @router.post(
@@ -142,10 +152,13 @@ def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Respo
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: Asked) -> Response:
     """A notice of type `webhook.test`, sent as any other: look at its deliveries for what became of it."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.delivery_view(service.test(session, asking, webhook_id)), 201)
+
+    def send(session: Session) -> dict[str, Any]:
+        return schemas.delivery_view(service.test(session, asking, webhook_id))
+
+    return answer(here, asking, once, None, send, status=201)
 
 
 @router.get(
@@ -178,18 +191,38 @@ def list_deliveries(
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def resend_delivery(webhook_id: WebhookId, delivery_id: DeliveryId, asking: Managing, here: Here) -> Response:
+def resend_delivery(
+    webhook_id: WebhookId, delivery_id: DeliveryId, asking: Managing, here: Here, once: Asked
+) -> Response:
     """Now, and then by the schedule from its beginning; with the same `webhook-id`, so receivers can tell."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.delivery_view(service.resend(session, asking, webhook_id, delivery_id)))
+
+    def send(session: Session) -> dict[str, Any]:
+        return schemas.delivery_view(service.resend(session, asking, webhook_id, delivery_id))
+
+    return answer(here, asking, once, None, send)
 
 
-def _require_room(here: Installation, asking: Principal) -> None:
-    with here.database.read() as session:
-        service.require_room(session, asking)
+def _room(here: Installation, asking: Principal, once: Once, document: Any) -> Response | None:
+    """The answer of before. Raises Conflict where there is none and the project has its webhooks."""
+    found = earlier(here, asking, once, document, secret="secret")  # noqa: S106
+    if found is None:
+        with here.database.read() as session:
+            service.require_room(session, asking)
+    return found
 
 
-def _create(here: Installation, asking: Principal, wish: schemas.WebhookWish) -> Response:
-    with here.database.write() as session:
+def _create(here: Installation, asking: Principal, once: Once, document: Any, wish: schemas.WebhookWish) -> Response:
+    def make(session: Session) -> dict[str, Any]:
         webhook, secret = service.create(session, asking, wish)
-        return JSONResponse({**schemas.webhook_view(webhook), "secret": secret}, 201, headers=NO_STORE)
+        return {**schemas.webhook_view(webhook), "secret": secret}
+
+    return answer(
+        here,
+        asking,
+        once,
+        document,
+        make,
+        status=201,
+        headers=NO_STORE,
+        secret="secret",  # noqa: S106
+    )

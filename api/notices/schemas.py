@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from api.body import Body
+from api.fields import trimmed
 from api.jobs.schemas import iso
 from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
@@ -15,12 +16,6 @@ from core.jobs.notices import EVENTS
 
 EventName = Literal["job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled"]
 assert set(EVENTS.values()) == set(EventName.__args__)  # type: ignore[attr-defined]
-
-
-def _plain(name: str) -> str:
-    if not name.isprintable() or name != name.strip():
-        raise ValueError("a name has printable characters and no spaces at its ends")
-    return name
 
 
 def _url(url: str) -> str:
@@ -64,7 +59,7 @@ DELIVERY: dict[str, Any] = {
 class WebhookWish(Body):
     url: Annotated[str, StringConstraints(min_length=1, max_length=2000), AfterValidator(_url)]
     """`http://` or `https://` at a public address (docs/notices.md). It is not shown again."""
-    name: Annotated[str, StringConstraints(min_length=1, max_length=100), AfterValidator(_plain)] = "webhook"
+    name: Annotated[str, StringConstraints(min_length=1, max_length=100), AfterValidator(trimmed)] = "webhook"
     """To tell webhooks apart."""
     kind: Kind = "standard"
     """standard: signed JSON after Standard Webhooks; chat: a line for Slack, Mattermost or Discord."""

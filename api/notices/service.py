@@ -13,7 +13,7 @@ from api.notices.addresses import parse
 from api.notices.render import new_secret, valid
 from api.notices.schemas import WebhookWish
 from core.db.engine import db_now
-from core.db.tables import Delivery, Webhook
+from core.db.tables import Delivery, Project, Webhook
 from core.errors import Conflict, NotFound
 from core.ids import new_id
 from core.jobs import audit, notices
@@ -35,6 +35,7 @@ def require_room(session: Session, asking: Principal) -> None:
 
 def create(session: Session, asking: Principal, wish: WebhookWish) -> tuple[Webhook, str | None]:
     """With its secret. Raises Conflict when the project has MOST already."""
+    session.execute(select(Project.id).where(Project.id == asking.project_id).with_for_update())  # one at a time
     require_room(session, asking)
     secret = new_secret() if wish.kind == "standard" else None
     webhook = Webhook(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from api.body import Body
+from api.fields import Moment, Name, Slot, Words
 from api.jobs.schemas import iso
 from core.db.tables import Hold, Maintenance
 from core.jobs.holds import Held
@@ -154,13 +155,13 @@ def gpu_view(seat: Seat, project_id: str) -> dict[str, Any]:
 class NewHold(Body):
     """GPUs that eft is to leave alone."""
 
-    gpus: list[str] = Field(min_length=1, max_length=64)
+    gpus: list[Slot] = Field(min_length=1, max_length=64)
     """NODE/INDEX, NODE/UUID, or INDEX alone where one node has it."""
-    until: AwareDatetime | None = None
+    until: Moment | None = None
     """ISO 8601 with its offset; null: until it is released."""
-    held_for: str = Field(default="", max_length=100, alias="for", pattern=r"^[^\x00-\x1f]*$")
+    held_for: Words = Field(default="", max_length=100, alias="for")
     """Who works there."""
-    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+    why: Words = ""
     now: bool = False
     """Ask the job that has it to leave: it writes a checkpoint and goes on elsewhere. Another project's job leaves
     only for an admin of the box."""
@@ -169,14 +170,14 @@ class NewHold(Body):
 class NewDrain(Body):
     """GPUs to take out of service."""
 
-    gpus: list[str] = Field(min_length=1, max_length=64)
-    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+    gpus: list[Slot] = Field(min_length=1, max_length=64)
+    why: Words = ""
 
 
 class Release(Body):
     """GPUs that eft may use again."""
 
-    gpus: list[str] = Field(min_length=1, max_length=64)
+    gpus: list[Slot] = Field(min_length=1, max_length=64)
 
 
 class HoldView(BaseModel):
@@ -232,16 +233,16 @@ _MAINTENANCE: dict[str, Any] = {
 class NewMaintenance(Body):
     """A time in which nothing runs on a node."""
 
-    node: str | None = Field(default=None, max_length=255)
+    node: Slot | None = Field(default=None, max_length=255)
     """Null: all of them."""
-    starts_at: AwareDatetime = Field(alias="from")
+    starts_at: Moment = Field(alias="from")
     """ISO 8601 with its offset."""
-    until: AwareDatetime
-    why: str = Field(default="", max_length=500, pattern=r"^[^\x00-\x1f]*$")
+    until: Moment
+    why: Words = ""
 
 
 class CancelMaintenance(Body):
-    id: str = Field(max_length=40)
+    id: Name = Field(max_length=40)
 
 
 class MaintenanceView(BaseModel):

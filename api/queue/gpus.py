@@ -14,6 +14,7 @@ from api.body import json_body, read_json
 from api.deps import Here, Installation
 from api.errors import responses
 from api.jobs.schemas import iso
+from api.once import Asked, Once, answer
 from api.queue import gpu_schemas as schemas
 from core.db.engine import db_now
 from core.jobs import holds, places
@@ -95,14 +96,14 @@ def list_holds(asking: ReadingOrOperating, here: Here) -> Response:
         {"gpus": ["box/cpu"], "until": "2099-12-31T18:00:00+01:00", "for": "bob", "why": "notebook", "now": False},
     ),
 )
-async def hold_gpus(request: Request, asking: Writing, here: Here) -> Response:
+async def hold_gpus(request: Request, asking: Writing, here: Here, once: Asked) -> Response:
     """Leave GPUs to somebody: nothing is claimed on them until then. All of them are held, or none.
 
     On a busy GPU it counts from the end of its job on; with `now` the job writes a checkpoint and goes on elsewhere.
     """
     wish = await read_json(request, schemas.NewHold, here.settings.max_body_bytes)
     until = None if wish.until is None else wish.until.timestamp()
-    return await _held(here, asking, wish.gpus, "hold", wish.held_for, wish.why, until, wish.now)
+    return await _held(here, asking, once, wish, "hold", wish.held_for, until, wish.now)
 
 
 @router.post(
@@ -113,11 +114,11 @@ async def hold_gpus(request: Request, asking: Writing, here: Here) -> Response:
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.NewDrain, {"gpus": ["box/cpu"], "why": "a new fan"}),
 )
-async def drain_gpus(request: Request, asking: Operating, here: Here) -> Response:
+async def drain_gpus(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """Take GPUs out of service as `POST /nodes/{name}/drain` does whole nodes: what runs there writes a checkpoint and
     goes on elsewhere; nothing is claimed there until `POST /gpus/undrain`, also over restarts."""
     wish = await read_json(request, schemas.NewDrain, here.settings.max_body_bytes)
-    return await _held(here, asking, wish.gpus, "drain", "", wish.why, None, True)
+    return await _held(here, asking, once, wish, "drain", "", None, True)
 
 
 @router.post(
@@ -128,9 +129,9 @@ async def drain_gpus(request: Request, asking: Operating, here: Here) -> Respons
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
-async def release_gpus(request: Request, asking: Writing, here: Here) -> Response:
+async def release_gpus(request: Request, asking: Writing, here: Here, once: Asked) -> Response:
     """eft may use them again. Who asked for the hold may, and an admin of the box."""
-    return await _released(request, asking, here)
+    return await _released(request, asking, here, once)
 
 
 @router.post(
@@ -141,48 +142,47 @@ async def release_gpus(request: Request, asking: Writing, here: Here) -> Respons
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
-async def undrain_gpus(request: Request, asking: Operating, here: Here) -> Response:
+async def undrain_gpus(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """They take jobs again; whoever held or drained them."""
-    return await _released(request, asking, here)
+    return await _released(request, asking, here, once)
 
 
-async def _released(request: Request, asking: Principal, here: Installation) -> Response:
+async def _released(request: Request, asking: Principal, here: Installation, once: Once) -> Response:
     wish = await read_json(request, schemas.Release, here.settings.max_body_bytes)
 
-    def write() -> list[dict[str, Any]]:
-        with here.database.write() as session:
-            done = holds.release(session, asking, wish.gpus, anybodys=asking.operates)
-            return _shown(session, done)
+    def write(session: Session) -> dict[str, Any]:
+        done = holds.release(session, asking, wish.gpus, anybodys=asking.operates)
+        return {"data": _shown(session, done)}
 
-    return JSONResponse({"data": await run_in_threadpool(write)})
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write)
 
 
 async def _held(
     here: Installation,
     asking: Principal,
-    gpus: list[str],
+    once: Once,
+    wish: schemas.NewHold | schemas.NewDrain,
     kind: Literal["hold", "drain"],
     held_for: str,
-    why: str,
     until: float | None,
     now: bool,
 ) -> Response:
-    def write() -> list[dict[str, Any]]:
-        with here.database.write() as session:
-            made = holds.hold(
-                session,
-                asking,
-                gpus,
-                held_for=held_for,
-                why=why,
-                until=until,
-                kind=kind,
-                now=now,
-                others_jobs=asking.operates,
-            )
-            return _shown(session, made)
+    def write(session: Session) -> dict[str, Any]:
+        made = holds.hold(
+            session,
+            asking,
+            wish.gpus,
+            held_for=held_for,
+            why=wish.why,
+            until=until,
+            kind=kind,
+            now=now,
+            others_jobs=asking.operates,
+        )
+        return {"data": _shown(session, made)}
 
-    return JSONResponse({"data": await run_in_threadpool(write)}, 201 if kind == "hold" else 200)
+    status = 201 if kind == "hold" else 200
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write, status=status)
 
 
 def _shown(session: Session, held: list[holds.Held]) -> list[dict[str, Any]]:
@@ -222,17 +222,16 @@ def list_maintenance(asking: ReadingOrOperating, here: Here) -> Response:
         {"node": "box", "from": "2099-12-30T08:00:00+01:00", "until": "2099-12-30T10:00:00+01:00", "why": "new fans"},
     ),
 )
-async def plan_maintenance(request: Request, asking: Operating, here: Here) -> Response:
+async def plan_maintenance(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """A time in which nothing runs on a node: jobs whose time limit reaches into it are not started there, and what
     still runs when it begins writes a checkpoint and goes on elsewhere, or there once it is over."""
     wish = await read_json(request, schemas.NewMaintenance, here.settings.max_body_bytes)
 
-    def write() -> dict[str, Any]:
-        with here.database.write() as session:
-            times = wish.starts_at.timestamp(), wish.until.timestamp()
-            return schemas.maintenance_view(holds.plan(session, asking, wish.node, *times, wish.why))
+    def write(session: Session) -> dict[str, Any]:
+        times = wish.starts_at.timestamp(), wish.until.timestamp()
+        return schemas.maintenance_view(holds.plan(session, asking, wish.node, *times, wish.why))
 
-    return JSONResponse(await run_in_threadpool(write), 201)
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write, status=201)
 
 
 @router.post(
@@ -243,12 +242,11 @@ async def plan_maintenance(request: Request, asking: Operating, here: Here) -> R
     responses=responses(404, 413, 415, 422),
     openapi_extra=json_body(schemas.CancelMaintenance, {"id": "maint-01kar3v8x5m2h6n9qst4wyz0bc"}),
 )
-async def cancel_maintenance(request: Request, asking: Operating, here: Here) -> Response:
+async def cancel_maintenance(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """It does not take place, or is over now. Asking twice is fine."""
     wish = await read_json(request, schemas.CancelMaintenance, here.settings.max_body_bytes)
 
-    def write() -> dict[str, Any]:
-        with here.database.write() as session:
-            return schemas.maintenance_view(holds.cancel(session, asking, wish.id))
+    def write(session: Session) -> dict[str, Any]:
+        return schemas.maintenance_view(holds.cancel(session, asking, wish.id))
 
-    return JSONResponse(await run_in_threadpool(write))
+    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write)

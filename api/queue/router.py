@@ -11,11 +11,14 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
 from api.body import json_body, read_json
 from api.deps import Here
 from api.errors import BadRequest, responses
+from api.fields import QueryDay, cell
+from api.once import Asked, answer, earlier
 from api.queue import schemas
 from api.queue.desk import desk
 from core.db.tables import Limit
@@ -60,6 +63,7 @@ def show_queue(
     responses={
         200: {
             "description": "By owner and project.",
+            "model": schemas.UsageList,
             "content": {
                 "application/json": {
                     "schema": {"$ref": "#/components/schemas/UsageList"},
@@ -77,8 +81,8 @@ def report_usage(
     request: Request,
     asking: ReadingOrOperating,
     here: Here,
-    since: Annotated[date | None, Query(description="First day, UTC. Default: six days before the last.")] = None,
-    until: Annotated[date | None, Query(description="Last day, UTC. Default: today.")] = None,
+    since: Annotated[QueryDay | None, Query(description="First day, UTC. Default: six days before the last.")] = None,
+    until: Annotated[QueryDay | None, Query(description="Last day, UTC. Default: today.")] = None,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
 ) -> Response:
     """GPU hours, jobs and disk, by owner and project: of this project, and for an admin of the box of all."""
@@ -96,7 +100,7 @@ def report_usage(
         text = io.StringIO()
         writer = csv.DictWriter(text, list(schemas.UsageView.model_fields), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(data)
+        writer.writerows({name: cell(value) for name, value in row.items()} for row in data)
         return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
     return JSONResponse({"since": first.isoformat(), "until": last.isoformat(), "data": data})
 
@@ -128,7 +132,7 @@ def list_limits(asking: ReadingOrOperating, here: Here) -> Response:
     responses=responses(404, 413, 415, 422),
     openapi_extra=json_body(schemas.NewLimit, {"scope": "project", "name": "lab", "max_running": 2}),
 )
-async def set_limits(request: Request, asking: Operating, here: Here) -> Response:
+async def set_limits(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
     """Of a project or an owner: what is named is set, what is null is taken away, the rest stays.
 
     A quota refuses no job: it holds the job in the queue, with its reason.
@@ -136,12 +140,12 @@ async def set_limits(request: Request, asking: Operating, here: Here) -> Respons
     wish = await read_json(request, schemas.NewLimit, here.settings.max_body_bytes)
     values: dict[str, Any] = {name: getattr(wish, name) for name in limits.FIELDS if name in wish.model_fields_set}
 
-    def write() -> dict[str, Any]:
-        with here.database.write() as session:
-            row = limits.change(session, asking, wish.scope, wish.name, values)
-            return schemas.limit_view(row, limits.names(session, [row.subject_id]))
+    def write(session: Session) -> dict[str, Any]:
+        row = limits.change(session, asking, wish.scope, wish.name, values)
+        return schemas.limit_view(row, limits.names(session, [row.subject_id]))
 
-    return JSONResponse(await run_in_threadpool(write))
+    document = wish.model_dump(mode="json", exclude_unset=True)
+    return await run_in_threadpool(answer, here, asking, once, document, write)
 
 
 @router.post(
@@ -154,11 +158,14 @@ async def set_limits(request: Request, asking: Operating, here: Here) -> Respons
 def collect(
     asking: Operating,
     here: Here,
+    once: Asked,
     dry_run: Annotated[bool, Query(description="Only say what would go.")] = False,
 ) -> Response:
     """Checkpoints of jobs that ended long ago, old previews, files that were never used: by the settings
     EFT_KEEP_…_DAYS. Nothing goes that a job in progress may need, nor what a job has handed back.
     """
+    if (found_before := earlier(here, asking, once, None)) is not None:
+        return found_before
     settings = here.settings
     rules = retention.Rules(
         settings.keep_checkpoints_days,
@@ -172,4 +179,5 @@ def collect(
         retention.sweep(here.layout)
         found = [one for one in found if retention.remove(here.database, here.layout, asking, one)]
     data = [{"kind": one.kind, "id": one.id, "bytes": one.bytes, "why": one.why} for one in found]
-    return JSONResponse({"dry_run": dry_run, "bytes": sum(one.bytes for one in found), "data": data})
+    told = {"dry_run": dry_run, "bytes": sum(one.bytes for one in found), "data": data}
+    return answer(here, asking, once, None, lambda _: told)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.body import Body
+from api.fields import Name, Whole
 from api.jobs.schemas import iso
 from core.db.tables import Limit
 from core.jobs.explain import Explanation
@@ -183,7 +184,7 @@ class NewLimit(Body):
     """What is given is set; null takes a quota away."""
 
     scope: Literal["project", "owner"]
-    name: str = Field(max_length=100)
+    name: Name
     """Of the project or user."""
     shares: float | None = Field(default=None, gt=0, le=1_000_000)
     """Of an owner; null: 1. Twice the shares, twice the GPU time before others go first."""
@@ -193,8 +194,8 @@ class NewLimit(Body):
     max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
     max_previews: int | None = Field(default=None, ge=0, le=1_000_000)
     """Previews that wait or run at once; others are refused. Of a project, null: EFT_MAX_PREVIEWS."""
-    gpu_hours_week: float | None = Field(default=None, ge=0)
-    disk_bytes: int | None = Field(default=None, ge=0)
+    gpu_hours_week: float | None = Field(default=None, ge=0, le=1e9)
+    disk_bytes: Whole | None = None
     preemptible: bool | None = None
     """Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority
     (docs/queue.md); null: no. Its own admins may say so too (`PATCH /projects/{project}`)."""

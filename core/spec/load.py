@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -15,6 +16,7 @@ from core.spec import hints
 from core.spec.job import JobSpec
 
 MAX_FAULTS = 50
+_HALF = re.compile("[\ud800-\udfff]")
 MAX_YAML_BYTES = 64 << 10
 """YAML takes a second of work for 100 KB; a job has two."""
 MAX_NUMBER = 100
@@ -56,6 +58,52 @@ def load_yaml(text: bytes) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
         # The last three are what PyYAML's constructors raise for `!!bool maybe`, `!!float ''` and `!!timestamp x`.
         raise SpecError(f"the body is not valid YAML: {error}", code="invalid_yaml") from error
+
+
+def storable(document: Any) -> Any:
+    """The document. Raises SpecError for what a database, a log or an answer could not hold: NUL and halves of
+    surrogate pairs in texts, numbers beyond 63 bits or beyond what a float says."""
+    left = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif (words := _unstorable(value)) is not None:
+            field = _place(document, value)
+            message = f"{field}: {words}" if field else words
+            raise SpecError(message, field=field, faults=(Fault("invalid_value", words, field),), code="invalid_value")
+    return document
+
+
+def _unstorable(value: Any) -> str | None:
+    match value:
+        case str() if "\0" in value:
+            return "a text holds a NUL character"
+        case str() if not value.isascii() and _HALF.search(value):
+            return "a text holds half of a surrogate pair"
+        case int() if not -(2**63) <= value < 2**63:
+            return "a number is beyond 63 bits"
+        case float() if not math.isfinite(value):
+            return "a number is infinite or none (NaN)"
+        case _:
+            return None
+
+
+def _place(document: Any, wanted: Any) -> str | None:
+    """The dotted path of a value; None for the name of a field, which cannot be shown."""
+    left: list[tuple[Any, str]] = [(document, "")]
+    while left:
+        value, path = left.pop()
+        if value is wanted:
+            return path.removeprefix(".") or None
+        if isinstance(value, dict):
+            left += [(inner, f"{path}.{_show(str(name))}") for name, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
+    return None
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.auth import keys
+from api.auth import families, keys
 from api.auth import service as auth
 from api.auth.service import PATTERN
 from core import HOME
@@ -72,8 +72,10 @@ def logged(api: Any, words: str) -> None:
 
 def test_request_ids(api: Any) -> None:
     given = api.http.get("/version", headers={"x-request-id": "trace.42:A_b-c"})
-    assert given.headers["x-request-id"] == "trace.42:A_b-c"
-    logged(api, "[trace.42:A_b-c] GET /version 200")
+    assert given.headers["x-client-request-id"] == "trace.42:A_b-c", "theirs, beside ours"
+    assert re.fullmatch(r"req-[0-9a-f]{24}", given.headers["x-request-id"])
+    logged(api, f"[{given.headers['x-request-id']}] GET /version 200")
+    logged(api, " as trace.42:A_b-c")
     made = {api.http.get("/version").headers["x-request-id"] for _ in range(3)}
     assert len(made) == 3
     for bad in ("a b", "x" * 65, "a,b", "<i>"):
@@ -159,8 +161,9 @@ def test_a_revoked_key_stops_at_once(api: Any) -> None:
     assert client.get("/jobs").status_code == 200
     prefix = client.headers["authorization"].split("_")[1]
     with api.database.write() as session:
-        assert auth.revoke(session, prefix)
-        assert not auth.revoke(session, prefix)
+        key_id = auth.by_prefix(session, prefix)
+        assert key_id is not None and families.end(session, None, key_id) == []
+        assert auth.by_prefix(session, prefix) is None
     shape(client.get("/jobs"), 401)
 
 

@@ -23,6 +23,7 @@ from api.auth import table
 from api.auth.policy import NoPolicy, Reading, Right, Role, Scope, Writing, policy_of
 from core.db.tables import Audit, Job
 from core.jobs.submit import cancel, submit
+from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, SHA, Caller, Project, World, world
 
 OPEN = {
@@ -112,73 +113,8 @@ def _lacks_role_or_scope(policy: dict[str, Any], who: Caller) -> str | None:
     return "missing_scope" if SCOPES.index(who.scope) < SCOPES.index(policy["scope"]) else None
 
 
-def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, str]:
-    """What stands in paths: things of a project, or (None) of nobody."""
-    nothing = "0" * 26
-    if project is None:
-        return {
-            "job_id": f"job-{nothing}",
-            "file_id": f"file-{nothing}",
-            "preview_id": f"preview-{nothing}",
-            "key_id": f"key-{nothing}",
-            "webhook_id": f"hook-{nothing}",
-            "delivery_id": f"msg-{nothing}",
-            "path": "a.bin",
-            "project": f"proj-{nothing}",
-            "user": f"user-{nothing}",
-            "name": "nowhere",
-        }
-    webhook, delivery = here.webhook(project, fresh=fresh)
-    return {
-        "job_id": project.job,
-        "file_id": here.file(project.owner) if fresh else project.file,
-        "preview_id": project.preview,
-        "key_id": here.key_of(project) if fresh else project.key,
-        "webhook_id": webhook,
-        "delivery_id": delivery,
-        "path": "a.bin",
-        "project": project.id,
-        "user": here.member(project) if fresh else project.owner.user_id,
-        "name": "box",
-    }
-
-
-def filled(path: str, things: dict[str, str]) -> str:
-    unknown = sorted(set(re.findall(r"{(\w+)}", path)) - set(things))
-    assert not unknown, f"{path}: say in `objects` (and BOX_LEVEL) what {unknown} is, of a project and of nobody"
-    return path.format(**things)
-
-
-def body(here: World, route: tuple[str, str], project: Project) -> dict[str, Any]:
-    """A request that would be good: the example of the document, or what stands here."""
-    method, path = route
-    match route:
-        case ("POST", "/jobs"):
-            return {"json": {"model": MODEL, "data": project.file}}
-        case ("POST", "/files"):
-            return {"files": {"file": ("rows.jsonl", b'{"text": "a"}\n')}}
-        case ("POST", "/files/{file_id}/preview"):
-            return {"json": {"model": MODEL}}
-        case ("POST", "/keys"):
-            return {"json": {"name": here.fresh("key")}}
-        case ("POST", "/limits"):
-            return {"json": {"scope": "project", "name": "lab", "max_running": 1000}}
-        case ("POST", "/maintenance"):
-            return {"json": {"from": "2099-12-30T08:00:00Z", "until": "2099-12-30T10:00:00Z", "node": "box"}}
-        case ("POST", "/maintenance/cancel"):
-            return {"json": {"id": here.maintenance()}}
-        case ("POST", "/webhooks"):
-            return {"json": {"url": "https://9.9.9.9/"}}  # an address: nobody is asked for a name
-        case ("POST", "/users") | ("POST", "/projects"):
-            return {"json": {"name": here.fresh("name")}}
-    operation = here.app.openapi()["paths"][path]["get" if method == "HEAD" else method.lower()]
-    if "requestBody" not in operation:
-        return {}
-    return {"json": operation["requestBody"]["content"]["application/json"]["example"]}
-
-
 def send(here: World, route: tuple[str, str], key: str | None, project: Project | None, things: dict[str, str]) -> Any:
-    request = body(here, route, project or here.lab)
+    request = request_of(here, route, project or here.lab)
     return here.ask(route[0], filled(route[1], things), key, **request)
 
 

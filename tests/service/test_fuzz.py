@@ -1,0 +1,20 @@
+"""Some hundred requests made of the OpenAPI document: no 5xx, no status that it lacks. More of them: bench/fuzz.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.fuzz import fuzz
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_nothing_that_the_document_offers_breaks_it(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    url = f"sqlite:///{tmp_path / 'eft.db'}"
+    if kind == "postgresql":
+        url = request.getfixturevalue("postgres_databases")()
+    found = fuzz(tmp_path, url, requests=100, seed=20261122, examples=2, seconds=15, rounds=2)
+    assert found.server_errors == [], found.output[-6000:]
+    assert found.failures == [], found.output[-6000:]
+    assert found.requests >= 100 and found.statuses[422] and found.statuses[200], found.statuses
