@@ -19,7 +19,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test smoke kernels chaos check check-style check-types fmt docs lock clean
+.PHONY: help install demo up test smoke kernels chaos check check-style check-types fmt docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,8 @@ $(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt
 	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
 	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/aot -r locks/aot.txt
 	@touch $@
+
+install: $(VENV)/.app ## what the service needs into .venv, and nothing is started: TORCH=rocm, cuda or cpu
 
 demo: $(VENV)/.app ## the main job, end to end over HTTP, on this machine
 	@$(BIN)/python examples/voice-intents/demo.py

@@ -19,8 +19,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from box import doctor_disk, doctor_gpus, software
+from box.present import absent
 from box.report import Report
 from core import __version__, command, health, private
+from core.db import migrate
 from core.db.engine import Database
 from core.hardware import installed, tools
 from core.hardware.record import record
@@ -87,9 +89,7 @@ def _software(report: Report) -> None:
     report.versions = {"eft": __version__, **software.versions(), **installed.libraries(), **software.drivers()}
     missing = [name for name in software.NEEDED if report.versions[name] == "absent"]
     if missing:
-        report.add(
-            "problem", "software", f"not installed: {', '.join(missing)}; a worker needs them (`make demo` installs)"
-        )
+        report.add("problem", "software", f"not installed: {', '.join(missing)}; a worker needs them (`make install`)")
 
 
 # --- what the service stands on --------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _data(report: Report, settings: Settings) -> None:
     if not root.exists():
         parent = next(folder for folder in root.parents if folder.exists())
         if parent.is_dir() and os.access(parent, os.W_OK):
-            report.add("ok", "data", f"{root} is not there yet; `eft up` makes it")
+            report.add("note", "data", absent(settings) or f"{root} is not there")
         else:
             report.add("problem", "data", f"{root} is not there, and nothing can be made in {parent} (EFT_DATA)")
         return
@@ -132,13 +132,21 @@ def _database(report: Report, settings: Settings) -> None:
         return
     shown = url.render_as_string(hide_password=True)
     if url.get_backend_name() == "sqlite" and not (url.database and Path(url.database).exists()):
-        report.add("ok", "database", f"{shown} is not there yet; `eft up` makes it")
+        report.add("ok", "database", f"{shown} is not there; `eft up` makes it where there is to be an installation")
         return
     database = Database(settings.sqlalchemy_url)
     try:
         checks = health.database(database)
+        empty = checks["database"].ok and migrate.current(database) is None
     finally:
         database.dispose()
+    if empty:
+        words = (
+            "there is no installation in it; EFT_DATA and EFT_DATABASE_URL name where it is. To make one here, "
+            "run `eft migrate`"
+        )
+        report.add("problem", "schema", f"{shown}: {words}")
+        return
     for what, check in checks.items():
         report.add(
             "ok" if check.ok else "problem", what, f"{shown}: {check.detail}" if what == "database" else check.detail

@@ -36,6 +36,10 @@ def look(report: Report, settings: Settings) -> None:
     parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in used.items() if size)
     report.add("ok", "disk", f"the data root holds {sum(used.values()) / 1e9:.1f} GB ({parts or 'nothing'})")
     for over in limits.over(used):
-        report.add("problem", "disk", f"{over.words()}: nothing is started. `eft gc` and docs/operations.md make room")
+        report.add(
+            "problem",
+            "disk",
+            f"{over.words()}: nothing is started. `eft delete`, `eft files rm` and `eft gc` make room",
+        )
     if not limits.limits:
         report.add("note", "disk", "no budget: jobs may fill the disk up to EFT_MIN_FREE_BYTES (EFT_DISK_BUDGET_BYTES)")

@@ -57,7 +57,10 @@ REQUESTS: dict[str, Code] = {
 RIGHTS: dict[str, Code] = {
     "missing_api_key": ("No key came with the request.", "`eft login`, or set `EFT_API_KEY` for the client."),
     "invalid_api_key": ("No key that was ever valid.", "`eft keys list` shows yours; `eft keys create` makes one."),
-    "expired_api_key": ("The key is past its end.", "`eft keys rotate`, or ask an admin for a new one."),
+    "expired_api_key": (
+        "The key is past its end.",
+        "An admin of the project makes a new one; so does another key of yours (`eft keys create`).",
+    ),
     "reused_api_key": (
         "A key that has a successor was used after its end: somebody may have stolen it.",
         "All keys of its family have been revoked. Make a new one, and look at `eft audit --action key.`.",
@@ -131,7 +134,7 @@ JOBS: dict[str, Code] = {
     "stale_spec": ("The job was written by another version of eft that this one cannot read.", "Submit it again."),
     "max_runtime": (
         "The job's own time limit is over; its last checkpoint is kept.",
-        "Raise `resources.max_runtime_seconds` and `eft retry`: it goes on.",
+        "`eft retry` goes on from its last checkpoint, with as many seconds again.",
     ),
 }
 
@@ -195,7 +198,10 @@ MODELS: dict[str, Code] = {
         "Prepare it (any job does), or name a local folder; then its files say it.",
     ),
     "model_gone": ("Its files left the data root while the job waited.", "`eft retry` prepares them again."),
-    "hub_unreachable": ("The hub does not answer.", "It is tried again; check the network, or HF_ENDPOINT."),
+    "hub_unreachable": (
+        "The hub does not answer.",
+        "It is tried again. Without a network: a mirror (HF_ENDPOINT), the cache (EFT_OFFLINE), or EFT_MODEL_ROOTS.",
+    ),
     "dataset_not_found": ("No such data set, or no such part of it.", "The message lists what there is."),
     "dataset_ambiguous": ("It has several parts.", "Name one, as the message says."),
     "dataset_not_cached": ("Offline, and it was never fetched.", "Let the box go online once."),
@@ -215,7 +221,10 @@ FAILURES: dict[str, Code] = {
         "The message names the setting (EFT_PREPARE_BYTES, EFT_CPU_SLOT_BYTES); or take a smaller model.",
     ),
     "diverged": ("The loss is no number any more.", "A lower learning rate, warm-up, or bf16 instead of fp16."),
-    "no_space": ("A disk is full.", "`eft gc`, `eft doctor`; jobs go on when there is room again."),
+    "no_space": (
+        "A disk is full.",
+        "`eft delete` jobs, `eft files rm`; `eft doctor` says what is free. Jobs go on by themselves.",
+    ),
     "hung": (
         "Nothing was heard of it for long; its stacks are in the log.",
         "It is tried again; report it if it returns.",
@@ -362,6 +371,10 @@ BOX: dict[str, Code] = {
     "held_by_another": ("It is another person's hold.", "They or an admin release it."),
     "not_held": ("Nobody holds it.", "`eft gpu list`."),
     "ambiguous_gpu": ("Several boxes have a GPU of that number.", "Say NODE/GPU."),
+    "too_many_holds": (
+        "You hold as many GPUs as you may.",
+        "Release one; an admin of the box may hold more (EFT_HOLD_SLOTS).",
+    ),
     "bad_time": ("No time, or one in the past.", "`18:00`, `2h`, or a date with its zone."),
     "address_not_allowed": ("The webhook's address is private or loopback.", "EFT_WEBHOOK_ALLOW of the box."),
     "webhook_disabled": ("It failed for days and was switched off.", "Mend the receiver, then `eft webhooks enable`."),
@@ -376,7 +389,10 @@ WAITING: dict[str, Code] = {
     "closed": ("GPUs that fit are held, drained, or used by others.", "`eft gpu list` says by whom and until when."),
     "quota": ("A quota of the project or of its owner is used up.", "`eft quota list`; it goes on by itself."),
     "maintenance": ("It would not end before a maintenance window.", "A shorter `resources.max_runtime_seconds`."),
-    "disk": ("The disk, or a budget of it, is full.", "`eft gc`; files and models that are not needed."),
+    "disk": (
+        "The disk, or a budget of it, is full.",
+        "`eft delete` and `eft files rm` what is not needed; `eft gc` frees what the rules of retention allow.",
+    ),
     "later": ("It failed a moment ago and is tried again soon.", "Nothing."),
     "no_worker": ("No worker serves.", "`eft worker list`; start one."),
 }

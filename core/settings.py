@@ -137,6 +137,10 @@ class Settings(BaseSettings):
     """Requests that a key may send at once before `rate_per_minute` holds."""
     rate_strangers_per_minute: Rate = 60.0
     """Requests a minute without a valid API key of one address, in one API process. 0: no limit."""
+    hold_hours: Seconds = 12.0
+    """Longest hold of a GPU (`eft gpu hold`) by anybody who is not an admin of the box; theirs always have an end."""
+    hold_slots: Count = 1
+    """GPUs that anybody who is not an admin of the box may hold at once. 0: only admins of the box hold GPUs."""
     max_waiting_jobs: Count = 10_000
     """Jobs of one project that may wait; beyond that submits are refused with 429. 0: no bound."""
     max_previews: Count = 100

@@ -77,7 +77,8 @@ def authenticate(session: Session, key: str, request_id: str | None = None) -> P
             raise families.Reused(row.id)
         when = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M")
         raise Unauthorized(
-            f"this API key expired on {when} UTC; make a new one (`eft keys create`), or ask an admin of the project",
+            f"this API key expired on {when} UTC; an admin of the project makes a new one, "
+            "and so does another key of yours (`eft keys create`)",
             code="expired_api_key",
         )
     return _principal(row, request_id)

@@ -136,7 +136,11 @@ def list_jobs(
             limit=limit,
         )
         held = places.held(session, [job.id for job in page.items if job.node is not None])
-    data = [schemas.job_view(job, slots=held.get(job.id, []), listed=True) for job in page.items]
+        tries = queries.training_attempts(session, [job.id for job in page.items])
+    data = [
+        schemas.job_view(job, slots=held.get(job.id, []), training_attempts=tries.get(job.id, 0), listed=True)
+        for job in page.items
+    ]
     following = page.items[-1].id if page.has_more else None
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
 
@@ -154,7 +158,9 @@ def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
         job = find(session, asking, job_id)
         told = explain.job(session, desk(here), job)
         place = None if told is None else place_view(told)
-        return JSONResponse(schemas.job_view(job, place, places.held(session, [job.id]).get(job.id, [])))
+        slots = places.held(session, [job.id]).get(job.id, [])
+        tries = queries.training_attempts(session, [job.id]).get(job.id, 0)
+        return JSONResponse(schemas.job_view(job, place, slots, training_attempts=tries))
 
 
 @router.patch(

@@ -57,6 +57,7 @@ _JOB: dict[str, Any] = {
     "status": "running",
     "reason": "runs on box-1",
     "attempt": 2,
+    "training_attempts": 1,
     "created_at": "2026-11-21T09:20:55.004000Z",
     "started_at": "2026-11-21T09:20:57.120000Z",
     "finished_at": None,
@@ -87,7 +88,9 @@ class JobView(BaseModel):
     reason: str
     """Why it is in this state, for people."""
     attempt: int
-    """How many times a worker has taken it up; preparing the model counts as one."""
+    """How many times a worker has taken it up; preparing the model counts as one. Logs are told apart by it."""
+    training_attempts: int | None
+    """How many of these were to train, from `GET /jobs` and `GET /jobs/{id}` alone."""
     created_at: str
     """ISO 8601, UTC, as all times."""
     started_at: str | None
@@ -212,7 +215,12 @@ class ArtifactList(BaseModel):
 
 
 def job_view(
-    job: Job, queue: dict[str, Any] | None = None, slots: list[str] | None = None, *, listed: bool = False
+    job: Job,
+    queue: dict[str, Any] | None = None,
+    slots: list[str] | None = None,
+    *,
+    training_attempts: int | None = None,
+    listed: bool = False,
 ) -> dict[str, Any]:
     """`listed`: as one of many, without its spec."""
     return {
@@ -221,6 +229,7 @@ def job_view(
         "status": job.status,
         "reason": job.reason,
         "attempt": job.attempt,
+        "training_attempts": training_attempts,
         "created_at": iso(job.created_at),
         "started_at": iso(job.started_at),
         "finished_at": iso(job.finished_at),

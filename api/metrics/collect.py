@@ -13,14 +13,13 @@ from sqlalchemy.orm import Session
 from api.metrics.exposition import Family, Histogram
 from core import __version__
 from core.db.engine import db_now
-from core.db.tables import QUEUED, Delivery, Job, Metric, Node, Project, Webhook
+from core.db.tables import QUEUED, DeletedJobs, Delivery, Job, Metric, Node, Project, Webhook
 from core.jobs import budget, explain, places
+from core.jobs.deletion import WAITS, wait_bucket
 from core.jobs.explain import Desk
 from core.jobs.places import Seat
 from core.jobs.states import Status
 
-WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
-"""Seconds."""
 EXPLAINED = 100
 """Waiting jobs of each phase whose reason is found out at a scrape; the others count under `not_looked_at`."""
 STATES = ("free", "busy", "held", "drained", "maintenance", "quarantined", "outside", "silent")
@@ -50,23 +49,23 @@ def collect(session: Session, desk: Desk) -> list[Family]:
 
 
 def _jobs(session: Session, names: dict[str, str]) -> list[Family]:
-    """In one pass over all jobs. Waits are of all that ever started: rows of jobs are kept, so the counts only grow."""
-    jobs = Family("eft_jobs", "gauge", "Jobs by project and status")
+    """In one pass over all jobs. Jobs that were deleted since are counted too, so that no counter goes down."""
+    jobs = Family("eft_jobs", "gauge", "Jobs by project and status, with those that were deleted since")
     waits = Family("eft_job_wait_seconds", "histogram", "From submit to the first start of training, by project")
-    wait = Job.started_at - Job.created_at
-    bucket = case(
-        *((wait <= bound, place) for place, bound in enumerate(WAITS)), (wait.is_(None), None), else_=len(WAITS)
-    )
+    wait, bucket = Job.started_at - Job.created_at, wait_bucket()
     counts: dict[tuple[str, str], int] = {}
     waited: dict[str, Histogram] = {}
-    for project_id, status, place, count, total in session.execute(
+    there = session.execute(
         select(Job.project_id, Job.status, bucket, func.count(), func.sum(wait))
         .where(Job.kind == "train")
         .group_by(Job.project_id, Job.status, bucket)
-    ):
+    ).all()
+    columns = (DeletedJobs.status, DeletedJobs.bucket, DeletedJobs.jobs, DeletedJobs.waited)
+    gone = session.execute(select(DeletedJobs.project_id, *columns)).all()
+    for project_id, status, place, count, total in [*there, *gone]:
         project = names[project_id]
         counts[project, status] = counts.get((project, status), 0) + count
-        if place is not None:
+        if place is not None and place >= 0:
             histogram = waited.setdefault(project, Histogram(WAITS))
             histogram.counts[place] += count
             histogram.total += float(total)
@@ -135,12 +134,12 @@ def _running(session: Session, names: dict[str, str], seats: Sequence[Seat]) -> 
     total = Family("eft_job_planned_steps", "gauge", "Optimizer steps planned")
     figures = {name: Family(metric, "gauge", words) for name, (metric, words) in OF_A_STEP.items()}
     running = session.execute(
-        select(Job.id, Job.project_id, Job.progress)
+        select(Job.id, Job.name, Job.project_id, Job.progress)
         .where(Job.id.in_(of_job), Job.status == Status.RUNNING.value, Job.kind == "train")
         .order_by(Job.id)
     ).all()
     for job in running:
-        of = {"job": job.id, "project": names[job.project_id], "gpu": of_job[job.id][0].label}
+        of = {"job": job.id, "name": job.name or "", "project": names[job.project_id], "gpu": of_job[job.id][0].label}
         for seat in of_job[job.id]:
             slots.add(1, **(of | {"gpu": seat.label}))
         progress = job.progress or {}

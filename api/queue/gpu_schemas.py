@@ -158,7 +158,8 @@ class NewHold(Body):
     gpus: list[Slot] = Field(min_length=1, max_length=64)
     """NODE/INDEX, NODE/UUID, or INDEX alone where one node has it."""
     until: Moment | None = None
-    """ISO 8601 with its offset; null: until it is released."""
+    """ISO 8601 with its offset; null: until it is released, or after EFT_HOLD_HOURS for anybody who is not an admin of
+    the box."""
     held_for: Words = Field(default="", max_length=100, alias="for")
     """Who works there."""
     why: Words = ""

@@ -93,13 +93,15 @@ def list_holds(asking: ReadingOrOperating, here: Here) -> Response:
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(
         schemas.NewHold,
-        {"gpus": ["box/cpu"], "until": "2099-12-31T18:00:00+01:00", "for": "bob", "why": "notebook", "now": False},
+        {"gpus": ["box/cpu"], "until": None, "for": "bob", "why": "notebook", "now": False},
     ),
 )
 async def hold_gpus(request: Request, asking: Writing, here: Here, once: Asked) -> Response:
     """Leave GPUs to somebody: nothing is claimed on them until then. All of them are held, or none.
 
     On a busy GPU it counts from the end of its job on; with `now` the job writes a checkpoint and goes on elsewhere.
+    Only an admin of the box may hold GPUs without an end. A hold of anybody else lasts at most EFT_HOLD_HOURS, on at
+    most EFT_HOLD_SLOTS GPUs at once.
     """
     wish = await read_json(request, schemas.NewHold, here.settings.max_body_bytes)
     until = None if wish.until is None else wish.until.timestamp()
@@ -167,6 +169,8 @@ async def _held(
     until: float | None,
     now: bool,
 ) -> Response:
+    bounds = holds.Bounds(here.settings.hold_hours * 3600.0, here.settings.hold_slots)
+
     def write(session: Session) -> dict[str, Any]:
         made = holds.hold(
             session,
@@ -178,6 +182,7 @@ async def _held(
             kind=kind,
             now=now,
             others_jobs=asking.operates,
+            bounds=None if asking.operates else bounds,
         )
         return {"data": _shown(session, made)}
 

@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.create import Options, create
 from box.backup.store import BackupError, Snapshot, Store
+from box.present import absent
 from core import command, private
 from core.db.engine import Database
 from core.settings import read_settings
@@ -101,8 +102,8 @@ def _create(store: Store, given: argparse.Namespace) -> int:
     root, bucket = settings.root, settings.data if settings.is_remote else None
     if store.root.resolve().is_relative_to(root.resolve()):
         raise BackupError(f"{store.root} is inside the data root {root}: it would be lost with it, and keep itself")
-    if not root.is_dir():
-        raise BackupError(f"there is no data root {root} (EFT_DATA)")
+    if (why := absent(settings)) is not None:
+        raise BackupError(why)
     database = Database(settings.sqlalchemy_url)
     try:
         options = Options(not given.no_models, bucket, given.link, given.checksum)

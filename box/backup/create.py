@@ -59,10 +59,10 @@ class Options:
 def create(database: Database, layout: Layout, store: Store, options: Options) -> Snapshot:
     """A new snapshot, complete. Raises BackupError; then there is none, and the next one finds what was brought."""
     standing = migrate.current(database)
+    if standing is None:
+        raise BackupError("there is no installation in the database; EFT_DATA and EFT_DATABASE_URL name where it is")
     if standing != migrate.head():
-        raise BackupError(
-            f"the database has schema {standing or 'none'}, this version {migrate.head()}: `eft db status`"
-        )
+        raise BackupError(f"the database has schema {standing}, this version {migrate.head()}: `eft db status`")
     store.create()
     with store.writing():
         return _Work(database, layout, store, options).run()

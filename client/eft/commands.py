@@ -74,6 +74,9 @@ def submit(
         job = client.submit(job_spec, idempotency_key=idempotency_key or uuid.uuid4().hex)
         if not (wait or asked):
             output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+            place = client.get(job.id).queue or {}
+            if place.get("code") in ("requirements", "no_worker"):
+                output.note(f"it waits: {place['reason']}")
             return
         output.note(f"job {job.id}")
         job = follow(client, output, job.id, patience)

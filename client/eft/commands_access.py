@@ -18,6 +18,7 @@ from eft.errors import UsageFault
 from eft.manual import manual
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
+from eft.times import shown
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -46,7 +47,7 @@ def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
         if as_json:
             output.json(me)
             return
-        until = f", until {me['key_expires_at']}" if me["key_expires_at"] else ""
+        until = f", until {shown(me['key_expires_at'])}" if me["key_expires_at"] else ""
         output.text(
             f"{me['user']['name']}{' (admin of the box)' if me['box_admin'] else ''}, "
             f"{me['role'] or 'no longer a member'} in project {me['project']['name']}; "
@@ -79,8 +80,8 @@ def list_keys(
                 row["user"]["name"],
                 row["scope"],
                 row["state"],
-                row["expires_at"] or "never",
-                row["last_used_at"] or "",
+                shown(row["expires_at"]) or "never",
+                shown(row["last_used_at"]),
             ),
         )
 
@@ -175,7 +176,7 @@ def _tell_key(output: Output, made: dict[str, Any]) -> None:
     if output.as_json:
         output.json(made)
         return
-    until = f", until {made['expires_at']}" if made["expires_at"] else ""
+    until = f", until {shown(made['expires_at'])}" if made["expires_at"] else ""
     output.note(
         f"{made['id']}: {made['user']['name']} in {made['project']['name']}, scope {made['scope']}{until}. "
         "Shown this once:"
@@ -195,7 +196,7 @@ def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
             output,
             client.access.users(),
             ("NAME", "ID", "BOX ADMIN", "DISABLED"),
-            lambda row: (row["name"], row["id"], "yes" if row["box_admin"] else "", row["disabled_at"] or ""),
+            lambda row: (row["name"], row["id"], "yes" if row["box_admin"] else "", shown(row["disabled_at"])),
         )
 
 
@@ -356,7 +357,7 @@ def audit(
             rows,
             ("TIME", "WHO", "ACTION", "TARGET", "PROJECT", "WHAT"),
             lambda row: (
-                row["time"][:19],
+                shown(row["time"]),
                 row["actor"]["name"] if row["actor"] else "(on the box)",
                 row["action"],
                 row["target"],

@@ -41,7 +41,8 @@ def application_home() -> Path:
         raise ConfigError(
             f"EFT_HOME={given} is not a checkout of eft"
             if given
-            else "this verb runs the service itself and only the client is installed here: set EFT_HOME to a checkout"
+            else "this verb runs the service itself and only the client is installed here: set EFT_HOME to a checkout. "
+            "`eft files upload` checks data where the server is"
         )
     return home
 

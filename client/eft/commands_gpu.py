@@ -12,7 +12,7 @@ from eft.app import App
 from eft.manual import manual
 from eft.output import Output, size
 from eft.session import JsonOption, UrlOption, session
-from eft.times import point
+from eft.times import point, shown
 
 gpu = App(no_args_is_help=True, help="GPUs: who has them; hold some for somebody, give them back.")
 maintenance = App(no_args_is_help=True, help="Times in which nothing runs on a node; for admins of the box.")
@@ -124,7 +124,7 @@ def _tell(output: Output, holds: list[dict[str, Any]]) -> None:
         output.json({"data": holds})
         return
     for row in holds:
-        until = f" until {row['until'][:16]}Z" if row["until"] and not row["released_at"] else ""
+        until = f" until {shown(row['until'])}" if row["until"] and not row["released_at"] else ""
         state = "released" if row["released_at"] else {"hold": "held", "drain": "drained"}[row["kind"]]
         whose = f" for {row['for']}" if row["for"] else ""
         output.text(f"{row['gpu']} {state}{until}{whose}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from eft.comparison import ABSENT, Comparison, differences, words, written
 from eft.conditions import figures
-from eft.errors import ExitCode, UsageFault
+from eft.errors import ApiError, ExitCode, UsageFault
 from eft.jobfile import read_job
 from eft.live import Away
 from eft.manual import manual
@@ -239,6 +240,8 @@ def compare(
         if csv + markdown + as_json > 1:
             raise UsageFault("one of --csv, --markdown and --json")
         jobs = [client.get(job_id) for job_id in job_ids]
+        if not as_json:
+            jobs = [replace(job, spec=_with_filenames(client, job.spec)) for job in jobs]
         found = [figures(job.result, client.metrics(job.id, points=2)) for job in jobs]
         only = [name.strip() for name in names.split(",")] if names else []
         told = Comparison.of(jobs, found, only)
@@ -252,21 +255,50 @@ def compare(
             _side_by_side(told, output)
 
 
+def _with_filenames(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec with uploaded files as people named them, and the end of the id: two files may have one name."""
+
+    def named(part: Any) -> Any:
+        match part:
+            case {"type": "file", "id": str(file_id)}:
+                return part | {"id": _filename(client, file_id)}
+            case dict():
+                return {name: named(value) for name, value in part.items()}
+            case list():
+                return [named(value) for value in part]
+            case _:
+                return part
+
+    return spec | {"data": named(spec.get("data") or {})}
+
+
+def _filename(client: Client, file_id: str) -> str:
+    try:
+        return f"{client.file(file_id).filename} (…{file_id[-6:]})"
+    except ApiError as error:
+        if error.status == 404:  # deleted since
+            return file_id
+        raise
+
+
 def _side_by_side(told: Comparison, output: Output) -> None:
     """Jobs as columns while the terminal has room for them."""
     columns = len(told.jobs)
-    room = max(12, (output.data.width - 30) // columns - 2)
+    room = max(12, (output.data.width - (44 if columns == 2 else 30)) // columns - 2)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True, style="dim")
     for job in told.jobs:
         table.add_column(job.id if room >= len(job.id) else f"…{job.id[-(room - 1) :]}", overflow="fold")
+    two = columns == 2
+    if two:
+        table.add_column("DIFFERENCE", justify="right", no_wrap=True)
     before = "job"
     for kind, name, row in told.rows():
         if kind != before:
             table.add_section()
             before = kind
         cells = [status_markup(cell) for cell in row] if name == "status" else [Text(cell) for cell in row]
-        table.add_row(Text(name), *cells)
+        table.add_row(Text(name), *cells, *([told.difference(name) if kind == "figure" else ""] if two else []))
     output.data.print(table)
 
 

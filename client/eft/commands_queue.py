@@ -14,7 +14,7 @@ from eft.errors import UsageFault
 from eft.manual import manual
 from eft.output import Output, age, size
 from eft.session import JsonOption, UrlOption, session
-from eft.times import clock
+from eft.times import clock, zone
 
 quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
 NONE = "none"
@@ -34,7 +34,7 @@ def queue(
             output.json({"data": rows, "more": more})
             return
         table = Table(box=None, pad_edge=False)
-        for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", "STARTS", "WHY"):
+        for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", f"STARTS {zone()}", "WHY"):
             table.add_column(name, no_wrap=name != "WHY", justify="right" if name in ("", "PRIORITY") else "left")
         for row in rows:
             place = str(row["position"]) if row["position"] is not None else "-"

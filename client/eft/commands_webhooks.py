@@ -12,6 +12,7 @@ from eft.app import App
 from eft.manual import manual
 from eft.output import Output
 from eft.session import JsonOption, UrlOption, session
+from eft.times import shown
 
 app = App(no_args_is_help=True, help="Be told what becomes of a project's jobs.")
 
@@ -118,7 +119,7 @@ def deliveries(
         for row in rows:
             styled = f"[{STATE_STYLE[row['state']]}]{row['state']}[/]"
             last = row["last_error"] or (str(row["last_status"]) if row["last_status"] else "")
-            after = (row["next_at"] or "")[:19]
+            after = shown(row["next_at"])
             table.add_row(row["id"], row["type"], row["job"] or "", styled, str(row["attempts"]), after, escape(last))
         output.data.print(table)
 

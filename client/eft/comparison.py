@@ -95,6 +95,14 @@ class Comparison:
         found += [("figure", name, [figure(value) for value in row]) for name, row in self.figures.items()]
         return found
 
+    def difference(self, name: str) -> str:
+        """Of a figure of two jobs: what the second has more, and by how many per cent."""
+        first, second = self.figures[name]
+        if first is None or second is None or not math.isfinite(second - first):
+            return ""
+        share = f" ({(second - first) / abs(first):+.1%})" if first else ""
+        return f"{second - first:+.4g}{share}"
+
     def as_csv(self) -> str:
         """Figures in full."""
         text = io.StringIO()

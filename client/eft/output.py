@@ -15,6 +15,7 @@ from rich.table import Table
 
 from eft.errors import ApiError, EftClientError, Fault
 from eft.harmless import HarmlessConsole, document, lines
+from eft.times import shown
 from eft.types import File, Job
 
 STATUS_STYLE = {
@@ -151,13 +152,13 @@ def job_lines(job: Job) -> list[str]:
         ("status", status_markup(job.status)),
         ("reason", job.reason and escape(job.reason)),
         ("queue", escape(place.get("reason") or "")),
-        ("starts about", place.get("estimated_start")),
-        ("attempt", str(job.attempt)),
+        ("starts about", shown(place.get("estimated_start"))),
+        ("attempts", str(job.tries) if job.tries > 1 else ""),
         ("node", job.node and escape(job.node)),
         ("slots", escape(", ".join(job.slots)) or None),
-        ("created", job.created_at),
-        ("started", job.started_at),
-        ("finished", job.finished_at),
+        ("created", shown(job.created_at)),
+        ("started", shown(job.started_at)),
+        ("finished", shown(job.finished_at)),
         ("progress", progress_words(job) or None),
     ]
     if job.settled is not None:

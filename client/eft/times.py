@@ -27,6 +27,18 @@ def point(text: str, now: datetime | None = None, *, option: str = "") -> str:
         raise UsageFault(f"{where}{text!r} is not a time; write 18:00, 2h, 3d or 2026-11-22T08:00") from None
 
 
+def shown(time: str | None) -> str:
+    """A time of the server for people: UTC, to the second; "" for None."""
+    if not time:
+        return ""
+    return datetime.fromisoformat(time).astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def zone() -> str:
+    """Name of the zone in which `clock` tells."""
+    return datetime.now().astimezone().strftime("%Z")
+
+
 def clock(time: str | None) -> str:
     """Local time to the minute, with its day where that is not today; "" for None."""
     if time is None:

@@ -62,6 +62,11 @@ class Job:
         return self.status in FINAL
 
     @property
+    def tries(self) -> int:
+        """How many times it was begun to train; 0 while that has not happened, or where the answer does not say."""
+        return int(self.raw.get("training_attempts") or 0)
+
+    @property
     def exit_code(self) -> ExitCode:
         """What a pipeline that waited for this job should see."""
         match self.status:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Text, cast, delete, select, update
+from sqlalchemy import ColumnElement, Text, case, cast, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from core.db.tables import Allocation, Artifact, Attempt, Audit, Event, Job, Metric, OutboxMessage
+from core.db.tables import Allocation, Artifact, Attempt, Audit, DeletedJobs, Event, Job, Metric, OutboxMessage
 from core.errors import Conflict, NotFound
 from core.jobs import audit, usage, volume
 from core.jobs.states import FINAL, Status
@@ -18,6 +20,8 @@ from core.spec.run import ARTIFACTS, CHECKPOINTS
 from core.storage.store import Entry
 
 DELETED = "job.delete"
+WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
+"""Seconds: the buckets in which waits for the first start are counted. `deleted_jobs` has their places: only append."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life:
     if job is None:
         return False
     usage.charge_job(session, job_id, half_life)
+    _count(session, job)
     session.execute(
         update(Job).where(Job.retry_of == job_id).values(retry_of=None).execution_options(synchronize_session=False)
     )
@@ -77,6 +82,24 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
         words = f"`{retry}` is a retry of this job and may go on from its checkpoints: delete that one first"
         raise Conflict(words, field="job_id", code="job_in_use")
     return job
+
+
+def wait_bucket() -> ColumnElement[Any]:
+    """The place in WAITS of a job's wait, in a query of jobs; null: it never started."""
+    wait = Job.started_at - Job.created_at
+    places = ((wait <= bound, place) for place, bound in enumerate(WAITS))
+    return case(*places, (wait.is_(None), None), else_=len(WAITS))
+
+
+def _count(session: Session, job: Job) -> None:
+    bucket = session.execute(select(func.coalesce(wait_bucket(), -1)).where(Job.id == job.id)).scalar_one()
+    waited = 0.0 if job.started_at is None else job.started_at - job.created_at
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    row = {"project_id": job.project_id, "status": job.status, "bucket": bucket, "jobs": 1, "waited": waited}
+    statement = dialect.insert(DeletedJobs).values(**row)
+    more = {"jobs": DeletedJobs.jobs + 1, "waited": DeletedJobs.waited + waited}
+    keys = ["project_id", "status", "bucket"]
+    session.execute(statement.on_conflict_do_update(index_elements=keys, set_=more))
 
 
 def rows(session: Session, job: Job) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sqlalchemy import func, select, text
@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import WAITS_FOR, Job
-from core.jobs import gangs, line, places, preempt, room
+from core.jobs import gangs, line, places, preempt, room, settle
 from core.jobs.budget import NO_BUDGET, Budget, Over
 from core.jobs.forecast import Forecast
 from core.jobs.holds import clock
@@ -223,8 +223,10 @@ class _Clerk:
         if not [seat for seat in self._seats if seat.state != "silent"]:
             return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
         if not seats and phase == "train":
-            return "requirements", self._unmet(key)
+            return "requirements", self._unmet(row, key)
         turn = f"; {ordinal(position)} in line" if position is not None else ""
+        if phase == "prepare" and not self._fitting("train", key) and any(s.slot.phase == "train" for s in self._seats):
+            return "requirements", f"{self._unmet(row, key)}; its model is prepared meanwhile"
         if phase != "train":
             return "model", f"{room.WAITS_FOR_MODEL}{turn}"
         held = self._out_of_line(row, key, seats, turn)
@@ -236,7 +238,7 @@ class _Clerk:
         notes = [f"{seat.label} {seat.closed}" for seat in where if seat.closed is not None]
         closed, free = len(notes), sum(seat.free for seat in where)
         notes += self._reserved(row, where)
-        count = f"needs {key.needs.words()}; {free} of {len(where)} free"
+        count = f"needs {key.needs.words(self._memory(row, key))}; {free} of {len(where)} free"
         if key.needs.gpus > 1 and len({seat.node for seat in seats}) > 1:
             count += f" on {where[0].node}"
         if notes:
@@ -319,19 +321,33 @@ class _Clerk:
                     return "maintenance", f"its {takes} reaches into the maintenance of {seat.node} at {when}"
         return None
 
-    def _unmet(self, key: Key) -> str:
+    def _memory(self, row: Job, key: Key) -> str:
+        """What the job takes, where a slot that has all else has too little memory for it; else nobody waits for it."""
+        takes = key.needs.plan
+        if takes is None:
+            return ""
+        asks = replace(key.needs, plan=None)
+        slots = [seat.slot for seat in self._seats if seat.slot.phase == "train" and not asks.missing(seat.slot)]
+        small = [slot for slot in slots if takes.missing(slot)]
+        if not small:
+            return ""
+        largest = max(small, key=lambda slot: slot.device_bytes)
+        return takes.words(largest, settle.planned_bytes(self._session, row, largest))
+
+    def _unmet(self, row: Job, key: Key) -> str:
         """Which slot comes nearest, and what it lacks."""
         there = [seat for seat in self._seats if seat.slot.phase == "train"]
+        needs = key.needs.words(self._memory(row, key))
         if not there:
-            return f"needs {key.needs.words()}; there is no slot for training here"
+            return f"needs {needs}; there is no slot for training here"
         able = [seat for seat in there if not key.needs.missing(seat.slot)]
         if able:
             counts = Counter((seat.node, seat.slot.family) for seat in able)
             (node, _), most = min(counts.items(), key=lambda item: (-item[1], item[0]))
-            return f"needs {key.needs.words()} of one node; the most that one has is {most} ({node})"
+            return f"needs {needs} of one node; the most that one has is {most} ({node})"
         nearest = min(there, key=lambda seat: len(key.needs.missing(seat.slot)))
         lacks = " and ".join(key.needs.missing(nearest.slot))
-        return f"needs {key.needs.words()}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
+        return f"needs {needs}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
 
 
 def ordinal(number: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from core.errors import SpecError
 from core.jobs import adjust
 from core.jobs.places import Seat
-from core.jobs.slots import MB, Key, Needs, PlanNeeds, Slot
+from core.jobs.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, plan
@@ -150,7 +150,7 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) ->
     if len(able) > 1:
         has = f"{which} has that; {most.label}, the largest, has {gb(most.slot.device_bytes)}"
     found = proposals(spec, shape, longest, able)
-    ways = ", or ".join([*found, f"a slot with {lacks.replace(' by its plan', '')}"])
+    ways = ", or ".join([*found, f"a slot with {lacks.replace(f' {LEAST}', '')}"])
     fewer = FEWER_SLOTS in found
     return FitsNowhere(
         f"this job needs {lacks}, and {has}. What would fit: {ways}. A plan is an estimate: "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, false, insert, or_, select, update
+from sqlalchemy import ColumnElement, false, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -45,6 +45,23 @@ class Place:
     slot: str
     label: str
     """`box-1/3` for the GPU with index 3, `box-1/cpu`."""
+
+
+class TooManyHolds(EftError):
+    """Somebody who is not an admin of the box holds as many slots as they may."""
+
+    code = "too_many_holds"
+    status = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the holds of one user who is not an admin of the box."""
+
+    seconds: float
+    """Longest time of one hold, which has an end."""
+    slots: int
+    """Slots held at once; 0: only admins of the box hold any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +124,17 @@ def hold(
     kind: Literal["hold", "drain"] = "hold",
     now: bool = False,
     others_jobs: bool = False,
+    bounds: Bounds | None = None,
 ) -> list[Held]:
     """Nothing is claimed on these slots until then, or until `release`. All of them or none.
 
-    `now`: their jobs leave at once; those of another project only with `others_jobs`. Raises NotFound, Conflict for a
-    slot that is held already, BadTime, Forbidden.
+    `now`: their jobs leave at once; those of another project only with `others_jobs`. `bounds`: None for an admin of
+    the box, whose holds may be without end; with bounds a hold has an end, by default the latest that it may have.
+    Raises NotFound, Conflict for a slot that is held already, BadTime, Forbidden, TooManyHolds.
     """
     moment = take_turn(session)
+    if bounds is not None:
+        until = _bounded(until, moment, bounds)
     if until is not None and until <= moment:
         message = "`until` is over already; give a time to come, with its date and its offset from UTC"
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
@@ -137,11 +158,41 @@ def hold(
         except IntegrityError:
             raise _held_already(session, one) from None
         made.append(_shown(session, session.get_one(Hold, row["id"])))
-        data = {"for": held_for, "why": why, "until": until, "now": now}
+        data = {"for": held_for, "why": why, "until": None if until is None else iso(until), "now": now}
         audit.record(session, actor, f"gpu.{kind}", one.label, data, project_id=None)
         if now:
             _hand_back(session, actor, one, others_jobs)
+    if bounds is not None:
+        _require_few(session, actor, moment, bounds)
     return made
+
+
+def _bounded(until: float | None, moment: float, bounds: Bounds) -> float:
+    """The end of a hold. Raises BadTime for one that is too late, Forbidden where only admins of the box hold slots."""
+    if bounds.slots < 1:
+        raise Forbidden("only admins of the box hold GPUs here (EFT_HOLD_SLOTS is 0): ask one of them", field="gpus")
+    latest = moment + bounds.seconds
+    if until is None:
+        return latest
+    if until > latest:
+        message = (
+            f"a hold lasts at most {bounds.seconds / 3600:g} hours here (EFT_HOLD_HOURS), until {clock(latest, moment)}"
+            "; give an earlier time, or ask an admin of the box"
+        )
+        raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
+    return until
+
+
+def _require_few(session: Session, actor: Actor, moment: float, bounds: Bounds) -> None:
+    held = select(func.count()).select_from(Hold).where(Hold.user_id == actor.user_id, Hold.kind == HOLD)
+    count = session.execute(held.where(*_counts(moment))).scalar_one()
+    if count > bounds.slots:
+        slots = "1 GPU" if bounds.slots == 1 else f"{bounds.slots} GPUs"
+        raise TooManyHolds(
+            f"you may hold {slots} at once (EFT_HOLD_SLOTS), and this would make {count}: `eft gpu release` one first, "
+            "or ask an admin of the box",
+            field="gpus",
+        )
 
 
 def _held_already(session: Session, one: Place) -> Conflict:
@@ -229,7 +280,14 @@ def plan(session: Session, actor: Actor, node: str | None, starts_at: float, end
         raise NotFound(f"there is no node `{node[:60]}`; `eft nodes` lists them (`GET /nodes`)", field="node")
     row = {"id": new_id("maint"), "node": node, "starts_at": starts_at, "ends_at": ends_at, "why": why}
     session.execute(insert(Maintenance).values(**row, user_id=actor.user_id))
-    audit.record(session, actor, "maintenance.plan", node or "all nodes", {**row}, project_id=None)
+    audit.record(
+        session,
+        actor,
+        "maintenance.plan",
+        node or "all nodes",
+        row | {"starts_at": iso(starts_at), "ends_at": iso(ends_at)},
+        project_id=None,
+    )
     return session.get_one(Maintenance, row["id"])
 
 
@@ -316,6 +374,11 @@ def held_words(held: Hold, moment: float) -> str:
     until = f" until {clock(held.until, moment)}" if held.until is not None else ""
     whose = f" for {held.held_for}" if held.held_for else ""
     return f"{_KINDS[held.kind]}{until}{whose}{f' ({held.why})' if held.why else ''}"
+
+
+def iso(time: float) -> str:
+    """E.g. `2026-11-22T18:00:00Z`, as the audit has it."""
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def clock(time: float, moment: float) -> str:

@@ -56,7 +56,7 @@ class Quota:
             case "gpu_hours_week":
                 return f"{who}: quota of {self.limit:g} GPU hours a week is used ({self.used:.1f} in seven days)"
             case "disk":
-                return f"{who}: quota of {_gb(self.limit)} on disk is used ({_gb(self.used)}); delete files or old jobs"
+                return f"{who}: quota of {_gb(self.limit)} on disk is used ({_gb(self.used)}); see `eft delete`"
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from sqlalchemy import Text, cast, select
+from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session, defer
 
-from core.db.tables import Artifact, Event, File, Job, Metric
+from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
 from core.errors import EftError, NotFound
 from core.jobs.states import FINAL, Status
 
@@ -139,6 +139,12 @@ def heads(session: Session, job_ids: Collection[str]) -> dict[str, Head]:
         rows = session.execute(select(Job.id, Job.status, Job.event_seq).where(Job.id.in_(ids[start : start + 500])))
         found.update({row.id: Head(Status(row.status), row.event_seq) for row in rows})
     return found
+
+
+def training_attempts(session: Session, job_ids: Collection[str]) -> dict[str, int]:
+    """How often each job was begun to train; one that never was is left out."""
+    query = select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(list(job_ids)), Attempt.kind == "train")
+    return {row[0]: row[1] for row in session.execute(query.group_by(Attempt.job_id))}
 
 
 def metric_series(session: Session, job_id: str, names: Collection[str] = ()) -> dict[str, list[tuple[int, float]]]:

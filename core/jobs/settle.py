@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sqlalchemy.orm import Session
+
+from core.db.tables import Job
 from core.errors import SpecError
-from core.jobs import adjust, fit
+from core.jobs import adjust, fit, lengths, shapes
 from core.jobs.slots import Slot
 from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan
@@ -116,6 +119,19 @@ def _unknown(spec: JobSpec, why: str) -> Settled:
     assert left, "core.plan.compatibility.check refuses a job without"
     rung = next((rung for rung in left if rung.name == LORA), left[-1])
     return Settled(rung, f"{why}: the default of all jobs, as far as this one allows it", (), {}, None, True)
+
+
+def planned_bytes(session: Session, job: Job, slot: Slot) -> int | None:
+    """What the job takes of such a slot's memory, as `eft plan` says it; None: nobody can plan it."""
+    spec = effective(job.spec, job.settled, job.adjusted or {})
+    shape = None if isinstance(spec.method, Auto) else shapes.known(session, spec.model)
+    if shape is None:
+        return None
+    try:
+        longest = lengths.rows(session, job.project_id, spec).longest
+        return plan(spec, shape, longest=longest, device=fit.device_of(slot)).peak
+    except SpecError:
+        return None
 
 
 def effective(spec: Mapping[str, Any], settled: Mapping[str, Any] | None, adjusted: Mapping[str, int]) -> JobSpec:

@@ -82,6 +82,12 @@ class Slot:
         return self.memory_bytes if self.kind == "gpu" else self.share_bytes
 
 
+LEAST = "at its smallest batch"
+"""Behind the figure of PlanNeeds, which is another one than that of the plan of the job as it stands."""
+NEARLY = 1.1
+"""A plan that takes no more than so much of the least is not told beside it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanNeeds:
     """Memory in MB (10^6 bytes, rounded up) of the least that a job can come to, by its plan (core/jobs/fit.py)."""
@@ -110,20 +116,21 @@ class PlanNeeds:
     def missing(self, slot: Slot) -> list[str]:
         """What a slot lacks of it; nothing where nobody knows what the slot has."""
         device = self.gpu if slot.kind == "gpu" else self.cpu
-        lacks = [f"{_gb(device)} by its plan"] if 0 < slot.device_bytes < device * MB else []
+        lacks = [f"{_gb(device)} {LEAST}"] if 0 < slot.device_bytes < device * MB else []
         if slot.kind == "gpu" and 0 < slot.host_bytes < self.host * MB:
-            lacks.append(f"{_gb(self.host)} of host memory by its plan")
+            lacks.append(f"{_gb(self.host)} of host memory {LEAST}")
         return lacks
 
-    def words(self, accelerator: str) -> str:
-        """E.g. `18.2 GB by its plan`."""
-        if accelerator == "cpu" or (accelerator == "any" and self.gpu == self.cpu):
-            return f"{_gb(self.cpu)} by its plan"
-        also = "" if accelerator == "gpu" else f" ({_gb(self.cpu)} on a CPU)"
-        return f"{_gb(self.gpu)} by its plan{also}"
+    def words(self, slot: Slot, whole: int | None = None) -> str:
+        """On such a slot, e.g. `24 GB (18.2 GB at its smallest batch)`. `whole`: bytes by the plan of the job as it
+        stands; None: nobody knows."""
+        least = self.gpu if slot.kind == "gpu" else self.cpu
+        if whole is None:
+            return f"{_gb(least)} {LEAST}"
+        return _gb(whole / MB) if whole <= NEARLY * least * MB else f"{_gb(whole / MB)} ({_gb(least)} {LEAST})"
 
 
-def _gb(megabytes: int) -> str:
+def _gb(megabytes: float) -> str:
     return f"{megabytes / 1000:.3g} GB"
 
 
@@ -209,8 +216,8 @@ class Needs:
         missing += [f"label {label}" for label in self.labels if label not in slot.labels]
         return missing + ([] if self.plan is None else self.plan.missing(slot))
 
-    def words(self) -> str:
-        """E.g. `1 GPU with bf16 and 40 GB`, `4 AMD GPUs`."""
+    def words(self, memory: str = "") -> str:
+        """E.g. `1 GPU with bf16 and 40 GB`, `4 AMD GPUs`. `memory`: what the job takes, where it waits for that."""
         kind = {"gpu": "GPU", "cpu": "CPU slot"}.get(self.accelerator, "slot")
         if self.vendor:
             kind = f"{_VENDORS.get(self.vendor, self.vendor)} GPU"
@@ -219,7 +226,7 @@ class Needs:
         asks += [f"{self.memory_mb / 1000:g} GB"] if self.memory_mb else []
         asks += [" or ".join(self.arch)] if self.arch else []
         asks += [f"label {label}" for label in self.labels]
-        asks += [] if self.plan is None else [self.plan.words(self.accelerator)]
+        asks += [memory] if memory else []
         if not asks:
             return place
         return f"{place} with {' and '.join([', '.join(asks[:-1]), asks[-1]] if len(asks) > 1 else asks)}"

@@ -79,7 +79,8 @@ class Layout:
         if free - needed < min_free_bytes:
             raise NoSpace(
                 f"the data root has {free >> 20} MiB left and keeps {min_free_bytes >> 20} MiB in reserve: "
-                "delete files or jobs, or let the administrator make room (EFT_DATA, EFT_MIN_FREE_BYTES)"
+                "delete files or jobs (`eft files rm`, `eft delete`), or let the administrator make room "
+                "(EFT_DATA, EFT_MIN_FREE_BYTES)"
             )
 
 

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from core.errors import NoSpace
+from core.errors import EftError, NoSpace
 from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
 from core.train.events import EventWriter, Unheard
 
@@ -39,11 +39,19 @@ def no_room_for_checkpoint(needs: int, why: str) -> NoSpace:
     return NoSpace(f"its checkpoint of {(needs >> 20) + 1} MiB does not fit: {why}", needs_bytes=needs)
 
 
-def tell_failure(error: BaseException, events: EventWriter, payload: dict[str, Any]) -> int:
-    """Traceback to the log, `payload` as the error event; the exit code. On a full disk the code alone must do, and
-    where the data root is gone: an event would go to a file that nobody finds."""
-    try:
+def print_traceback(error: BaseException) -> None:
+    """To the log; not where the error's message is made for users, and says all there is to say."""
+    if not isinstance(error, EftError):
         traceback.print_exception(error, file=sys.stderr)
+
+
+def tell_failure(error: BaseException, events: EventWriter, payload: dict[str, Any]) -> int:
+    """`payload` as the error event, and into the log, there with a traceback; the exit code. On a full disk the code
+    alone must do, and where the data root is gone: an event would go to a file that nobody finds."""
+    try:
+        print_traceback(error)
+        if isinstance(events, Unheard):  # a rank beside the first under torchrun: nobody else says it
+            print(f"{payload['code']}: {payload['message']}", file=sys.stderr)
         if not isinstance(events, Unheard) and not events.path.exists():
             return EXIT_DATA_ROOT_LOST
         events.write("error", **payload)

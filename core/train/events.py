@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.spec.run import EventType
+from core.train.log_lines import LogLines
 
 ALIVE_SECONDS = 20.0
 """Silence after which `alive` writes a line; well below any bound on a hang."""
@@ -27,8 +28,10 @@ class EventWriter:
     Non-finite numbers become null, since JSON has no word for them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: LogLines | None = None) -> None:
+        """`log`: told of every event too, for people."""
         self.path = path
+        self._log = log
         self.phase = ""
         """The one told last."""
         self._told = time.monotonic()
@@ -56,6 +59,8 @@ class EventWriter:
             self._told = time.monotonic()
             if type == "phase":
                 self.phase = payload["phase"]
+            if self._log is not None:
+                self._log.tell(type, payload)
             return seq
 
     def alive(self) -> None:

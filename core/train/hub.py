@@ -381,7 +381,9 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise HubUnreachable(f"the hub failed on {repo} ({_root(error)})", field="model.id") from error
     except (errors.LocalEntryNotFoundError, errors.FileMetadataError, httpx.HTTPError, ConnectionError) as error:
         raise HubUnreachable(
-            f"the hub at {_host()} cannot be reached for {repo} ({_root(error)})",
+            f"the hub at {_host()} cannot be reached for {repo} ({_root(error)}). Without a network: name a mirror "
+            "with HF_ENDPOINT, set EFT_OFFLINE=true if the box has the model already, or give the job a folder below "
+            "EFT_MODEL_ROOTS as its `model`",
             field="model.id",
         ) from error
 

@@ -33,6 +33,7 @@ from core.train.disk import tell_failure
 from core.train.events import EventWriter
 from core.train.hub_data import prepare_dataset
 from core.train.lifeline import arm, leave
+from core.train.log_lines import LogLines
 from core.train.model_cache import MODEL, Entry, ModelCache
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -243,7 +244,7 @@ def main(arguments: list[str]) -> int:
     run_dir = run_folder("core.train.prepare", "Bring a model, and hub data sets, onto the data root.", arguments)
     order = PrepareOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
-    events = EventWriter(run_dir / EVENTS_FILE)
+    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
     try:
         memory_limit.hold(order.memory_limit)
         progress = _Progress(events)

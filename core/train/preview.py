@@ -13,6 +13,7 @@ from core.train import memory_limit
 from core.train.__main__ import importing
 from core.train.arguments import run_folder
 from core.train.lifeline import arm, leave
+from core.train.log_lines import LogLines
 
 TELL_SECONDS = 1.0
 
@@ -33,7 +34,7 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         from core.train.load import load_tokenizer, quiet
         from core.train.reading import is_panic
 
-    events = EventWriter(run_dir / EVENTS_FILE)
+    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
 
     last = time.monotonic()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from core.train.feed import Data, build_feed, read_data
 from core.train.lifeline import Stop
 from core.train.limits import split_products, tell_parts
 from core.train.load import load_tokenizer, quiet, saved_dtype
+from core.train.log_lines import LogLines
 from core.train.loop import Ledger, Loop, StopRequested
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
@@ -58,9 +60,9 @@ from core.train.stages.sft import choose_sft_loss, whole_logits
 
 def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> int:
     """Do what `run_dir/run.json` orders; the answer is the exit code (core/spec/run.py). A failure is told in an error
-    event, with the traceback in the log. Set `stop.requested` (SIGTERM does) to checkpoint and leave. `seat`: which of
-    several ranks this process is; None: there is one."""
-    events = EventWriter(run_dir / EVENTS_FILE) if seat is None or seat.rank == 0 else Unheard()
+    event and in the log, there with the traceback unless its message is made for users. Set `stop.requested` (SIGTERM
+    does) to checkpoint and leave. `seat`: which of several ranks this process is; None: there is one."""
+    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout)) if seat is None or seat.rank == 0 else Unheard()
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
         memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, text, update
 
+from api.metrics.collect import collect
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Job, Project
@@ -20,7 +21,7 @@ from core.jobs.volume import Bounds, QueueFull, SpecsFull
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
-from tests.support.lab import Lab
+from tests.support.lab import DESK, Lab
 
 HALF_LIFE = 3600.0
 FILE = "file-0123456789abcdefghjkmnpqrs"
@@ -71,6 +72,7 @@ def test_rows_go_and_the_books_stay(lab: Lab) -> None:
     job_id = run(lab, "gone", Succeeded({}, [artifact]))
     lab.wait(100)
     with lab.database.read() as session:
+        told_before = {family.name: sorted(family.lines) for family in collect(session, DESK)}
         before = sum(span.ended - span.began for span in usage.open_spans(session) if span.ended)
     assert delete(lab, job_id)
     assert rows_naming(lab, job_id) == {"audit": 2}, "its submit and its end"
@@ -82,6 +84,10 @@ def test_rows_go_and_the_books_stay(lab: Lab) -> None:
     assert left < before and booked >= 0, "its time was charged before its rows went"
     assert '"bytes": 6' in str(told) or "'bytes': 6" in str(told)
     assert delete(lab, job_id) is False, "once more is fine"
+    with lab.database.read() as session:
+        now = {family.name: sorted(family.lines) for family in collect(session, DESK)}
+    assert now["eft_jobs"] == told_before["eft_jobs"], "metrics go on counting it"
+    assert now["eft_job_wait_seconds"] == told_before["eft_job_wait_seconds"]
 
 
 def test_what_may_not_go(lab: Lab) -> None:

@@ -87,6 +87,8 @@ def test_all_or_none_and_who_may_end_it(lab: Lab) -> None:
         told = session.execute(select(Audit.action, Audit.target, Audit.actor_id).order_by(Audit.id)).all()
         assert session.execute(select(OutboxMessage.id).where(OutboxMessage.job_id == lab.ids["a"])).all()
         spans = places.history(session, "box-1", "GPU-1", 10)
+        data = session.execute(select(Audit.data).where(Audit.action == "gpu.hold")).scalars().first()
+    assert data is not None and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", data["until"]), "a time, for people"
     assert ("gpu.hold", "box-1/1", "user-ada") in told and ("gpu.release", "box-1/1", "user-bob") in told
     assert [(span.what, span.user, span.why) for span in spans] == [("hold", "ada", "for bob notebook")]
 
@@ -100,6 +102,27 @@ def test_names_of_gpus(lab: Lab) -> None:
     assert {one.hold.slot for one in hold(lab, "cpu-1", "box-2/GPU-0", "box-2/0")} == {"cpu-1", "GPU-0"}
     with pytest.raises(EftError, match="over already"):
         hold(lab, "box-1/0", seconds=-5.0)
+
+
+def test_a_members_holds_have_an_end_and_are_few(lab: Lab) -> None:
+    few, bob = holds.Bounds(seconds=HOUR, slots=1), lab.actor("bob", "thesis")
+    with pytest.raises(EftError, match=r"at most 1 hours here \(EFT_HOLD_HOURS\), until \d\d:\d\d UTC") as late:
+        hold(lab, "box-1/0", seconds=2 * HOUR, bounds=few)
+    assert late.value.code == "bad_time"
+    (held,) = hold(lab, "box-1/0", seconds=None, bounds=few)
+    assert held.hold.until == pytest.approx(held.hold.created_at + HOUR, abs=60)
+    with pytest.raises(holds.TooManyHolds, match=r"1 GPU at once \(EFT_HOLD_SLOTS\), and this would make 2"):
+        hold(lab, "box-1/1", bounds=few)
+    hold(lab, "box-1/1", actor=bob, bounds=few)  # everybody has their own
+    lab.wait(0)
+    release(lab, "box-1/0")
+    release(lab, "box-1/1", actor=bob)
+    with pytest.raises(holds.TooManyHolds, match="would make 2"):
+        hold(lab, "box-1/0", "box-1/1", bounds=few)
+    with pytest.raises(EftError, match="only admins of the box hold GPUs here") as refused:
+        hold(lab, "box-1/0", bounds=holds.Bounds(HOUR, 0))
+    assert refused.value.status == 403
+    assert len(hold(lab, "box-1/0", "box-1/1", seconds=None)) == 2, "an admin of the box: any number, without an end"
 
 
 def test_on_a_busy_gpu_it_counts_from_the_end_of_the_job_on_or_from_now(lab: Lab) -> None:

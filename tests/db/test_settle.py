@@ -17,7 +17,9 @@ from core.jobs.ready import SHAPE, WHOLE
 from core.jobs.slots import Key, Slot
 from core.jobs.states import Status
 from core.jobs.submit import Actor, pause, resume, retry, submit
+from core.plan.memory import plan
 from core.plan.shape import Shape
+from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 
@@ -171,7 +173,13 @@ def test_a_job_is_passed_over_where_it_does_not_fit(box: Box) -> None:
     assert won is not None and won.token.job_id == small and won.settled is None
     with box.database.read() as session:
         told = explain.job(session, Desk(), box.job(large))
-    assert told is not None and told.code == "turn" and "by its plan" in told.reason, told
+    assert told is not None and told.code == "turn", told
+    card = Slot("GPU-small", "gpu", "amd", "gfx942", round(SMALL * 1e9), host_bytes=10**12)
+    spec = JobSpec.model_validate(box.job(large).spec)
+    whole = plan(spec, LLAMA_1B, longest=256, device=fit.device_of(card)).peak
+    takes = Key.parse(box.job(large).queue_key).needs.plan
+    assert takes is not None and told.reason.startswith(f"needs 1 slot with {takes.words(card, whole)}; "), told
+    assert fit.gb(whole) in told.reason, "the figure of `eft plan`"
     won = box.claim("large", LARGE)
     assert won is not None and won.token.job_id == large
 

@@ -27,6 +27,7 @@ from api.events.router import while_allowed
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Audit, Job, Project, User
 from core.errors import Conflict
+from core.jobs import nodes
 from core.jobs.claims import Slot, claim
 from core.jobs.finish import RetryPolicy, Succeeded, finish
 from core.jobs.submit import Actor, cancel, submit
@@ -73,6 +74,30 @@ def seconds(moment: str) -> float:
     from datetime import datetime
 
     return datetime.fromisoformat(moment).timestamp()
+
+
+# -- GPUs
+
+
+def test_who_may_hold_gpus_and_for_how_long(here: World, member: Caller, admin: Caller, boss: Caller) -> None:
+    """A role in a project gives nobody the box's GPUs for good; a narrow key of an admin of the box neither."""
+    name = here.fresh("gpus")
+    with here.database.write() as session:
+        nodes.register(session, name, "worker-g", "0.1.0", [{"id": f"cpu-{n}", "kind": "cpu"} for n in range(3)], [])
+    slots = [f"{name}/cpu-{number}" for number in range(3)]
+    narrow = here.caller(boss.name, Role.MEMBER, Scope.WRITE, box_admin=True)
+    for who in (member, admin, narrow):
+        for body in ({"gpus": slots[:2]}, {"gpus": slots[:1], "until": "2099-01-01T00:00:00Z"}):
+            assert code(here.ask("POST", "/holds", who.key, json=body), 422 if "until" in body else 409) in (
+                "bad_time",
+                "too_many_holds",
+            )
+        (held,) = ok(here.ask("POST", "/holds", who.key, json={"gpus": slots[:1]}), 201)["data"]
+        assert 11.9 * 3600 < seconds(held["until"]) - seconds(held["since"]) < 12.1 * 3600
+        ok(here.ask("POST", "/holds/release", who.key, json={"gpus": slots[:1]}))
+    held = ok(here.ask("POST", "/holds", boss.key, json={"gpus": slots}), 201)["data"]
+    assert [one["until"] for one in held] == [None] * 3
+    ok(here.ask("POST", "/holds/release", boss.key, json={"gpus": slots}))
 
 
 # -- keys

@@ -98,7 +98,8 @@ def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
     many = api.http.post("/jobs", json={"model": "a/b", "data": job["spec"]["data"], "resources": {"gpus": 4}})
     assert many.status_code == 201
     told = api.http.get(f"/jobs/{many.json()['id']}").json()["queue"]
-    assert told["code"] in ("model", "requirements"), told  # a model is prepared on one slot, whatever trains later
+    assert told["code"] == "requirements" and "needs 4 slots" in told["reason"], told
+    assert told["reason"].endswith("its model is prepared meanwhile")
 
 
 def _events(api: Any, job_id: str) -> list[dict[str, Any]]:

@@ -83,7 +83,23 @@ def test_compare(eft: Any, jobs: tuple[str, str, str]) -> None:
     shown = eft("compare", *jobs).stdout
     assert re.search(r"^method\.r +8 +16 +24 *$", shown, re.MULTILINE), shown
     assert re.search(r"^status +succeeded +succeeded +failed *$", shown, re.MULTILINE)
+    two = eft("compare", first, second).stdout
+    assert "DIFFERENCE" in two and re.search(
+        r"^eval_after\.eval_loss +0\.83 +0\.79 +-0\.04 \(-4\.8%\) *$", two, re.MULTILINE
+    ), two
+    assert "data.train.id" not in two or "rows.jsonl (…" in two, "files by their names"
     assert eft("compare", first).exit_code == 2 and eft("compare", first, second, "--csv", "--json").exit_code == 2
+
+
+def test_what_people_read_of_a_job(eft: Any, jobs: tuple[str, str, str]) -> None:
+    """Times to the second with their zone; and that its model was prepared first is no second try."""
+    job = json.loads(eft("show", jobs[0], "--json").stdout)
+    assert (job["attempt"], job["training_attempts"]) == (2, 1)
+    shown = eft("show", jobs[0]).stdout
+    assert "attempt" not in shown, shown
+    assert (
+        len(re.findall(r"^(created|started|finished) +\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ *$", shown, re.MULTILINE)) == 3
+    ), shown
 
 
 def test_compare_says_what_method_auto_came_to() -> None:

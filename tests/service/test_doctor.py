@@ -16,6 +16,7 @@ from box import doctor_gpus
 from box.doctor import examine
 from box.report import Report
 from box.software import drivers
+from core.db.engine import Database
 from core.hardware.installed import build_of
 from core.hardware.recording import parse
 from core.settings import Settings
@@ -66,6 +67,16 @@ def told(tmp_path: Path, **given: Any) -> dict[str, Any]:
 
 def problems(report: dict[str, Any]) -> dict[str, str]:
     return {finding["what"]: finding["detail"] for finding in report["findings"] if finding["level"] == "problem"}
+
+
+def test_where_there_is_no_installation_it_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    report = told(tmp_path)
+    (found,) = [one["detail"] for one in report["findings"] if one["what"] == "data"]
+    assert found.startswith(f"there is no installation at {tmp_path / 'data'}; EFT_DATA names where it is")
+    assert not (tmp_path / "data").exists()
+    (tmp_path / "data").mkdir(mode=0o700)
+    Database(f"sqlite:///{tmp_path / 'data' / 'eft.db'}").now()  # empty, as a wrong start leaves it
+    assert "there is no installation in it; EFT_DATA and EFT_DATABASE_URL" in problems(told(tmp_path))["schema"]
 
 
 def test_a_bare_box_is_well(tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_it_says_what_there_is(here: World) -> None:
     running = {"job": here.running, "project": "lab", "gpu": "box/0"}  # type: ignore[attr-defined]
     assert value(seen, "eft_job_step", **running) == 2 and value(seen, "eft_job_planned_steps", **running) == 50
     assert value(seen, "eft_job_loss", **running) == 1.0
+    assert {dict(labels)["name"] for labels in seen["eft_job_loss"][1]["eft_job_loss"]} == {"same name"}
     assert value(seen, "eft_job_tokens_per_second", **running) == 201.0
     assert value(seen, "eft_webhook_deliveries", project="lab", state="dead") == 1
     assert value(seen, "eft_node_heartbeat_age_seconds", node="box") < 600
@@ -216,6 +217,8 @@ def test_the_dashboard_asks_for_what_there_is(here: World) -> None:
     for panel in panels:
         for target in panel["targets"]:
             query = target["expr"]
+            stat = panel["type"] == "stat" and query.startswith("sum(") and " / " not in query
+            assert not stat or query.endswith(" or vector(0)"), f"{panel['title']}: No data on an idle box"
             assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
             used = set(re.findall(r"\beft_\w+", query))
             assert used and used <= names, (panel["title"], used - names)

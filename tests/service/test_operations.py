@@ -66,6 +66,19 @@ def test_the_commands_of_backup_and_restore(run: Run, here: World, tmp_path: Pat
     assert status == 1 and "is not empty" in words
 
 
+def test_a_backup_of_nothing_says_so_and_makes_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EFT_DATA", str(tmp_path / "nowhere"))
+    for there in (False, True):
+        status, _, words = run(backup.main, "create", tmp_path / "backups")
+        assert (
+            status == 1 and f"there is no installation at {tmp_path / 'nowhere'}; EFT_DATA names where it is" in words
+        )
+        assert list((tmp_path / "nowhere").glob("*")) == [] and (tmp_path / "nowhere").is_dir() is there
+        (tmp_path / "nowhere").mkdir(exist_ok=True)
+
+
 def test_the_command_of_the_schema(run: Run, here: World) -> None:
     status, said, _ = run(db.main, "status")
     assert status == 0 and "up to date" in said and "0 job(s) held" in said

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +20,7 @@ from core.spec.run import EXIT_FAILED, EXIT_OK
 from core.spec.training import Full, LoRA
 from core.train.ask import ask
 from core.train.export.handed_back import ArtifactsDiffer, check_saved
+from core.train.export.weights import save_weights
 from core.train.failures import describe
 from core.train.load import load_model
 from core.train.model_files import inspect
@@ -182,9 +183,21 @@ def test_evaluating_does_not_change_the_weights(tmp_path: Path, tiny_dir: Path) 
     assert weights[0] == weights[1]
 
 
-def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path) -> None:
+def test_an_adapter_names_the_commit_of_its_base(tmp_path: Path, tiny_dir: Path) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_dir), LoraConfig(target_modules="all-linear"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    folder = save_weights(model, tokenizer, LoRA(), tmp_path, base="team/tiny", revision="c" * 40, dtype=torch.float32)
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert (written["base_model_name_or_path"], written["revision"]) == ("team/tiny", "c" * 40)
+
+
+def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path, capfd: Any) -> None:
     rows = [{"text": f"line {n}"} for n in range(8)]
     run_dir = go(tmp_path, tiny_dir, rows, held_out=rows[:3])
+    log = [line.partition(" ")[2] for line in capfd.readouterr().out.splitlines()]
+    kinds = [line.split()[0].rstrip(":") for line in log]
+    assert kinds[0] == "loading" and kinds[-1] == "done" and {"step", "evaluation", "training", "saving"} <= set(kinds)
+    assert sum(kind == "step" for kind in kinds) == len(events(run_dir, "metrics")), "a short run shows every step"
     (record,) = (event["record"] for event in events(run_dir, "run_record"))
     train = record["data"]["train"]
     assert (record["data"]["loss_on"], train["label_tokens"]) == ("all", train["tokens"] - 8)
@@ -201,13 +214,14 @@ def test_raw_text_learns_every_token(tmp_path: Path, tiny_dir: Path) -> None:
     ],
 )
 def test_bad_rows_are_the_users_and_named(
-    tmp_path: Path, tiny_dir: Path, rows: list[Any], field: str | None, words: str
+    tmp_path: Path, tiny_dir: Path, capfd: Any, rows: list[Any], field: str | None, words: str
 ) -> None:
     train = write_rows(tmp_path / "train.jsonl", rows)
     error = only_error(write_run(tmp_path / "run", tiny_dir, train, training=SMALL))
     assert (error["failure"], error["code"], error["field"]) == ("user", "invalid_data", field)
     assert words in error["message"]
-    assert "Traceback" not in error["message"]
+    log = "".join(capfd.readouterr())
+    assert "Traceback" not in log and f"error invalid_data (user): {error['message']}" in log
 
 
 def test_rows_longer_than_the_limit_are_told(tmp_path: Path, tiny_dir: Path) -> None:

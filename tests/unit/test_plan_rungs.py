@@ -221,12 +221,19 @@ def test_what_an_estimate_may_be_wrong_by_refuses_nothing() -> None:
 def test_needs_are_part_of_the_line() -> None:
     needs = Needs("any", plan=PlanNeeds(18_200, 21_000, 300))
     assert Needs.parse(needs.key) == needs and Key.parse(f"{needs.key}|p|o|100").needs == needs
-    assert needs.missing(gpu(18.2)) == [] and needs.missing(gpu(18.1)) == ["18.2 GB by its plan"]
-    assert needs.missing(gpu(80, host=0.2)) == ["0.3 GB of host memory by its plan"]
+    assert needs.missing(gpu(18.2)) == [] and needs.missing(gpu(18.1)) == ["18.2 GB at its smallest batch"]
+    assert needs.missing(gpu(80, host=0.2)) == ["0.3 GB of host memory at its smallest batch"]
     unknown = Slot("GPU-2", "gpu", "amd", "gfx942"), Slot("cpu", "cpu"), Slot("prepare-0", "prepare")
     assert [needs.missing(slot) for slot in unknown] == [[], [], []]
-    assert needs.missing(Slot("cpu", "cpu", share_bytes=20_000_000_000)) == ["21 GB by its plan"]
-    assert "18.2 GB by its plan" in needs.words()
+    assert needs.missing(Slot("cpu", "cpu", share_bytes=20_000_000_000)) == ["21 GB at its smallest batch"]
+    assert needs.words() == "1 slot", "memory is told only where a job waits for it"
+    assert needs.words("18.2 GB") == "1 slot with 18.2 GB"
+    assert needs.plan is not None
+    cpu, card = Slot("cpu", "cpu"), gpu(1)
+    assert needs.plan.words(card, 24_000_000_000) == "24 GB (18.2 GB at its smallest batch)"
+    assert needs.plan.words(cpu, 24_000_000_000) == "24 GB (21 GB at its smallest batch)"
+    assert needs.plan.words(card, 18_500_000_000) == "18.5 GB", "one figure where there is one"
+    assert needs.plan.words(card) == "18.2 GB at its smallest batch"
 
 
 def test_jobs_that_take_nearly_the_same_stand_in_one_line() -> None:

@@ -186,7 +186,7 @@ def _one(watched: Watched, width: int, utf8: bool, console: Console) -> list[Any
     head.append(f": {reason}" if reason else "")
     parts: list[Any] = [head]
     facts = [
-        ("attempt", str(job.attempt) if job.attempt > 1 else ""),
+        ("attempt", str(job.tries) if job.tries > 1 else ""),
         ("on", ", ".join(job.raw.get("slots") or ()) or job.node or ""),
         ("model", _model(job)),
         ("method", str((job.spec.get("method") or {}).get("type", ""))),

@@ -212,6 +212,19 @@ class Artifact(Owned, Base):
     sha256: Mapped[str] = mapped_column(String(64))
 
 
+class DeletedJobs(Base):
+    """How many jobs of a project were deleted, so that its counters never go down (api/metrics/collect.py)."""
+
+    __tablename__ = "deleted_jobs"
+    project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
+    status: Mapped[str] = mapped_column(String(16), primary_key=True)
+    bucket: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """Of core.jobs.deletion.WAITS by how long they waited for their first start; -1: they never started."""
+    jobs: Mapped[int] = mapped_column(Integer, insert_default=0)
+    waited: Mapped[float] = mapped_column(Float, insert_default=0.0)
+    """Seconds, of all of them."""
+
+
 class OutboxMessage(Base):
     """A doorbell to ring once the transaction that needs it has committed. Carries no truth of its own."""
 

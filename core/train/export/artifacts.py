@@ -50,7 +50,8 @@ def write_artifacts(
     folder.mkdir(parents=True)
     base = base_name(source, model_dir)
     card = partial(model_card, spec, record, result, base=base, samples=samples)
-    weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, dtype=dtype)
+    revision = source.get("commit") if source.get("type") == "hub" else None
+    weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, revision=revision, dtype=dtype)
     record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
     (weights / "README.md").write_text(card(), encoding="utf-8")
     if spec.export:

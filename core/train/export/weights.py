@@ -12,16 +12,25 @@ from core.spec.training import Full, LoRA, QLoRA, SettledMethod
 
 
 def save_weights(
-    model: nn.Module, tokenizer: Any, method: SettledMethod, artifacts: Path, *, base: str, dtype: torch.dtype
+    model: nn.Module,
+    tokenizer: Any,
+    method: SettledMethod,
+    artifacts: Path,
+    *,
+    base: str,
+    revision: str | None,
+    dtype: torch.dtype,
 ) -> Path:
     """Write `artifacts/adapter` or `artifacts/model` and answer its path. `base` is what an adapter names as its base
-    model; `dtype` is what a full model is written in (training keeps float32)."""
+    model, and `revision` the commit of that on the hub; `dtype` is what a full
+    model is written in (training keeps float32)."""
     target: Any = model
     match method:
         case LoRA() | QLoRA():
             folder = artifacts / "adapter"
             for config in target.peft_config.values():
                 config.base_model_name_or_path = base
+                config.revision = revision
             target.save_pretrained(folder, safe_serialization=True)
         case Full():
             folder = artifacts / "model"

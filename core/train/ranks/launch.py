@@ -43,6 +43,7 @@ from core.spec.run import (
 )
 from core.train.events import EventWriter
 from core.train.lifeline import arm, boottime
+from core.train.log_lines import LogLines
 from core.train.ranks import words
 from core.train.ranks.words import LastWord
 
@@ -264,7 +265,7 @@ def _tell(end: End, world: int, run_dir: Path, *, asked: bool) -> int:
 def _write(run_dir: Path, type: Any, **payload: Any) -> bool:
     """One event, all ranks being gone. False when the disk refused it; the exit code tells the most of it."""
     try:
-        events = EventWriter(run_dir / EVENTS_FILE)
+        events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
         try:
             events.write(type, **payload)
         finally:

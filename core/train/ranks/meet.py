@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from typing import Any
 
 from core.errors import SpecError
 from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE, RunOrder
-from core.train.disk import disk_full, tell_failure
+from core.train.disk import disk_full, print_traceback, tell_failure
 from core.train.events import EventWriter
 from core.train.placement import Placement
 from core.train.ranks.group import PeerLost, Ranks
@@ -53,7 +52,8 @@ def tell_launcher(error: Exception, seat: Seat, events: EventWriter, payload: di
         return tell_failure(error, events, payload)
     try:
         print(f"--- rank {seat.rank} of {seat.world}", file=sys.stderr)
-        traceback.print_exception(error, file=sys.stderr)
+        print(f"{payload['code']}: {payload['message']}", file=sys.stderr)
+        print_traceback(error)
         if not seat.folder.exists():  # it lies in the run's, and the launcher takes it away after us only
             return EXIT_DATA_ROOT_LOST
         leave_word(seat, payload, lost_peer=isinstance(error, PeerLost))
