@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except (OperationalError, ProgrammingError) as error:
         print(
-            f"the database does not answer or has no tables yet (`eft migrate`): {error.orig}; "
+            f"the database does not answer or has no tables yet (`python -m core.db.migrate`): {error.orig}; "
             "see EFT_DATA and EFT_DATABASE_URL",
             file=sys.stderr,
         )
