@@ -328,7 +328,14 @@ NOTICES: dict[str, Code] = {
     ),
     "rows_truncated": ("Rows were longer than `max_length`.", "`training.truncation` says what becomes of them."),
     "rows_over_budget": ("Rows longer than the batch's budget have a batch of their own.", "Raise `tokens_per_batch`."),
-    "prompt_boundary": ("Prompt and completion share a token.", "End prompts without a space."),
+    "pairs": (
+        "Rows of prompt and completion: what training makes of them, and how to ask the tuned model.",
+        "Nothing, or choose another way with `data.rendering.pairs` (docs/rendering.md).",
+    ),
+    "prompt_boundary": (
+        "Prompt and answer share a token.",
+        "Begin no answer with white space; leave `data.rendering.pairs` out.",
+    ),
     "products_in_parts": (
         "Products that this card's libraries compute wrongly when they are large are made in parts.",
         "Nothing; smaller micro-batches, or bf16 where float32 is the trouble, need no parts.",

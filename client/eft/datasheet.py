@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +60,12 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         rendering = found["rendering"]
         template = rendering["family"] or ("of its own" if rendering["chat_template"] else "none")
         _line(console, Text(f"chat template: {template}; loss on {rendering['loss_on']}"))
+        if "pairs" in rendering:
+            _line(console, Text(f"pairs ({rendering['pairs']}): {_safe(rendering['done'])}"))
+            words = f"to ask the tuned model, {_safe(rendering['ask'])}"
+            if (example := rendering.get("example")) is not None:
+                words += f"; for {json.dumps(example['prompt'])} it is given {_safe(json.dumps(example['sent']))}"
+            _line(console, Text(words))
         _histogram(tokens, limit, console)
     if epoch := found.get("epoch"):
         share = epoch["label_tokens"] / max(1, epoch["tokens"])

@@ -23,6 +23,7 @@ from core.data.formats.settle import SHAPES
 from core.data.ignored import notices, template_fields
 from core.errors import Fault
 from core.spec.data import Format, RowFormat
+from core.spec.pairs import told
 
 MAX_PARQUET_FAULTS = 10_000
 """A billion rows without a value fit into very few bytes; nobody has to read on for the faults of all of them."""
@@ -169,9 +170,19 @@ class FileCheck:
                 *notices(self.checker.format, self._faults.ignored),
                 *template_fields(self._faults.fields),
                 *self._faults.notices(),
+                *self._pairs(),
             ),
             tuple(self._faults.ignored)[:MAX_IGNORED],
         )  # fmt: skip
+
+    def _pairs(self) -> tuple[Fault, ...]:
+        """What training makes of rows that are two strings."""
+        prompt = (self._first or {}).get(self._columns.get("prompt", "prompt"))
+        if self.checker.format != "prompt_completion" or not isinstance(prompt, str):
+            return ()
+        return (
+            Fault("pairs", f"pairs of strings: {told('auto')} `data.rendering.pairs` of the job chooses another way."),
+        )
 
     def _begin(self) -> bytes:
         """Settle what the file is; the bytes that were held back for that."""

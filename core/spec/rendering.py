@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from core.spec.base import SpecModel, short_form
+from core.spec.pairs import Pairs
 
 Family = Literal[
     "chatml",
@@ -43,6 +44,12 @@ class AnyTemplate(SpecModel):
     """What a control token is that a row's text spells out (`<|im_end|>` in a user's message). `inert`: text like any
     other. `real`: the token. Default: `inert` where a template writes the control tokens (chats and instructions),
     `real` in plain strings (`prompt`/`completion`, `text`), where nobody else does."""
+    pairs: Pairs = "auto"
+    """How the two strings of a `prompt`/`completion` row become tokens. `chat`: a user's message and an assistant's
+    answer, through the template. `newline`: plain text with a line break between them, unless the prompt ends in white
+    space. `space`: plain text with a space before the completion. `apart`: plain text with nothing between them. These
+    tokenise prompt and completion apart, as generation from the prompt does. `joined`: one string, whose tokens may
+    merge across the border. Default: `chat` with a chat template, else `newline` (docs/rendering.md, Pairs)."""
     chat_template_kwargs: dict[ArgumentName, Argument] = Field(default={}, max_length=16)
     """Arguments for the template beside messages and tools, e.g. `enable_thinking: false`."""
 

@@ -23,9 +23,16 @@ class Answer:
 
 
 def ask(
-    model_dir: Path, prompt: str, *, adapter: Path | None = None, system: str | None = None, max_new_tokens: int = 64
+    model_dir: Path,
+    prompt: str,
+    *,
+    adapter: Path | None = None,
+    system: str | None = None,
+    plain: bool = False,
+    max_new_tokens: int = 64,
 ) -> Answer:
-    """Greedy answer to one user message through the chat template (plain text if there is none)."""
+    """Greedy answer to one user message through the chat template. `plain`, or without a template: to the prompt as it
+    stands."""
     tokenizer: Any = AutoTokenizer.from_pretrained(adapter or model_dir, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True, use_safetensors=True)
     if adapter is not None:
@@ -33,7 +40,7 @@ def ask(
 
         model = PeftModel.from_pretrained(model, adapter)
     model.eval()
-    if tokenizer.chat_template:
+    if tokenizer.chat_template and not plain:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -11,7 +11,6 @@ from typing import Any, assert_never
 
 import torch
 
-from core.data.rows import Message, PromptOnly
 from core.errors import SpecError
 from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
 from core.train.batch import Batch
@@ -227,8 +226,7 @@ def _of_row(dataset: TokenDataset, row: int) -> Prompt:
 
 
 def _of_text(text: str, renderer: Renderer) -> Prompt:
-    asked = (Message("user", text),) if renderer.has_template else text
-    return Prompt(renderer.render_prompt(PromptOnly(asked), 0).ids, None, [])
+    return Prompt(renderer.render_asked(text, 0).ids, None, [])
 
 
 def stop_tokens(model: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> list[int]:

@@ -25,7 +25,7 @@ from core.train.data.windows import Feed, RowFeed
 from core.train.events import EventWriter
 from core.train.ranks.group import ALONE, Ranks
 from core.train.record import data_record
-from core.train.render.options import LossOn
+from core.train.render.options import LossOn, RenderOptions
 from core.train.render.renderer import renderer_of
 
 TELL_SECONDS = 3.0
@@ -37,12 +37,17 @@ class Data:
     train_record: dict[str, Any]
     eval: TokenDataset | None
     eval_record: dict[str, Any] | None
-    loss_on: LossOn
+    options: RenderOptions
+    """Of the renderer of its rows."""
     rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use; of a stream max_length."""
     stream: StreamFeed | None = None
     """With data.streaming; `train` is its first block then."""
+
+    @property
+    def loss_on(self) -> LossOn:
+        return self.options.loss_on
 
     @property
     def completions(self) -> bool:
@@ -113,7 +118,7 @@ def read_data(
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
     described = renderer.describe()
-    return Data(train, train_record, held, held_record, loss_on, described, min(longest, limit), stream)
+    return Data(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
 
 
 def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
@@ -135,8 +140,9 @@ def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events
         events.write("notice", code="rows_truncated", message=f"{message} (the longest has {report.longest} tokens)")
     if report.cut_prompts:
         message = (
-            f"in {report.cut_prompts} {which} rows tokens merge across the end of the prompt; "
-            "end prompts with a space or a new line"
+            f"in {report.cut_prompts} {which} rows tokens merge across the border of prompt and answer, so the model "
+            "learns from another prompt than it is asked with, and eval_exact_match is not what it writes; begin no "
+            "answer with white space, and leave data.rendering.pairs out or set it to another way than `joined`"
         )
         events.write("notice", code="prompt_boundary", message=message)
 

@@ -16,6 +16,7 @@ def main() -> int:
     parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter for that model")
     parser.add_argument("--prompt", required=True, help="the user's message")
     parser.add_argument("--system", help="a system message before it")
+    parser.add_argument("--plain", action="store_true", help="send the prompt as it stands, without a chat template")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true", help="answer with text and token counts as JSON")
     args = parser.parse_args()
@@ -33,6 +34,7 @@ def main() -> int:
         args.prompt,
         adapter=args.adapter,
         system=args.system,
+        plain=args.plain,
         max_new_tokens=args.max_new_tokens,
     )
     print(json.dumps(answer.as_dict(), ensure_ascii=False) if args.json else answer.text)

@@ -52,7 +52,6 @@ from core.train.ranks.meet import meet, tell_launcher
 from core.train.ranks.words import Seat
 from core.train.reading import is_panic
 from core.train.record import Environment
-from core.train.render.options import RenderOptions
 from core.train.scaler import LossScaler
 from core.train.selftest.heed import heed
 from core.train.stages.sft import choose_sft_loss, whole_logits
@@ -170,10 +169,9 @@ def _train(
     held_out = spec.evaluation or NoEvaluation()
     evaluator: Evaluator | None = None
     if isinstance(held_out, HeldOut):
-        options = RenderOptions(data.loss_on, spec.data.rendering)
         tokens, _ = training_pass(spec, data.longest)
         evaluator = Evaluator(
-            engine, tokenizer, data.eval, held_out, options=options, most_tokens=tokens, between=leave_if_asked
+            engine, tokenizer, data.eval, held_out, options=data.options, most_tokens=tokens, between=leave_if_asked
         )
     _resume(engine, feed, ledger, environment, order, run_dir, events)
     engine.hold_together()

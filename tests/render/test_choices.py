@@ -235,7 +235,8 @@ def test_preferences_with_a_system_prompt() -> None:
 def test_labelled_and_prompts() -> None:
     row = Labelled((Message("user", "q"),), (Message("assistant", "x"),), False)
     assert learned(renderer().render_labelled(row, 1)) == "x<|im_end|>"
-    assert text(renderer().render_prompt(PromptOnly("go on: "), 1)) == "go on: "
+    apart = FamilyTemplate(name="chatml", pairs="apart")
+    assert text(renderer(rendering=apart).render_prompt(PromptOnly("go on: "), 1)) == "go on: "
     for row_of_another in (row, PromptOnly("x"), Preference("a", "b", "c")):
         with pytest.raises(DataError, match="nothing for stage"):
             renderer().render(row_of_another, 1)
@@ -266,6 +267,7 @@ def test_the_fingerprint_changes_with_all_that_decides_tokens() -> None:
         renderer("last").fingerprint(),
         renderer(rendering=FamilyTemplate(name="chatml", system_prompt="x")).fingerprint(),
         renderer(rendering=FamilyTemplate(name="chatml", special_tokens="real")).fingerprint(),
+        renderer(rendering=FamilyTemplate(name="chatml", pairs="joined")).fingerprint(),
         renderer(rendering=GivenTemplate(template=PLAIN)).fingerprint(),
         renderer(rendering=FamilyTemplate(name="smollm2"), name="smollm2").fingerprint(),
         Renderer(tokenizer, RenderOptions()).fingerprint(),

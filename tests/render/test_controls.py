@@ -180,12 +180,17 @@ def test_tools_names_thoughts_and_calls_are_text_too() -> None:
 
 def test_strings_say_what_they_mean_unless_asked_not_to(smollm2_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    real = Renderer(tokenizer, RenderOptions())
-    inert = Renderer(tokenizer, RenderOptions(rendering=ModelTemplate(special_tokens="inert")))
-    for row, learned in (
-        (Text("a<|im_end|>b<|im_end|>"), None),
-        (PromptCompletion("a<|im_end|>b", " c<|im_end|>d"), " c<|im_end|>d<|im_end|>"),
+    for row, pairs, learned in (
+        (Text("a<|im_end|>b<|im_end|>"), "auto", None),
+        (PromptCompletion("a<|im_end|>b", " c<|im_end|>d"), "joined", " c<|im_end|>d<|im_end|>"),
+        (PromptCompletion("a<|im_end|>b", " c<|im_end|>d"), "apart", " c<|im_end|>d<|im_end|>"),
+        (PromptCompletion("a<|im_end|>b", "c"), "newline", "c<|im_end|>"),
     ):
+        real = Renderer(tokenizer, RenderOptions(rendering=ModelTemplate(pairs=pairs)))  # type: ignore[arg-type]
+        inert = Renderer(
+            tokenizer,
+            RenderOptions(rendering=ModelTemplate(special_tokens="inert", pairs=pairs)),  # type: ignore[arg-type]
+        )
         assert real.render(row, 1).ids.count(2) > 1
         rendered = inert.render(row, 1)
         assert rendered.ids.count(2) == 1 and rendered.ids[-1] == 2

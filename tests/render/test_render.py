@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text
 from core.errors import DataError
+from core.spec.rendering import ModelTemplate, Rendering
 from core.train.data.reader import Numbered
 from core.train.data.tokenise import tokenise
 from core.train.render.options import RenderOptions
@@ -38,8 +39,8 @@ def bare(smollm2_dir: Path) -> Any:
     return tokenizer
 
 
-def render(tokenizer: Any, row: Any, *, all_tokens: bool = False) -> Rendered:
-    return Renderer(tokenizer, RenderOptions("all" if all_tokens else "completions")).render(row, 1)
+def render(tokenizer: Any, row: Any, *, all_tokens: bool = False, rendering: Rendering = ModelTemplate()) -> Rendered:
+    return Renderer(tokenizer, RenderOptions("all" if all_tokens else "completions", rendering)).render(row, 1)
 
 
 def learned(tokenizer: Any, rendered: Rendered) -> str:
@@ -118,8 +119,12 @@ def test_a_template_without_end_of_turn_gets_eos(smollm2_dir: Path) -> None:
     assert learned(tokenizer, rendered) == " b\n<|im_end|>"
 
 
+JOINED = ModelTemplate(pairs="joined")
+"""As TRL tokenises plain strings."""
+
+
 def test_prompt_completion_golden_tokens(tokenizer: Any) -> None:
-    rendered = render(tokenizer, PromptCompletion("Two plus two is", " four"))
+    rendered = render(tokenizer, PromptCompletion("Two plus two is", " four"), rendering=JOINED)
     assert rendered.ids[-1] == END
     assert learned(tokenizer, rendered) == " four<|im_end|>"
     assert not rendered.cut_prompt
@@ -127,7 +132,7 @@ def test_prompt_completion_golden_tokens(tokenizer: Any) -> None:
 
 
 def test_a_token_across_the_border_is_learned_and_counted(tokenizer: Any) -> None:
-    rendered = render(tokenizer, PromptCompletion("the cat sat on the ma", "t"))
+    rendered = render(tokenizer, PromptCompletion("the cat sat on the ma", "t"), rendering=JOINED)
     assert rendered.cut_prompt
     assert learned(tokenizer, rendered).endswith("mat<|im_end|>")
 

@@ -19,6 +19,8 @@ from core.spec.run import EVENTS_FILE, ORDER_FILE, RunOrder
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 """One thread: the runs are tiny, and equal to the bit wherever they run."""
+PLAIN = {"type": "model", "pairs": "joined"}
+"""How rows of `pairs` become tokens: plain strings, as TRL takes them."""
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -49,8 +51,10 @@ def write_run(
     cache_dir: Path | None = None,
     **axes: Any,
 ) -> Path:
-    """A run folder with its order; `axes` are fields of the job."""
+    """A run folder with its order; `axes` are fields of the job. Rows are rendered as PLAIN says,
+    unless `axes` has data of its own."""
     data: dict[str, Any] = {"train": str(train)} | ({"eval": str(held_out)} if held_out else {})
+    data["rendering"] = PLAIN
     spec = resolve(parse_job({"model": str(model_dir), "data": data, **axes}))
     rows_of, held_rows = data_orders(spec.data, lambda source, field: ([Path(source.path)], {}))
     order = RunOrder(

@@ -16,7 +16,7 @@ from core.train.data.streaming import StreamFeed
 from core.train.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
-from tests.support.trainer import chats, events, pairs, write_rows, write_run
+from tests.support.trainer import PLAIN, chats, events, pairs, write_rows, write_run
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_stream_is_counted_in_the_blocks_that_training_takes(
     monkeypatch.setattr(streaming, "BLOCK_ROWS", 10)
     path = tmp_path / "preview.jsonl"
     axes: dict[str, Any] = {
-        "data": {"train": str(path), "streaming": True},
+        "data": {"train": str(path), "streaming": True, "rendering": PLAIN},
         "resources": {"gpus": gpus, "accelerator": "cpu"},
         "training": {
             "max_length": 24, "per_device_train_batch_size": 3, "max_steps": 100, "precision": "fp32",

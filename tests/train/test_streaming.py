@@ -17,7 +17,7 @@ from core.train.lifeline import Stop
 from core.train.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
-from tests.support.trainer import events, pairs, weights, write_rows, write_run
+from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, write_run
 
 
 class StopAfter(Stop):
@@ -43,7 +43,7 @@ def test_left_between_and_in_blocks(tmp_path: Path, tiny_dir: Path, batching: st
     training = {"max_steps": 12, "per_device_train_batch_size": 3, "max_length": 64, "precision": "fp32"}
     axes: dict[str, Any] = {
         "training": training,
-        "data": {"train": str(train), "streaming": True},
+        "data": {"train": str(train), "streaming": True, "rendering": PLAIN},
         "batching": batching if batching == "rows" else {"type": "packed", "tokens_per_batch": 80},
         "method": {"type": "lora", "lora_dropout": 0.1},
     }
@@ -68,7 +68,7 @@ def test_blocks_made_ahead_are_the_same(tmp_path: Path, tiny_dir: Path, monkeypa
     train = write_rows(tmp_path / "train.jsonl", pairs(27))
     axes: dict[str, Any] = {
         "training": {"max_steps": 14, "per_device_train_batch_size": 3, "max_length": 64, "precision": "fp32"},
-        "data": {"train": str(train), "streaming": True},
+        "data": {"train": str(train), "streaming": True, "rendering": PLAIN},
     }
     here = write_run(tmp_path / "here", tiny_dir, train, **axes)
     assert run(here) == EXIT_OK, events(here)[-1]
@@ -88,7 +88,7 @@ def test_blocks_made_ahead_are_the_same(tmp_path: Path, tiny_dir: Path, monkeypa
 
 def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [{"prompt": f"{n}:", "completion": "x"} for n in range(27)])
-    job = {"model": str(tiny_dir), "data": {"train": str(train), "streaming": True}}
+    job = {"model": str(tiny_dir), "data": {"train": str(train), "streaming": True, "rendering": PLAIN}}
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 4}})
     tokenizer = load_tokenizer(tiny_dir)
     feed = streaming.StreamFeed(
@@ -110,7 +110,7 @@ def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Pat
     """A pass of it ends in the midst of one of its sources; the next one is as long, in blocks as large."""
     rows = [{"prompt": f"{n}:", "completion": "x"} for n in range(12)]
     first, second = write_rows(tmp_path / "a.jsonl", rows[:8]), write_rows(tmp_path / "b.jsonl", rows[8:])
-    job = {"model": str(tiny_dir), "data": {"train": str(first), "streaming": True}}
+    job = {"model": str(tiny_dir), "data": {"train": str(first), "streaming": True, "rendering": PLAIN}}
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 1}})
     order = DataOrder(sources=[DataFiles(paths=[str(path)], weight=1.0) for path in (first, second)])
     tokenizer = load_tokenizer(tiny_dir)
@@ -130,7 +130,7 @@ def test_raw_text_behind_chats_is_refused_as_without_streaming(tmp_path: Path, t
     text = write_rows(tmp_path / "text.jsonl", [{"text": f"t{n}"} for n in range(12)])
     chat = write_rows(tmp_path / "chat.jsonl", pairs(12))
     spec = parse_job(
-        {"model": str(tiny_dir), "data": {"train": str(text), "streaming": True}}
+        {"model": str(tiny_dir), "data": {"train": str(text), "streaming": True, "rendering": PLAIN}}
         | {"training": {"max_steps": 50, "per_device_train_batch_size": 2}}
     )
     tokenizer = load_tokenizer(tiny_dir)

@@ -137,7 +137,8 @@ def test_csv_cells_stay_text_and_formulas_are_told(tmp_path: Path) -> None:
     raw = 'prompt,completion\n"=HYPERLINK(""http://x"",""y"")",@SUM(A1)\n-5,+1\n"+cmd|\' /C calc\'!A0","two\nlines"\n'
     report = check(tmp_path / "tricks.csv", raw)
     assert (report.rows, report.fault_count) == (3, 0)
-    (notice,) = report.notices
+    notice, pairs = report.notices
+    assert pairs.code == "pairs" and "data.rendering.pairs" in pairs.message
     assert (notice.code, notice.line) == ("formula", 2) and "3x" in notice.message
     found = [numbered.row for _, numbered in RowStream(DataOrder.of(tmp_path / "tricks.csv")).rows()]
     assert found == [

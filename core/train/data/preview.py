@@ -77,7 +77,8 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
             "loss_on": renderer.options.loss_on,
             "family": renderer.family,
             "chat_template": renderer.has_template,
-        },
+        }
+        | renderer.about_pairs(),
         "max_length": spec.training.max_length,
         "truncation": spec.training.truncation,
         "tokens": _lengths(np.asarray(whole.lengths)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -74,6 +75,7 @@ def model_card(
         "",
         load,
         "",
+        *_how_to_ask(record["data"]["rendering"]),
         "## How it was trained",
         "",
         "| | |",
@@ -103,6 +105,28 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _how_to_ask(rendering: dict[str, Any]) -> list[str]:
+    """Of a model that was trained on pairs of strings: the very text to send."""
+    if "ask" not in rendering:
+        return []
+    lines = [
+        "## How to ask",
+        "",
+        f"Of its rows {rendering['done']}. To get what the figures below promise, {rendering['ask']}.",
+        "",
+    ]
+    if (example := rendering.get("example")) is not None:
+        lines += [
+            f"For the prompt `{example['prompt']}` the model is given this text, here as a JSON string:",
+            "",
+            "```json",
+            json.dumps(example["sent"], ensure_ascii=False),
+            "```",
+            "",
+        ]
+    return lines
 
 
 def _why(record: dict[str, Any]) -> str:

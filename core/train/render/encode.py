@@ -84,12 +84,32 @@ class Encoder:
         if backend.padding is not None:
             backend.no_padding()
 
-    def strings(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of plain texts, with what the tokenizer puts around every text."""
+    def strings(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """Tokens of plain texts; `special_tokens`: with what the tokenizer puts around every text."""
         if self._backend is None:
-            return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=True)["input_ids"]]
+            return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
         self._ready(self._backend)
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=True)]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)]
+
+    def cut(self, work: Work) -> tuple[list[int], list[int], list[int]]:
+        """Tokens before the first span, of it, and behind it, each of the three by itself."""
+        text, (start, end), backend = work.text, work.spans[0], self._backend
+        if work.inside is not None:
+            if backend is None:
+                raise self._cannot(work.line)
+            backend = self._under_new_names()
+            text, (start, end) = self.controls.renamed(text, work.inside, [start, end])
+        before, between, behind = (self._ids_of(part, backend) for part in (text[:start], text[start:end], text[end:]))
+        return before, between, behind
+
+    def _ids_of(self, text: str, backend: Any) -> list[int]:
+        if not text:
+            return []
+        if backend is None:
+            return self._plain(text)
+        self._ready(backend)
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
 
     # --- with a `tokenizers` backend ------------------------------------------------------------------
 

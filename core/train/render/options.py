@@ -16,6 +16,8 @@ LossOn = Literal["completions", "last", "turns", "all"]
 class RenderOptions:
     loss_on: LossOn = "completions"
     rendering: Rendering = field(default_factory=ModelTemplate)
+    row_format: RowFormat | None = None
+    """What the rows of the file are; None: chats, or whatever comes."""
 
 
 def loss_on_for(chosen: LossOn | None, row_format: RowFormat) -> LossOn:

@@ -3,9 +3,9 @@
 - messages: a chat template (the model's, a family's, or one that is given), tokenised once without adding special
   tokens, since the template writes its own BOS. Learned: the assistant's turns, each up to and with its end-of-turn
   token (`turns.py`). What the row's text spells of control tokens stays text (`controls.py`).
-- prompt_completion: the two strings one after the other, no template, and EOS (as TRL does for plain strings).
-  Learned: all tokens after the common prefix with the prompt's own tokens.
-- instruction: a user and an assistant turn if there is a chat template, else the Alpaca prompt.
+- prompt_completion: a user and an assistant turn, or the prompt's tokens, the completion's tokens and EOS: what
+  `data.rendering.pairs` says (`core/spec/pairs.py`). Learned: what comes behind the prompt's own tokens.
+- instruction: a user and an assistant turn if there is a chat template, else a pair with the Alpaca prompt.
 - text: the string and EOS; every token is learned.
 - preference, kto, prompt: the same two roads, with the prompt apart: `render_pair`, `render_labelled`, `render_prompt`.
 
@@ -15,6 +15,7 @@ never by its id.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,10 +36,13 @@ from core.data.rows import (
 )
 from core.errors import DataError, ModelError
 from core.spec.job import JobSpec
+from core.spec.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
 from core.train.render.controls import texts_of
 from core.train.render.encode import Encoded, Work
 from core.train.render.options import RenderOptions, loss_on_for
+from core.train.render.pairs import ChatsInStrings, chosen_way
 from core.train.render.setup import Setup, set_up
+from core.train.render.strings import Rendered, StringEncoder, Strings
 from core.train.render.template import Asked
 from core.train.render.turns import Turn
 
@@ -55,31 +59,13 @@ ALPACA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    ids: list[int]
-    learned: list[bool]
-    """True where the token carries loss."""
-    cut_prompt: bool = False
-    """Tokens merge across the end of a prompt: the completion starts a little earlier than asked."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Chat:
     """A chat as text, and which of its turns are learned."""
 
     work: Work
     learned: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Strings:
-    """Plain text, and what of it is only the prompt."""
-
-    prompt: str
-    whole: str
-    """With EOS at its end."""
-    inert: bool
-    line: int
+    pair: bool = False
+    """It was a pair of strings: its answer is tokenised apart where tokens would merge across the border."""
 
 
 class Renderer:
@@ -92,8 +78,12 @@ class Renderer:
         self.tokenizer, self.options = tokenizer, options
         self._setup: Setup = set_up(tokenizer, options.rendering)
         self._encoder = self._setup.encoder
+        self._plain = StringEncoder(tokenizer, self._encoder)
         self._system = options.rendering.system_prompt
         self._special = set(tokenizer.all_special_ids) | self._encoder.borders
+        self.pairs: Way = chosen_way(options.rendering, self._setup)
+        """How pairs of strings become tokens."""
+        self._chats_in_strings = ChatsInStrings(self._setup) if options.rendering.pairs == "auto" else None
         self.has_template = self._setup.template is not None
         self.family = self._setup.family
         """Name of the template family that writes what this template writes, where one is known."""
@@ -118,7 +108,17 @@ class Renderer:
             "template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
             "family": self.family,
             "extends": self.extends,
-        }
+        } | self.about_pairs()
+
+    def about_pairs(self) -> dict[str, Any]:
+        """Of rows that are pairs of strings: the way, and what the tuned model is given for an example."""
+        if self.options.row_format != "prompt_completion":
+            return {}
+        about = {"pairs": self.pairs, "done": done_with(self.pairs), "ask": how_to_ask(self.pairs)}
+        try:
+            return about | {"example": {"prompt": EXAMPLE, "sent": self.asked_text(EXAMPLE)}}
+        except DataError:  # the template takes no question alone, as the rows do
+            return about
 
     # --- rows ----------------------------------------------------------------------------------------
 
@@ -130,28 +130,29 @@ class Renderer:
         """Several rows; one call into the tokenizer, which has threads for that."""
         prepared = [self._prepared(row, line) for row, line in rows]
         chats = [item for item in prepared if isinstance(item, _Chat)]
-        strings = [item for item in prepared if isinstance(item, _Strings)]
+        strings = [item for item in prepared if isinstance(item, Strings)]
         encoded = iter(self._encoder.encode_many([chat.work for chat in chats]) if chats else ())
-        plain = iter(self._plain(strings) if strings else ())
+        plain = iter(self._plain.render(strings) if strings else ())
         return [
             self._finish(self._learned(item, next(encoded)) if isinstance(item, _Chat) else next(plain))
             for item in prepared
         ]
 
-    def _prepared(self, row: Row, line: int) -> _Chat | _Strings:
+    def _prepared(self, row: Row, line: int) -> _Chat | Strings:
         match row:
             case Chat(messages, tools):
                 return self._chat(messages, tools, line)
             case PromptCompletion(prompt, completion):
-                return self._strings(prompt, completion, line)
+                return self._pair(prompt, completion, line)
             case Instruction(instruction, given, output):
                 if not self.has_template:
                     prompt = (ALPACA_WITH_INPUT if given else ALPACA).format(instruction=instruction, input=given)
-                    return self._strings(prompt, output, line, inert=self.options.rendering.special_tokens != "real")
+                    apart = self.pairs != "joined"
+                    return self._strings(prompt, output, line, apart=apart, inert=self._inert_prompt)
                 asked = f"{instruction}\n\n{given}" if given else instruction
                 return self._chat((Message("user", asked), Message("assistant", output)), (), line)
             case Text(text):
-                return self._strings("", text, line)
+                return self._strings("", text, line, apart=False)
             case Preference() | Labelled() | PromptOnly():
                 raise DataError(
                     "rows of preferences, labels or prompts alone are nothing for stage `sft`",
@@ -173,26 +174,48 @@ class Renderer:
 
     def render_prompt(self, row: PromptOnly, line: int) -> Rendered:
         """The prompt, up to where the model is to write; nothing is learned."""
-        if isinstance(row.prompt, str):
-            (ids,) = self._encode([(row.prompt, False)], line, self._inert_strings)
-            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not row.prompt.endswith(self._eos):
-                ids = ids[:-1]  # the tokenizer's own EOS: the model is to go on
+        if isinstance(row.prompt, str) and self.pairs != "chat":
+            ids = self._plain.prompt(asked(self.pairs, row.prompt), line, inert=self._inert_strings)
         else:
-            asked, inside = self._asked(self._with_system(row.prompt), row.tools, line)
+            messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
+            asked_for, inside = self._asked(self._with_system(messages), row.tools, line)
             template = self._setup.template_for(line)
-            shift = len(asked.messages) - len(row.prompt)
+            shift = len(asked_for.messages) - len(messages)
             complete = self._setup.complete_for(line)
-            with complete.way_out(asked):
-                text = template.text(asked, asked.messages, prompt=True)
-            complete.check(asked, text, frozenset(), prompt=True, shift=shift)
+            with complete.way_out(asked_for):
+                text = template.text(asked_for, asked_for.messages, prompt=True)
+            complete.check(asked_for, text, frozenset(), prompt=True, shift=shift)
             ids = self._encoder.encode(Work(text, (), inside, line)).ids
         return Rendered(ids, [False] * len(ids))
+
+    def render_asked(self, text: str, line: int) -> Rendered:
+        """What somebody asks the tuned model, rendered as the prompts of the rows are."""
+        match self.options.row_format:
+            case "text":
+                ids = self._plain.prompt(text, line, inert=self._inert_strings)
+                return Rendered(ids, [False] * len(ids))
+            case "prompt_completion" | "preference" | "kto" | "prompt":
+                return self.render_prompt(PromptOnly(text), line)
+            case "instruction" if not self.has_template:
+                ids = self._plain.prompt(ALPACA.format(instruction=text), line, inert=self._inert_prompt)
+                return Rendered(ids, [False] * len(ids))
+            case _:
+                asked_for = (Message("user", text),) if self.has_template else text
+                return self.render_prompt(PromptOnly(asked_for), line)
+
+    def asked_text(self, text: str) -> str:
+        """The whole text that the tuned model is given for this prompt, control tokens included."""
+        return str(self.tokenizer.decode(self.render_asked(text, 0).ids, clean_up_tokenization_spaces=False))
 
     def _answered(self, prompt: Prompt, answer: Prompt, tools: Sequence[Mapping[str, Any]], line: int) -> Rendered:
         if isinstance(prompt, str) or isinstance(answer, str):
             if not (isinstance(prompt, str) and isinstance(answer, str)):
                 raise DataError("prompt and answers are all messages, or all plain text", field=f"line {line}")
-            (rendered,) = self._plain([self._strings(prompt, answer, line)])
+            pair = self._pair(prompt, answer, line, answered=True)
+            if isinstance(pair, _Chat):
+                rendered = self._learned(pair, self._encoder.encode(pair.work))
+            else:
+                (rendered,) = self._plain.render([pair])
         else:
             chat = self._chat((*prompt, *answer), tools, line, begin=len(prompt))
             rendered = self._learned(chat, self._encoder.encode(chat.work))
@@ -215,52 +238,23 @@ class Renderer:
         return self.options.rendering.special_tokens == "inert"
 
     @property
-    def _eos(self) -> str:
-        return str(self.tokenizer.eos_token)
+    def _inert_prompt(self) -> bool:
+        """Of a prompt that is ours, with somebody's text in it."""
+        return self.options.rendering.special_tokens != "real"
 
-    def _strings(self, prompt: str, completion: str, line: int, *, inert: bool | None = None) -> _Strings:
-        whole = prompt + (completion if completion.endswith(self._eos) else completion + self._eos)
-        return _Strings(prompt, whole, self._inert_strings if inert is None else inert, line)
+    def _pair(self, prompt: str, completion: str, line: int, *, answered: bool = False) -> _Chat | Strings:
+        """`answered`: the completion is learned whatever `loss_on` says."""
+        if self.pairs == "chat":
+            if self._chats_in_strings is not None:
+                self._chats_in_strings.refuse(prompt, completion, line)
+            turns = (Message("user", prompt), Message("assistant", completion))
+            return dataclasses.replace(self._chat(turns, (), line, begin=1 if answered else 0), pair=True)
+        prompt, completion = bordered(self.pairs, prompt, completion)
+        return self._strings(prompt, completion, line, apart=self.pairs != "joined")
 
-    def _plain(self, strings: Sequence[_Strings]) -> list[Rendered]:
-        texts = [part for item in strings for part in (item.prompt, item.whole)]
-        inert = {at for at, item in enumerate(strings) if item.inert}
-        ordinary = [text for at, text in enumerate(texts) if at // 2 not in inert]
-        found = iter(self._encoder.strings(ordinary) if ordinary else ())
-        rendered = []
-        for at, item in enumerate(strings):
-            if at in inert:
-                before, ids = self._encode([(item.prompt, False), (item.whole, True)], item.line, True)
-            else:
-                before, ids = self._once(next(found)), self._once(next(found))
-            rendered.append(self._split(before if item.prompt else [], ids))
-        return rendered
-
-    def _split(self, before: list[int], ids: list[int]) -> Rendered:
-        start = 0
-        while start < min(len(before), len(ids)) and before[start] == ids[start]:
-            start += 1
-        # A tokenizer that ends every text with EOS does so after the prompt too; that is no merge.
-        cut = start < len(before) and before[start:] != [self.tokenizer.eos_token_id]
-        return Rendered(ids, [False] * start + [True] * (len(ids) - start), cut)
-
-    def _encode(self, texts: Sequence[tuple[str, bool]], line: int, inert: bool) -> list[list[int]]:
-        """Tokens of texts, each with whether the EOS at its end is one. `inert`: all other control tokens are text."""
-        if not inert or not self._encoder.controls.suspect(text for text, _ in texts):
-            return [self._once(ids) for ids in self._encoder.strings([text for text, _ in texts])]
-        tokens = []
-        for text, ended in texts:
-            body = text[: -len(self._eos)] if ended else text
-            ids = self._encoder.inert(body, special_tokens=True, line=line)
-            tokens.append(self._once([*ids, self.tokenizer.eos_token_id] if ended else ids))
-        return tokens
-
-    def _once(self, ids: list[int]) -> list[int]:
-        """With the tokenizer's own BOS and EOS at most once, whatever the text itself begins and ends with."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        return ids[:-1] if ids[-2:] == [eos, eos] else ids
+    def _strings(self, prompt: str, completion: str, line: int, *, apart: bool, inert: bool | None = None) -> Strings:
+        inert = self._inert_strings if inert is None else inert
+        return Strings(prompt, self._plain.ended(completion), inert, line, apart)
 
     # --- chats ---------------------------------------------------------------------------------------
 
@@ -346,6 +340,9 @@ class Renderer:
         )
 
     def _learned(self, chat: _Chat, encoded: Encoded) -> Rendered:
+        if chat.pair and encoded.merged:
+            before, answer, behind = self._encoder.cut(chat.work)
+            encoded = Encoded([*before, *answer, *behind], [(len(before), len(before) + len(answer))], False)
         ids, learned = encoded.ids, [False] * len(encoded.ids)
         for (start, end), wanted in zip(encoded.spans, chat.learned, strict=True):
             if wanted:
@@ -359,7 +356,8 @@ class Renderer:
 
 def renderer_of(spec: JobSpec, row_format: RowFormat, tokenizer: Any) -> Renderer:
     """The renderer of a job for a file of this format."""
-    return Renderer(tokenizer, RenderOptions(loss_on_for(spec.stage.loss_on, row_format), spec.data.rendering))
+    loss_on = loss_on_for(spec.stage.loss_on, row_format)
+    return Renderer(tokenizer, RenderOptions(loss_on, spec.data.rendering, row_format))
 
 
 def _texts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -20,7 +20,7 @@ from core.train.render.options import RenderOptions
 from core.train.render.template import Asked, ChatTemplate, Endless, without_marks
 from core.train.render.turns import TurnFinder
 
-VERSION = 2
+VERSION = 3
 """Of the rendering: raise it with every change that gives another row of tokens or another mask."""
 
 _SYSTEM, _ONE, _TWO, _THREE, _FOUR = (

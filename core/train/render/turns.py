@@ -135,7 +135,7 @@ class TurnFinder:
         return DataError(
             f"{self._template.name} writes the turns before messages[{at}] differently once there is an answer, so "
             "what is to be learned cannot be told from the prompt; set data.rendering to a family, give a template "
-            "with {% generation %} marks, or take rows of format prompt_completion",
+            "with {% generation %} marks, or take rows of format prompt_completion with data.rendering.pairs `newline`",
             field=f"line {chat.line}: messages[{at}]",
         )
 
