@@ -279,7 +279,9 @@ def _steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tupl
             return None, "nobody has counted the rows that long ones are split into; a preview of the file does"
         count = session.execute(
             select(File.rows).where(File.id == train.id, File.project_id == project_id)
-        ).scalar_one()
+        ).scalar_one_or_none()
+        if count is None:
+            return None, "its file is not uploaded yet"
         source = "the rows of its file"
     step = spec.training.per_device_train_batch_size * spec.training.gradient_accumulation_steps * spec.resources.gpus
     each, epochs = math.ceil(count / step), spec.training.num_train_epochs

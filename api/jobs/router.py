@@ -84,6 +84,9 @@ async def create_job(
     The body is a job spec in JSON or YAML (docs/spec.md). What is wrong with it comes back as 422 with a fault for
     every wrong field. The reply shows the spec as it will run, with every default written out; with `dry_run` also the
     plan of its memory for each kind of slot here (docs/plans.md). A job that by that plan fits no node is refused.
+
+    In a dry run, ids that begin with `file-0000000000000000000000` stand for files that are not uploaded yet: a job is
+    checked before its data goes over the wire.
     """
     body = await read_body(request, here.settings.max_body_bytes)
     sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)

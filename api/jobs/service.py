@@ -26,7 +26,7 @@ from core.jobs.volume import Bounds
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec import hints
-from core.spec.data import FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
+from core.spec.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.model import GGUFModel, HubModel, LocalModel
@@ -74,7 +74,7 @@ class Jobs:
         key = None if sent.idempotency_key is None else idempotency.checked(sent.idempotency_key)
         document = decode(sent.body, sent.content_type)
         if dry_run:
-            checked = self.resolved(actor, document)
+            checked = self.resolved(actor, document, unsent=True)
             with self._database.read() as session:
                 limits.check_priority(session, actor.project_id, checked.priority)
                 planned, words = plan.view(session, actor.project_id, checked, free=self._free())
@@ -156,12 +156,13 @@ class Jobs:
         """Bytes left on the data root; None: it is an object store."""
         return None if self._settings.is_remote else shutil.disk_usage(self._layout.root).free
 
-    def resolved(self, actor: Actor, document: Any, *, preview: bool = False) -> JobSpec:
-        """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained.
+    def resolved(self, actor: Actor, document: Any, *, preview: bool = False, unsent: bool = False) -> JobSpec:
+        """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained; `unsent`: it may
+        name files that are not uploaded yet (core/spec/data.py, UNSENT).
 
         Raises SpecError, with a fault for every wrong field.
         """
-        spec = self._with_formats(actor, parse_job(document))
+        spec = self._with_formats(actor, parse_job(document), unsent=unsent)
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         spec = resolve(spec)
         faults += check(spec, preview=preview)
@@ -172,7 +173,7 @@ class Jobs:
             )
         return spec
 
-    def _with_formats(self, actor: Actor, spec: JobSpec) -> JobSpec:
+    def _with_formats(self, actor: Actor, spec: JobSpec, *, unsent: bool) -> JobSpec:
         """Uploaded files are looked up, and what their rows are is written into the spec."""
         hashes: dict[str, list[str]] = {"data.train": [], "data.eval": []}
         updates: dict[str, Any] = {}
@@ -181,8 +182,12 @@ class Jobs:
             def known(source: Single, field: str) -> Single:
                 if not isinstance(source, FileSource):
                     return source
+                part = hashes["data.eval" if field.startswith("data.eval") else "data.train"]
+                if unsent and source.id.startswith(UNSENT):
+                    part.append(source.id)
+                    return source
                 row = _file(session, actor, source, field)
-                hashes["data.eval" if field.startswith("data.eval") else "data.train"].append(row.sha256)
+                part.append(row.sha256)
                 return _as_uploaded(source, row, field)
 
             updates["train"] = _each(spec.data.train, "data.train", known)

@@ -10,7 +10,7 @@ import typer
 
 from eft.datasheet import print_notices
 from eft.errors import ExitCode, UsageFault
-from eft.jobfile import apply_settings, read_job, upload_data, uploader
+from eft.jobfile import StandIns, apply_settings, checked_first, read_job, upload_data, uploader
 from eft.manual import manual
 from eft.output import Output, jobs_table, size
 from eft.session import JobArgument, JsonOption, UrlOption, session
@@ -44,7 +44,7 @@ def submit(
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Upload this file and hold it out.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end; the exit code tells it.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved spec, enqueue nothing. Data files do go up.")
+        bool, typer.Option("--dry-run", help="Check the job and print it resolved; nothing is uploaded or enqueued.")
     ] = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Submitting twice with one key makes one job. Default: a new key a call.")
@@ -66,11 +66,17 @@ def submit(
             print_notices(file.raw.get("report") or {}, output.notes)
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
-        job_spec = upload_data(job_spec, folder, given, uploader(client, told))
         if dry_run:
-            resolved = client.resolve(job_spec)
+            stand_ins = StandIns(client)
+            answer = client.plan(upload_data(job_spec, folder, given, stand_ins))
+            for path in stand_ins.missing:
+                output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+            if (planned := answer.get("plan")) is not None and not planned["fits"]:
+                output.note(f"fits nowhere: {planned['reason']}")
+            resolved = answer["spec"]
             output.json(resolved) if as_json else output.data.print_json(data=resolved)
             return
+        job_spec = checked_first(client, job_spec, folder, given, uploader(client, told))
         job = client.submit(job_spec, idempotency_key=idempotency_key or uuid.uuid4().hex)
         if not (wait or asked):
             output.json(job.raw) if as_json else output.text(f"{job.id}\n")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from eft.datasheet import print_notices
 from eft.errors import ExitCode
-from eft.jobfile import apply_settings, read_job, upload_data, uploader
+from eft.jobfile import apply_settings, checked_first, read_job, uploader
 from eft.manual import manual
 from eft.output import Output, duration, size
 from eft.session import JsonOption, UrlOption, session
@@ -37,7 +37,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Estimate a job's memory, batches, disk and time for each kind of slot there is. Nothing is queued and no model is
-    downloaded: of a model that was never prepared there, nothing is known. Data files do go up."""
+    downloaded: of a model that was never prepared there, nothing is known. Data files go up once the job
+    itself is found right."""
     with session(as_json, url) as (client, output):
         job_spec, folder = read_job(source)
         job_spec = apply_settings(job_spec, settings or [])
@@ -46,7 +47,7 @@ def plan(
             output.note(f"{path} is {file.id} ({file.rows} rows)")
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
-        answer = client.plan(upload_data(job_spec, folder, given, uploader(client, told)))
+        answer = client.plan(checked_first(client, job_spec, folder, given, uploader(client, told)))
         planned = answer.get("plan")
         if as_json:
             output.json(answer)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ROLES = ("train", "eval")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9_-]*")
 """Without a dot behind the slash: that is a file."""
+UNSENT = "file-0000000000000000000000"
+"""What ids of files that are still to be uploaded begin with, in a dry run (`POST /jobs?dry_run=true`)."""
 Uploader = Callable[[Path, dict[str, Any]], File]
 """From a file and how its rows are to be read (`format`, `columns`, both optional) to the file on the server."""
 
@@ -136,6 +138,38 @@ def uploader(client: Client, on_upload: Callable[[Path, File], None] = lambda pa
         return file
 
     return upload
+
+
+class StandIns:
+    """In the place of an uploader: local files that the project does not have get an id that a dry run takes for a file
+    still to come. Nothing is sent."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.missing: list[Path] = []
+        """Files that would be uploaded."""
+        self._ids: dict[str, str] = {}
+
+    def __call__(self, path: Path, read_as: dict[str, Any]) -> File:
+        sha256 = digest(path)
+        known = self._client.find_file(sha256, name=path.name, columns=read_as.get("columns"))
+        if known is not None:
+            return known
+        self.missing.append(path)
+        file_id = self._ids.setdefault(sha256, f"{UNSENT}{len(self._ids):04d}")
+        return File(file_id, path.name, path.stat().st_size, sha256, None, read_as.get("format"), "", raw={})
+
+
+def checked_first(
+    client: Client, job: dict[str, Any], folder: Path, given: dict[str, Path], upload: Uploader
+) -> dict[str, Any]:
+    """`upload_data`, after the server has checked the job: what is wrong with it is told before any file goes up."""
+    stand_ins = StandIns(client)
+    placed = upload_data(job, folder, given, stand_ins)
+    if not stand_ins.missing:
+        return upload_data(job, folder, given, upload)
+    client.resolve(placed)
+    return upload_data(job, folder, given, upload)
 
 
 def _local(source: Any, folder: Path) -> Path | None:

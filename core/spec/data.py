@@ -26,6 +26,8 @@ Column = Literal[
 ]  # fmt: skip
 """Names that a mapping can give to columns."""
 
+UNSENT = "file-0000000000000000000000"
+"""Ids that begin so stand, in a dry run, for files that are still to be uploaded; no file ever gets one."""
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[0-9a-z]{26}$")]
 ColumnName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Columns = Annotated[dict[Column, ColumnName], Field(max_length=len(get_args(Column)))]

@@ -88,6 +88,38 @@ def test_submit_twice_is_one_job_and_one_file(sqlite_api: Any, job_file: Path) -
     assert [file["sha256"] for file in listed].count(sha256) == 1
 
 
+def test_a_dry_run_leaves_nothing_behind_and_a_typo_is_told_before_the_upload(sqlite_api: Any, job_file: Path) -> None:
+    rows = job_file.parent / "rows.jsonl"
+    sha256 = hashlib.sha256(rows.read_bytes()).hexdigest()
+
+    def left() -> tuple[Any, set[Path]]:
+        """Rows of the table, and all that lies on the disk."""
+        there = {path for name in ("files", "uploads") for path in (sqlite_api.root / name).rglob("*")}
+        return client(sqlite_api).find_file(sha256), there
+
+    before = left()
+    assert before[0] is None
+    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--eval", str(rows), "--json")
+    assert done.returncode == 2 and "same_rows" in done.stderr  # found without either of them
+    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["training"]["max_length"] == 1024
+    assert "rows.jsonl would be uploaded" in done.stderr
+    for setting in ("metod=lora", "training.max_length=1", "method=qlora", "data.format=text"):
+        refused = ["--set", setting, *(["--set", "quantization=none"] if setting == "method=qlora" else [])]
+        for command in ("submit", "plan"):
+            done = eft(sqlite_api, command, str(job_file), *refused)
+            assert done.returncode == 2, (command, setting, done.stdout)
+            assert "rows.jsonl is file-" not in done.stderr
+    assert left() == before
+    assert eft(sqlite_api, "submit", str(job_file)).returncode == 0
+    assert left()[0] is not None
+    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json")  # of a file that is there it says its format
+    assert json.loads(done.stdout)["data"]["train"]["format"] == "prompt_completion"
+    unsent = {"model": "a/b", "data": f"file-{'0' * 26}"}
+    assert sqlite_api.http.post("/jobs", json=unsent).json()["error"]["code"] == "file_not_found"
+
+
 def test_stdout_has_json_and_nothing_else(sqlite_api: Any, job_file: Path) -> None:
     resolved = json.loads(eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json").stdout)
     assert resolved["method"] == {**resolved["method"], "type": "lora", "r": 32}
