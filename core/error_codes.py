@@ -332,6 +332,22 @@ NOTICES: dict[str, Code] = {
         "Rows of prompt and completion: what training makes of them, and how to ask the tuned model.",
         "Nothing, or choose another way with `data.rendering.pairs` (docs/rendering.md).",
     ),
+    "few_steps": (
+        "The run has fewer than 20 optimizer steps, too few to learn much.",
+        "Smaller batches or more epochs; the message names the field.",
+    ),
+    "long_warmup": (
+        "More than half of the run's optimizer steps are warm-up.",
+        "Lower `schedule.warmup_ratio`, or give the run more steps.",
+    ),
+    "learning_rate_of_another_method": (
+        "`method: auto` comes to a method that the job's learning rate is far from.",
+        "Leave `optimizer.learning_rate` out, or name the method.",
+    ),
+    "loss_rose": (
+        "The held-out loss at the end is more than twice the one at the start.",
+        "Lower `optimizer.learning_rate`.",
+    ),
     "prompt_boundary": (
         "Prompt and answer share a token.",
         "Begin no answer with white space; leave `data.rendering.pairs` out.",

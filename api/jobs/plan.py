@@ -251,7 +251,7 @@ def _items(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict[str, Any]:
     size, field, _ = adjust.micro_batch(spec)
-    steps, why = _steps(session, project_id, spec, rows)
+    steps_known, why = steps(session, project_id, spec, rows)
     accumulation = spec.training.gradient_accumulation_steps
     return {
         "micro_batch": size,
@@ -259,12 +259,12 @@ def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict
         "gradient_accumulation_steps": accumulation,
         "ranks": spec.resources.gpus,
         "per_step": size * accumulation * spec.resources.gpus,
-        "steps": steps,
+        "steps": steps_known,
         "steps_from": why,
     }
 
 
-def _steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
+def steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
     """Optimizer steps, and where the figure is from or why there is none (core/train/data/order.py counts the same)."""
     if spec.training.max_steps is not None:
         return spec.training.max_steps, "training.max_steps"

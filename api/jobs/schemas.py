@@ -72,6 +72,7 @@ _JOB: dict[str, Any] = {
     "retry_of": None,
     "priority": 0,
     "queue": None,
+    "notices": None,
     "links": {"self": f"/jobs/{_ID}", **_LINKS},
 }
 
@@ -118,6 +119,8 @@ class JobView(BaseModel):
     """Among jobs that wait; a higher one goes first."""
     queue: dict[str, Any] | None
     """While it waits, from `GET /jobs/{id}` alone: position, code, reason, estimated_start (docs/queue.md)."""
+    notices: list[dict[str, Any]] | None
+    """From `POST /jobs` alone: what is not wrong with it, but to be known (code, message, field)."""
     links: dict[str, str]
 
 
@@ -174,7 +177,13 @@ class DryRun(BaseModel):
         use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
-                {"spec": SPEC_LONG, "dry_run": True, "plan": plan_schemas.EXAMPLE, "plan_reason": _PLAN_REASON}
+                {
+                    "spec": SPEC_LONG,
+                    "dry_run": True,
+                    "plan": plan_schemas.EXAMPLE,
+                    "plan_reason": _PLAN_REASON,
+                    "notices": [],
+                }
             ]
         },
     )
@@ -185,6 +194,8 @@ class DryRun(BaseModel):
     """What it would take here, by an estimate; null: that is not known."""
     plan_reason: str
     """Where the model's shape is from, or why there is no plan."""
+    notices: list[dict[str, Any]]
+    """What is not wrong with the job, but to be known: code, message, field."""
 
 
 _ARTIFACT: dict[str, Any] = {
@@ -244,6 +255,7 @@ def job_view(
         "retry_of": job.retry_of,
         "priority": job.priority,
         "queue": queue,
+        "notices": None,
         "links": {
             "self": f"/jobs/{job.id}",
             **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS},

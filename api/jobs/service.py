@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from api import idempotency
 from api.errors import UnsupportedMediaType, printable
-from api.jobs import plan
+from api.jobs import advice, plan
 from api.jobs.schemas import deleted_view, job_view
 from api.notices import service as webhooks
 from core.db.engine import Database
@@ -78,8 +78,10 @@ class Jobs:
             with self._database.read() as session:
                 limits.check_priority(session, actor.project_id, checked.priority)
                 planned, words = plan.view(session, actor.project_id, checked, free=self._free())
+                told = advice.notices(session, actor.project_id, checked, planned)
             resolved = checked.model_dump(mode="json")
-            return Answer(200, {"spec": resolved, "dry_run": True, "plan": planned, "plan_reason": words})
+            body = {"spec": resolved, "dry_run": True, "plan": planned, "plan_reason": words, "notices": told}
+            return Answer(200, body)
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
         asked = sent.fingerprints(document)
         if key is not None:
@@ -90,6 +92,9 @@ class Jobs:
         spec = self.resolved(actor, document)
         self._refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
+        with self._database.read() as session:
+            planned = plan.view(session, actor.project_id, spec, free=None)[0] if spec.method.type == "auto" else None
+            told = advice.notices(session, actor.project_id, spec, planned)
         with self._database.write() as session:
             if key is not None and not idempotency.take(session, actor, key, asked[0]):
                 known = idempotency.known(session, actor, key, *asked)
@@ -98,7 +103,7 @@ class Jobs:
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
-            body = job_view(submit(session, actor, spec, bounds=Bounds.of(self._settings)))
+            body = job_view(submit(session, actor, spec, bounds=Bounds.of(self._settings))) | {"notices": told}
             if key is not None:
                 idempotency.keep(session, actor, key, body)
             return Answer(201, body)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from eft.commands_plan import tell_notices
 from eft.datasheet import print_notices
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import StandIns, apply_settings, checked_first, read_job, upload_data, uploader
@@ -73,11 +74,13 @@ def submit(
                 output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
             if (planned := answer.get("plan")) is not None and not planned["fits"]:
                 output.note(f"fits nowhere: {planned['reason']}")
+            tell_notices(output, answer)
             resolved = answer["spec"]
             output.json(resolved) if as_json else output.data.print_json(data=resolved)
             return
         job_spec = checked_first(client, job_spec, folder, given, uploader(client, told))
         job = client.submit(job_spec, idempotency_key=idempotency_key or uuid.uuid4().hex)
+        tell_notices(output, job.raw)
         if not (wait or asked):
             output.json(job.raw) if as_json else output.text(f"{job.id}\n")
             place = client.get(job.id).queue or {}

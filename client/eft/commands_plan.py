@@ -48,6 +48,7 @@ def plan(
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
         answer = client.plan(checked_first(client, job_spec, folder, given, uploader(client, told)))
+        tell_notices(output, answer)
         planned = answer.get("plan")
         if as_json:
             output.json(answer)
@@ -57,6 +58,12 @@ def plan(
             show(output, planned)
         if planned is not None and not planned["fits"]:
             raise typer.Exit(ExitCode.USAGE)
+
+
+def tell_notices(output: Output, answer: dict[str, Any]) -> None:
+    """What is not wrong with a job, but to be known."""
+    for notice in answer.get("notices") or ():
+        output.note(f"notice: {notice['message']}")
 
 
 def show(output: Output, planned: dict[str, Any]) -> None:

@@ -147,7 +147,8 @@ class FileCheck:
                 raise ValueError("a Parquet file is checked where it lies")
             everything = self._declared == "prompt"
             for _, number, value in values(path, self._columns, self._faults, everything=everything):
-                self.checker.row(number, value)
+                if self.checker.row(number, value) is not None and self._first is None:
+                    self._first = value
                 if self._faults.count > MAX_PARQUET_FAULTS or self._enough():
                     break
         elif self._reader is not None:

@@ -17,6 +17,7 @@ from core.errors import ModelError
 from core.plan.headers import unreadable
 from core.plan.shape import Shape
 from core.train.model_files import refuse_adapter
+from core.train.noise import hush
 from core.train.reading import reading
 
 MOST_TIMES = 2
@@ -92,6 +93,7 @@ def quiet() -> None:
     """No progress bars in a log file, no advice that is not for the user."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hush()
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Verdict, choose
+from core.plan.advice import of_losses
 from core.plan.memory import training_pass
 from core.spec.run import (
     CHECKPOINTS,
@@ -210,6 +211,9 @@ def _train(
         return  # what is left is one model's, and one process's work
     best = hand_back_best(engine, ledger.evaluations, held_out, _checkpoint_folders(order, run_dir), events)
     result = _result(ledger, engine, best, stopped_early=loop.stopped_early)
+    if (rose := of_losses(*(_loss(result[name]) for name in ("eval_before", "eval_after")))) is not None:
+        result["notices"] = [rose.as_dict()]
+        events.write("notice", code=rose.code, message=rose.message)
     if built.offload is not None:
         built.offload.hand_back()
     if placement.fp8:
@@ -315,6 +319,10 @@ def _record(
         "seed": order.spec.training.seed,
         "spec": order.spec.model_dump(mode="json"),
     }
+
+
+def _loss(values: dict[str, float] | None) -> float | None:
+    return None if values is None else values["eval_loss"]
 
 
 def _result(ledger: Ledger, engine: Engine, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Any]:

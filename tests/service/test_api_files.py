@@ -389,7 +389,8 @@ def test_other_containers_and_columns_answer_with_a_report(sqlite_api: Any) -> N
         file = reply.json()
         report = file["report"]
         assert (report["container"], report["columns"], file["rows"]) == (container, columns, 2)
-        assert [notice["code"] for notice in report["notices"]] == (["formula"] if container == "csv" else [])
+        formulas = ["formula"] if container == "csv" else []
+        assert [notice["code"] for notice in report["notices"]] == [*formulas, "pairs"]
         job = {"model": "team/tiny", "data": {"train": [file["id"], {"type": "hub", "id": "team/rows"}]}}
         spec = sqlite_api.http.post("/jobs?dry_run=true", json=job).json()["spec"]
         first, second = (one["source"] for one in spec["data"]["train"]["sources"])

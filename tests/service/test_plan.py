@@ -250,3 +250,32 @@ def _row(world: World, job_id: str) -> Job:
         row: Job | None = session.get(Job, job_id)
         assert row is not None
         return row
+
+
+def test_what_is_told_of_a_job_before_it_runs(world: World) -> None:
+    """At a dry run and at submit the same: how pairs become tokens, few steps, a rate of another method."""
+    world.learn()
+    world.node("told", gpu("told", 80))
+
+    def told(**axes: Any) -> dict[str, str]:
+        asked = {"model": MODEL, "data": world.file, **axes}
+        dry = world.http.post("/jobs?dry_run=true", json=asked).json()["notices"]
+        job = world.http.post("/jobs", json=asked)
+        assert job.status_code == 201, job.text
+        assert job.json()["notices"] == dry
+        world.http.post(f"/jobs/{job.json()['id']}/cancel")
+        return {one["code"]: one["message"] for one in dry}
+
+    few = told(batching="packed")
+    assert set(few) == {"pairs", "few_steps"}
+    assert "about 3 optimizer steps" in few["few_steps"] and "chat template" in few["pairs"]
+    assert "15 optimizer steps" in told()["few_steps"]  # 40 rows, 8 a step, 3 epochs
+    enough = told(
+        training={"num_train_epochs": 4}, data={"train": world.file, "rendering": {"type": "model", "pairs": "newline"}}
+    )
+    assert set(enough) == {"pairs"} and "chat template" not in enough["pairs"]
+    rate = told(method="auto", optimizer={"learning_rate": 1e-3}, training={"num_train_epochs": 4})
+    assert (
+        "0.001" in rate["learning_rate_of_another_method"]
+        and "full fine-tuning" in rate["learning_rate_of_another_method"]
+    )

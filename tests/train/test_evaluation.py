@@ -190,7 +190,7 @@ def test_samples_are_told_kept_and_what_the_model_says(stopped: Path, tiny_dir: 
     assert kinds["samples.jsonl"] == "samples"
     best = result(stopped)["best"]["step"]
     for step, folder in ((0, None), (best, stopped / "artifacts" / "adapter")):
-        answer = ask(tiny_dir, "say hello", adapter=folder, max_new_tokens=10)
+        answer = ask(tiny_dir, "say hello", adapter=folder, plain=True, max_new_tokens=10)
         assert told[step][3]["completion"].strip() == answer.text
         assert told[step][3]["finished"] == answer.finished
 

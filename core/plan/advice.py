@@ -1,0 +1,87 @@
+"""What is not wrong with a job and yet hardly what somebody wants: too few steps, a learning rate of another method, a
+loss that rose. Pure; told at plan and submit as far as it is known there; of the loss the trainer tells."""
+
+from __future__ import annotations
+
+import math
+
+from core.errors import Fault
+from core.spec.job import JobSpec
+from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
+from core.spec.training import Full, Method, Rows
+
+FEW_STEPS = 20
+"""Optimizer steps; a run with fewer hardly learns anything."""
+FAR_RATE = 5.0
+"""So many times the default of full fine-tuning is a rate of adapters; that part of theirs is one of the former."""
+FAR_WORSE = 2.0
+"""How many times the held-out loss before training is far worse."""
+
+
+def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Fault]:
+    """Of a run of so many optimizer steps."""
+    found, about = [], "about " if estimated else ""
+    if total < FEW_STEPS:
+        field = (
+            "training.per_device_train_batch_size" if isinstance(spec.batching, Rows) else "batching.tokens_per_batch"
+        )
+        if spec.training.max_steps is not None and spec.training.max_steps <= total:
+            why, out = f"`training.max_steps` is {spec.training.max_steps}", "raise it"
+        else:
+            why = f"the rows are few for steps of this size ({_step(spec)})"
+            out = f"lower `{field}` or `training.gradient_accumulation_steps`, or raise `training.num_train_epochs`"
+        found.append(
+            Fault(
+                "few_steps",
+                f"the run has {about}{total} optimizer step{'' if total == 1 else 's'}, too few to learn much: {why}; "
+                f"{out}",
+                field if spec.training.max_steps is None else "training.max_steps",
+            )
+        )
+    warmup = math.ceil(total * spec.schedule.warmup_ratio)
+    if 2 * warmup > total:
+        found.append(
+            Fault(
+                "long_warmup",
+                f"{warmup} of {total} optimizer steps are warm-up, in which the learning rate still rises; lower "
+                "`schedule.warmup_ratio`, or give the run more steps",
+                "schedule.warmup_ratio",
+            )
+        )
+    return found
+
+
+def _step(spec: JobSpec) -> str:
+    times = spec.training.gradient_accumulation_steps * spec.resources.gpus
+    if isinstance(spec.batching, Rows):
+        return f"{spec.training.per_device_train_batch_size * times} rows"
+    return f"up to {spec.batching.tokens_per_batch * times} tokens"
+
+
+def of_rate(method: Method, rate: float | None, where: str) -> Fault | None:
+    """Where `method: auto` came to a method that the job's own learning rate is far from. `where`: on which slot."""
+    if rate is None:
+        return None
+    full = isinstance(method, Full)
+    usual = LEARNING_RATE_FULL if full else LEARNING_RATE_ADAPTER
+    if rate < usual * FAR_RATE if full else rate > usual / FAR_RATE:
+        return None
+    kind = "full fine-tuning" if full else f"`{method.type}`"
+    return Fault(
+        "learning_rate_of_another_method",
+        f"`method: auto` comes to {kind}{where}, and `optimizer.learning_rate` is {rate:g}, where the default of that "
+        f"method is {usual:g}; leave the learning rate out, or name the method",
+        "optimizer.learning_rate",
+    )
+
+
+def of_losses(before: float | None, after: float | None) -> Fault | None:
+    """Of the held-out loss at the start and at the end."""
+    if before is None or after is None or after <= FAR_WORSE * before:
+        return None
+    return Fault(
+        "loss_rose",
+        f"the held-out loss rose from {before:.4g} to {after:.4g}: the model is far worse than before training; lower "
+        "`optimizer.learning_rate`",
+        "optimizer.learning_rate",
+    )

@@ -1,0 +1,62 @@
+"""What is told of a job though nothing is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.plan.advice import FEW_STEPS, of_losses, of_rate, of_steps
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.spec.training import Full, LoRA
+
+
+def job(**axes: Any) -> Any:
+    return resolve(parse_job({"model": "a/b", "data": "file-01kar3v8x5m2h6n9qst4wyz0bc", **axes}))
+
+
+def test_few_steps_are_told_with_their_reason_and_the_way_out() -> None:
+    assert not of_steps(job(), FEW_STEPS)
+    (few,) = of_steps(job(batching="packed"), FEW_STEPS - 1, estimated=True)
+    assert (few.code, few.field) == ("few_steps", "batching.tokens_per_batch")
+    assert "about 19 optimizer steps" in few.message and "8192 tokens" in few.message
+    assert "`training.num_train_epochs`" in few.message
+    (few,) = of_steps(job(training={"gradient_accumulation_steps": 4}), 5)
+    assert few.field == "training.per_device_train_batch_size" and "32 rows" in few.message
+    (few,) = of_steps(job(training={"max_steps": 4}), 4)
+    assert few.field == "training.max_steps" and "raise it" in few.message
+
+
+def test_a_warm_up_of_most_steps_is_told() -> None:
+    long = job(schedule={"type": "cosine", "warmup_ratio": 0.6})
+    assert [one.code for one in of_steps(long, 100)] == ["long_warmup"]
+    assert not of_steps(job(schedule={"type": "cosine", "warmup_ratio": 0.5}), 100)
+    assert [one.code for one in of_steps(job(), 1)] == ["few_steps", "long_warmup"]  # rounded up, one is all
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "told"),
+    [
+        (Full(), 1e-3, True),
+        (Full(), 2e-4, True),
+        (Full(), 2e-5, False),
+        (Full(), 1e-6, False),
+        (Full(), None, False),
+        (LoRA(), 1e-3, False),
+        (LoRA(), 2e-4, False),
+        (LoRA(), 2e-5, True),
+    ],
+)
+def test_a_learning_rate_of_another_method(method: Any, rate: float | None, told: bool) -> None:
+    found = of_rate(method, rate, " on vm/cpu")
+    assert (found is not None) == told
+    if found is not None:
+        assert f"{rate:g}" in found.message and "on vm/cpu" in found.message
+        assert ("full fine-tuning" in found.message) == isinstance(method, Full)
+
+
+def test_a_loss_that_rose() -> None:
+    assert of_losses(5.57, 11.0) is None and of_losses(None, 9.0) is None and of_losses(1.0, None) is None
+    found = of_losses(5.57, 31430.0)
+    assert found is not None and "from 5.57 to 3.143e+04" in found.message
