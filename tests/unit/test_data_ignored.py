@@ -53,7 +53,7 @@ def test_a_label_beside_a_text_is_asked_about(tmp_path: Path, data: bytes | str)
     mapping = {"prompt": "text", "completion": "intent"}
     mapped = checked(tmp_path / "rows", data, columns=mapping)
     assert mapped.ok and mapped.format == "prompt_completion"
-    assert mapped.ignored_columns == () and mapped.notices == ()
+    assert mapped.ignored_columns == () and codes(mapped) == ["pairs"]
 
 
 def test_a_label_that_is_no_text_is_told_so(tmp_path: Path) -> None:
