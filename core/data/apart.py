@@ -8,6 +8,7 @@ come frames. Each is answered by one, so that either side holds one frame at mos
 
 from __future__ import annotations
 
+import argparse
 import array
 import json
 import os
@@ -15,7 +16,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +140,9 @@ def _allow(fed: int) -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m core.data.apart", description=__doc__)
+    parser.add_argument("control", type=int, help="descriptor of the socket over which the files' sockets come")
+    control = socket.socket(fileno=parser.parse_args().control)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)

@@ -25,6 +25,7 @@ from core.jobs import claims, deletion, installation, leader
 from core.jobs.finish import Failed, RetryPolicy, finish
 from core.jobs.slots import Slot
 from core.settings import Settings
+from core.spec.checkpoint_names import Progress, checkpoint_name
 from core.storage.layout import RESTORING, HalfRestored, Layout
 from core.train.checkpoint import store as checkpoints
 from tests.support.lab import Lab
@@ -211,7 +212,7 @@ def test_checkpoints_that_are_pruned_meanwhile_are_whole_or_not_there(
                 fill = f"state of step {step}".encode() * 3000
                 checkpoints.write(
                     folder / "checkpoints",
-                    checkpoints.name_of(step, 0),
+                    checkpoint_name(Progress(step, 0)),
                     lambda aside, fill=fill: [(aside / name).write_bytes(fill) for name in ("a.bin", "b.bin")],  # type: ignore[misc]
                 )
                 checkpoints.prune(folder / "checkpoints", 2)
