@@ -53,7 +53,7 @@ def century(moment: datetime) -> datetime:
 
 def aware(moment: datetime) -> datetime:
     if moment.tzinfo is None:
-        raise ValueError("a time with its offset, e.g. `2099-12-31T18:00:00+01:00`")
+        raise ValueError("a time with its timezone, e.g. `2099-12-31T18:00:00+01:00`")
     return century(moment)
 
 

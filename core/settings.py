@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     cpu_slot_limit: bool = True
     """A job on a CPU slot that wants more than that, beside the size of its model's files, is out of memory, and takes
     none from others (RLIMIT_DATA; docs/operations.md)."""
-    prepare_bytes: int = Field(default=4 << 30, ge=0)
+    prepare_bytes: Bytes = 4 << 30
     """Memory that a process may take, beside the size of the files that it works on, to prepare a model, to preview a
     file, or to make tokens of rows for a trainer (RLIMIT_DATA). Beyond it that process is out of memory. 0: no
     limit."""

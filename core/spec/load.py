@@ -138,7 +138,7 @@ def _number(construct: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """PyYAML's, for numbers that one can read: to the base 60 (`1:30:00`) it takes long ones digit by digit."""
 
     def bounded(loader: _Loader, node: Any) -> Any:
-        if len(str(node.value)) > MAX_NUMBER:
+        if len(text := str(node.value)) > MAX_NUMBER and not text.lstrip("+-").startswith(("0x", "0b")):
             raise ValueError(f"a number has at most {MAX_NUMBER} characters")
         return construct(loader, node)
 

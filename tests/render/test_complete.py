@@ -115,7 +115,7 @@ def of_family(name: str, loss_on: LossOn = "completions") -> Renderer:
 
 @cache
 def of_model(name: str) -> Renderer:
-    tokenizer = copy.copy(family_tokenizer("chatml"))
+    tokenizer = copy.deepcopy(family_tokenizer("chatml"))  # a shallow one shares its special tokens
     tokenizer.bos_token = "<unk>"
     tokenizer.chat_template = (resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     return Renderer(tokenizer, RenderOptions())
