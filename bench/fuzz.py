@@ -99,15 +99,8 @@ def fuzz(folder: Path, url: str, *, requests: int, seed: int, examples: int, sec
             before = found.requests
             command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://{api.address}/openapi.json"]
             command += ["--phases", phases, "--checks", CHECKS, "--seed", str(seed), "--max-examples", str(examples)]
-            command += [
-                "--workers",
-                "2",
-                "--max-time",
-                str(seconds),
-                "--continue-on-failure",
-                "--no-shrink",
-                "--no-color",
-            ]
+            command += ["--workers", "1", "--max-time", str(seconds)]
+            command += ["--continue-on-failure", "--no-shrink", "--no-color"]
             command += ["--warnings", "off", "--suppress-health-check", "all", "--generation-database", "none"]
             ended = subprocess.run(
                 command,

@@ -6,6 +6,7 @@ is refused for its key says nothing of its route, so the next one comes with a n
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import threading
@@ -15,6 +16,18 @@ import schemathesis
 
 from api.auth import keys
 from core.db.engine import Database
+
+_parse, _parsing = ast.parse, threading.RLock()
+
+
+def _parse_alone(*args: Any, **named: Any) -> Any:
+    """Run ast.parse in one thread at a time. CPython 3.11 counts the depth of all threads together, and raises
+    SystemError when hypothesis reads the source of a lambda in two of schemathesis's threads at once."""
+    with _parsing:
+        return _parse(*args, **named)
+
+
+ast.parse = _parse_alone  # type: ignore[assignment]
 
 _lock = threading.Lock()
 _database = Database(os.environ["EFT_DATABASE_URL"])

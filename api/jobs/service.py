@@ -233,7 +233,8 @@ class Jobs:
 
     def _path_fault(self, path: str, roots: Sequence[Path], field: str, setting: str) -> Fault | None:
         if not path.startswith("/"):
-            words = hints.of_source(path) if field.startswith("data.") else "give the full path, from `/` on"
+            full = f"give the full path, from `/` on, below one of the folders in {setting}"
+            words = hints.of_source(path) if field.startswith("data.") else full
             return Fault("path_not_allowed", words, field)
         if not roots:
             words = f"paths are not allowed here; the administrator can allow folders with {setting}"

@@ -152,7 +152,8 @@ def test_what_was_lost_is_sent_again_and_done_once(server: str, rows: Path, how:
         job = client.submit({"model": MODEL, "data": file.id})  # by its idempotency key
     with Client() as client:
         assert len(list(client.files(sha256=file.sha256))) == 1
-        assert [one.id for one in client.jobs(limit=100).jobs if one.spec["data"]["train"]["id"] == file.id] == [job.id]
+        specs = {one.id: client.get(one.id).spec for one in client.jobs(limit=100).jobs}
+        assert [one for one, spec in specs.items() if spec["data"]["train"]["id"] == file.id] == [job.id]
         client.cancel(job.id)
     assert not cutter.dies
     cutter.close()

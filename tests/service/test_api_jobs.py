@@ -103,7 +103,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"method": {"type": "lora", "r": 0}}, "invalid_spec", "method.r", "greater than or equal to 1"),
     ({"stage": "dpo"}, "invalid_spec", "stage.type", "sft"),
     ({"optimizer": "adam"}, "invalid_spec", "optimizer.type", "did you mean `adamw`?"),
-    ({"quantization": "int4"}, "invalid_spec", "quantization.type", "int8"),
+    ({"quantization": "int4"}, "invalid_spec", "quantization.type", "nf4"),
     ({"version": 2}, "invalid_spec", "version", "`1`"),
     ({"model": "no such id!"}, "invalid_spec", "model.id", "hub id"),
     ({"model": "a/b\u202e"}, "invalid_spec", "model.id", "\\u202e"),
