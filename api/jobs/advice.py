@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.jobs import plan
-from core.db.tables import File
+from api.jobs.sizing import estimated_tokens
 from core.errors import Fault
 from core.jobs import adjust, lengths
 from core.plan import advice
-from core.spec.data import FileSource, format_of
+from core.spec.data import format_of
 from core.spec.job import JobSpec
 from core.spec.pairs import told
 from core.spec.training import Auto, Full, LoRA, Rows
-
-BYTES_A_TOKEN = 4
-"""Of a file with text and its JSON around it; an estimate that errs towards more tokens."""
 
 
 def notices(session: Session, project_id: str, spec: JobSpec, planned: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -43,15 +39,9 @@ def _steps(session: Session, project_id: str, spec: JobSpec) -> tuple[int | None
         return known, False
     tokens = rows.epoch_tokens
     if tokens is None:
-        train = spec.data.train
-        if not isinstance(train, FileSource) or spec.data.split is not None:
+        tokens = estimated_tokens(session, project_id, spec) if spec.data.split is None else None
+        if tokens is None:
             return None, True
-        size = session.execute(
-            select(File.bytes).where(File.id == train.id, File.project_id == project_id)
-        ).scalar_one_or_none()
-        if size is None:
-            return None, True
-        tokens = size // BYTES_A_TOKEN
     step = adjust.micro_batch(spec)[0] * spec.training.gradient_accumulation_steps * spec.resources.gpus
     return max(1, math.ceil(math.ceil(tokens / step) * spec.training.num_train_epochs)), True
 

@@ -16,6 +16,7 @@ from api import idempotency
 from api.errors import UnsupportedMediaType, printable
 from api.jobs import advice, plan
 from api.jobs.schemas import deleted_view, job_view
+from api.jobs.sizing import sized
 from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
@@ -169,7 +170,8 @@ class Jobs:
         """
         spec = self._with_formats(actor, parse_job(document), unsent=unsent)
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
-        spec = resolve(spec)
+        with self._database.read() as session:
+            spec = resolve(sized(session, actor.project_id, spec))
         faults += check(spec, preview=preview)
         if faults:
             first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -205,7 +205,8 @@ class Tokens(SpecModel):
     type: Literal["tokens"] = "tokens"
     tokens_per_batch: TokensPerBatch = 8192
     """Of one forward pass: rows times the longest of them. An optimizer step has gradient_accumulation_steps times as
-    many at most. A longer row is a batch by itself."""
+    many at most. A longer row is a batch by itself. Where a submitted job leaves it out and its files are small, it is
+    less: so much that the run has about 100 optimizer steps."""
 
 
 class Packed(SpecModel):
@@ -216,7 +217,8 @@ class Packed(SpecModel):
     type: Literal["packed"] = "packed"
     tokens_per_batch: TokensPerBatch = 8192
     """Of one forward pass. An optimizer step has gradient_accumulation_steps times as many at most. A longer row is a
-    batch by itself."""
+    batch by itself. Where a submitted job leaves it out and its files are small, it is less: so much that the run has
+    about 100 optimizer steps."""
 
 
 Batching = Annotated[Rows | Tokens | Packed, Field(discriminator="type"), short_form(by_type)]

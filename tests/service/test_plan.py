@@ -266,7 +266,7 @@ def test_what_is_told_of_a_job_before_it_runs(world: World) -> None:
         world.http.post(f"/jobs/{job.json()['id']}/cancel")
         return {one["code"]: one["message"] for one in dry}
 
-    few = told(batching="packed")
+    few = told(batching={"type": "packed", "tokens_per_batch": 8192})
     assert set(few) == {"pairs", "few_steps"}
     assert "about 3 optimizer steps" in few["few_steps"] and "chat template" in few["pairs"]
     assert "15 optimizer steps" in told()["few_steps"]  # 40 rows, 8 a step, 3 epochs
@@ -278,4 +278,31 @@ def test_what_is_told_of_a_job_before_it_runs(world: World) -> None:
     assert (
         "0.001" in rate["learning_rate_of_another_method"]
         and "full fine-tuning" in rate["learning_rate_of_another_method"]
+    )
+
+
+def test_a_token_budget_that_is_left_out_looks_at_the_size_of_the_data(world: World) -> None:
+    """40 short rows in batches of 8,192 tokens were three optimizer steps."""
+
+    def asked(**axes: Any) -> dict[str, Any]:
+        answer = world.http.post("/jobs?dry_run=true", json={"model": MODEL, "data": world.file, **axes})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    for kind in ("packed", "tokens"):
+        assert asked(batching=kind)["spec"]["batching"]["tokens_per_batch"] == 64
+    job = world.http.post("/jobs", json={"model": MODEL, "data": world.file, "batching": "packed"}).json()
+    assert job["spec"]["batching"]["tokens_per_batch"] == 64, "what was told is what is stored"
+    world.http.post(f"/jobs/{job['id']}/cancel")
+    given = {"type": "packed", "tokens_per_batch": 8192}
+    assert asked(batching=given)["spec"]["batching"] == given
+    assert asked(batching="packed", training={"max_steps": 30})["spec"]["batching"]["tokens_per_batch"] == 8192
+    lines = b"".join(b'{"prompt": "%d %s", "completion": "yes"}\n' % (n, b"word " * 200) for n in range(1000))
+    jsonl = {"content-type": "application/jsonl"}
+    large = world.http.post("/files", params={"filename": "large.jsonl"}, content=lines, headers=jsonl).json()["id"]
+    assert asked(data=large, batching="packed")["spec"]["batching"]["tokens_per_batch"] == 7744
+    assert (
+        asked(data=large, batching="packed", training={"num_train_epochs": 10})["spec"]["batching"]["tokens_per_batch"]
+        == 8192
     )
