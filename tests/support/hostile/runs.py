@@ -171,6 +171,8 @@ def supervise(case: Case, tiny: Path, work: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, tiny: Path, part: int, of: int) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what trainers and libraries print is none
     from core.train.__main__ import importing
     from core.train.spare import imports
 
@@ -179,12 +181,12 @@ def main(folder: Path, tiny: Path, part: int, of: int) -> None:
     global ORDER
     ORDER = order(NOWHERE / "model", NOWHERE)
     take(Case("none", lambda folder: None), tiny, work := folder / "none")  # all that is loaded at the first use
-    print((work / "told.json").read_text(), flush=True)
+    print((work / "told.json").read_text(), file=answers, flush=True)
     gc.collect()
     gc.freeze()
     for number, case in enumerate(cases()):
         if number % of == part:
-            print(json.dumps(supervise(case, tiny, folder / str(number))), flush=True)
+            print(json.dumps(supervise(case, tiny, folder / str(number))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
