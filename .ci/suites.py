@@ -34,14 +34,14 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
     # Services mostly wait for one another, so that three processes fit two cores.
     "service": (
-        10,
+        14,
         ["service/test_boxes.py", "service/test_up.py", "service/test_life.py", "service"],
         ["-n", "3", *LONGEST_FIRST],
     ),
-    "train": (8.5, ["resume", "oracle", "train", "render"], ["-n", "2", *LONGEST_FIRST]),
+    "train": (10, ["resume", "oracle", "train", "render"], ["-n", "2", *LONGEST_FIRST]),
     "chaos": (6, ["chaos/test_seeded.py", "chaos"], ["-n", "2", *LONGEST_FIRST]),
-    "kernels": (2, ["kernels"], ["-n", "2"]),
-    "rest": (11, ["e2e/test_docs.py", "e2e", "unit", "db"], ["-n", "3", *LONGEST_FIRST]),
+    "kernels": (2.5, ["kernels"], ["-n", "2"]),
+    "rest": (13, ["e2e/test_docs.py", "e2e", "unit", "db"], ["-n", "3", *LONGEST_FIRST]),
 }
 
 AGAIN = (
