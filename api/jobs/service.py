@@ -104,7 +104,8 @@ class Jobs:
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
-            body = job_view(submit(session, actor, spec, bounds=Bounds.of(self._settings))) | {"notices": told}
+            job = submit(session, actor, spec, bounds=Bounds.of(self._settings))
+            body = job_view(job, training_attempts=0) | {"notices": told}
             if key is not None:
                 idempotency.keep(session, actor, key, body)
             return Answer(201, body)
@@ -123,7 +124,7 @@ class Jobs:
         for field, source in _sources(JobSpec.model_validate(again.spec)):
             if isinstance(source, FileSource):
                 _file(session, actor, source, field, share=True)
-        return job_view(again)
+        return job_view(again, training_attempts=0)
 
     def delete(self, actor: Actor, job_id: str, store: Store) -> dict[str, Any]:
         """Delete an ended job with all it has written. Raises NotFound, Conflict."""

@@ -56,7 +56,7 @@ def test_short_forms_are_resolved_and_the_job_waits(api: Any, chat: str) -> None
     assert resolved["data"]["train"] == {"type": "file", "id": chat, "format": "messages", "columns": {}}
     assert resolved["data"]["eval"]["format"] == "prompt_completion"
     shown = api.http.get(f"/jobs/{job['id']}").json()
-    assert shown["queue"]["reason"] and shown | {"queue": None} == job
+    assert shown["queue"]["reason"] and shown | {"queue": None, "notices": job["notices"]} == job
     with api.database.read() as session:
         row = session.execute(select(Job).where(Job.id == job["id"])).scalar_one()
         assert row.request_id == reply.headers["x-request-id"]

@@ -300,7 +300,7 @@ def _own_key(here: World, who: Caller) -> str:
 
 def test_nothing_of_another_project_shines_through(here: World, callers: dict[str, Caller]) -> None:
     key, lab, rivals = callers["member"].key, here.lab, here.rivals
-    missing = "file-" + "0" * 26
+    missing = "file-01" + "0" * 24  # one of zeros alone stands for a file that is not sent yet
 
     def ask(method: str, path: str, **more: Any) -> httpx.Response:
         return here.ask(method, path, key, **more)

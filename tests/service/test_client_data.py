@@ -62,7 +62,7 @@ def test_what_is_not_learned_is_asked_about(folder: Path) -> None:
     done = eft("data", "check", "labels.csv", cwd=folder)
     assert done.returncode == 0 and "`intent` is not learned" in done.stdout and told in done.stdout
     mapped = eft("data", "check", "labels.csv", *told.split(), cwd=folder)
-    assert "2 rows, prompt_completion" in mapped.stdout and "notice" not in mapped.stdout
+    assert "2 rows, prompt_completion" in mapped.stdout and "not learned" not in mapped.stdout
     seen = eft("data", "preview", "labels.csv", "--model", str(folder / "tiny"), cwd=folder)
     assert seen.returncode == 0 and "`intent` is not learned" in seen.stdout, seen.stderr
 
@@ -88,6 +88,7 @@ def test_columns_are_held_to_what_an_upload_is_held_to(folder: Path) -> None:
 
 def test_preview_shows_what_is_learned(folder: Path) -> None:
     arguments = ("data", "preview", "good.jsonl", "--model", "tiny", "--set", "training.max_length=16")
+    arguments += ("--set", "data.rendering.type=model", "--set", "data.rendering.pairs=joined")
     piped = eft(*arguments, cwd=folder)
     assert piped.returncode == 0, piped.stderr
     assert f"say 1:{OPEN} 1" in piped.stdout and "\x1b" not in piped.stdout
