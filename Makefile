@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # torch comes by itself: every platform has its own build.
 #   make … TORCH=rocm    the build for this box's AMD GPUs (ARCH=gfx1100: for that one), TORCH=cuda for NVIDIA's, and
 #   make … TORCH=cpu     which spares a box without GPUs the gigabytes of CUDA. Indexes, their sources and the day they
-#                        were read are in core/hardware/wheels.py.
+#                        were read are in core/hardware/tables/wheels.py.
 #   make … TORCH=torch==2.13.0 TORCH_INDEX=https://…    what you say
 # Without any of that it is PyPI's (CUDA on x86). The choice is remembered, and another one replaces what is installed.
 -include $(VENV)/torch.mk
@@ -36,7 +36,7 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Another torch: the one that is there goes first, since 2.13.0+cpu would do for torch==2.13.0, and stay.
 	@set -e; case "$(TORCH)" in \
-	  rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.pick $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
+	  rocm|cuda|cpu) picked=$$($(PYTHON) -m core.hardware.choose_torch $(TORCH) $(if $(ARCH),--arch $(ARCH))); set -- $$picked ;; \
 	  torch|torch[=\<\>~!\[\ ]*|*.whl) set -- "$(TORCH)" "$(TORCH_INDEX)" ;; \
 	  *) echo "TORCH=$(TORCH): rocm, cuda, cpu, a requirement of torch (torch==2.13.0), or a wheel's path or URL" >&2; exit 2 ;; \
 	esac; $(if $(ANOTHER_TORCH),$(PIP) uninstall -y torch;) $(PIP) install $${2:+--index-url "$$2"} "$$1"
@@ -86,8 +86,8 @@ check-style: $(VENV)/.test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m core.docs --check
-	@$(BIN)/python -m api.auth.table --check
-	@$(BIN)/python -m api.routes_page --check
+	@$(BIN)/python -m api.docs.policy_table --check
+	@$(BIN)/python -m api.docs.routes_page --check
 	@$(BIN)/python client/unasync.py --check
 
 fmt: $(VENV)/.test ## format and fix
@@ -96,8 +96,8 @@ fmt: $(VENV)/.test ## format and fix
 
 docs: $(VENV)/.app ## write the generated pages again
 	@$(BIN)/python -m core.docs
-	@$(BIN)/python -m api.auth.table
-	@$(BIN)/python -m api.routes_page
+	@$(BIN)/python -m api.docs.policy_table
+	@$(BIN)/python -m api.docs.routes_page
 	@$(BIN)/python client/unasync.py
 
 lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)

@@ -13,10 +13,11 @@ from typing import Any
 
 import uvicorn
 
-from api import connections, joining
+from api import joining
 from api.app import create_app
 from api.context import request_id
 from api.events.hub import Hub
+from api.http import connections
 from core import command, descriptors, health, logfile, private
 from core.errors import EftError
 from core.settings import SettingsError, crosses_in_clear, make_root, settings

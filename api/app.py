@@ -9,25 +9,26 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 
-from api import errors, health, reference
+from api import errors, health
 from api.auth.audit_router import router as audit_router
 from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
 from api.auth.policy import policy_of
 from api.auth.router import router as access_router
 from api.deps import Installation, authorise, only_known_parameters, public
+from api.docs import reference
 from api.events.hub import Hub
 from api.events.router import router as events_router
 from api.export.router import router as export_router
 from api.files.preview import router as preview_router
 from api.files.router import router as files_router
 from api.files.upload import remove_stale
+from api.http.body_limits import Limits
+from api.http.middleware import RequestContext
 from api.jobs.router import router as jobs_router
 from api.jobs.samples import router as samples_router
 from api.jobs.schemas import openapi_schemas
-from api.limits import Limits
 from api.metrics.router import router as metrics_router
-from api.middleware import RequestContext
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
@@ -83,8 +84,8 @@ def create_app(settings: Settings) -> FastAPI:
         description=DESCRIPTION,
         openapi_tags=TAGS,
         lifespan=lifespan,
-        openapi_url=None,  # it would be written anew for each request (api/reference.py)
-        docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/reference.py)
+        openapi_url=None,  # it would be written anew for each request (api/docs/reference.py)
+        docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/docs/reference.py)
         redoc_url=None,
         separate_input_output_schemas=False,
         redirect_slashes=False,  # the redirect would lead to whatever the Host header says

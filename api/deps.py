@@ -22,7 +22,7 @@ from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from api.files.checking import Checkers
-from api.limits import Limits
+from api.http.body_limits import Limits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
 from core.db.engine import Database

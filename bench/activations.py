@@ -50,9 +50,9 @@ from bench.report import compare, finish, hardware, show
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.failures import is_out_of_memory
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.activations import checkpoint_blocks
-from core.train.memory.inputs import Inputs
-from core.train.memory.unit import Keeps
+from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.policy import checkpoint_blocks
+from core.train.memory.offload.activations import Inputs
 from core.train.quant.model import QuantOptions
 from tests.support.live_bytes import LiveBytes
 

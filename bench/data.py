@@ -47,7 +47,7 @@ class Bench:
     def __init__(self, data: Path | None, layers: int) -> None:
         from bench import wheel
         from core.train.data.tokenise import tokenise
-        from core.train.load import load_tokenizer
+        from core.train.model.load import load_tokenizer
 
         self.layers = layers
         self.model_dir = wheel.model()
@@ -56,7 +56,7 @@ class Bench:
         self.dataset, self.report = tokenise(self.rows(), self.renderer(), LENGTH)
 
     def renderer(self) -> Any:
-        from core.spec.rendering import ModelTemplate
+        from core.spec.axes.rendering import ModelTemplate
         from core.train.render.options import RenderOptions
         from core.train.render.renderer import Renderer
 
@@ -74,7 +74,7 @@ class Bench:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from core.spec.training import LoRA
+        from core.spec.axes.training import LoRA
         from core.train.checkpoint.rng import seed_all
         from core.train.methods.lora import adapt_lora
 
@@ -127,7 +127,7 @@ class Bench:
         """Trained tokens a second in `STEPS` steps of an arm; `widest`: with its widest batch alone, once."""
         import torch
 
-        from core.spec.training import AdamW
+        from core.spec.axes.training import AdamW
         from core.train.attention.probe import prepare_packing
         from core.train.data.windows import RowFeed
         from core.train.engine import Engine
@@ -273,7 +273,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     before_torch()
-    from core.train.load import quiet
+    from core.train.model.load import quiet
 
     quiet()
     bench = Bench(options.data, options.layers)

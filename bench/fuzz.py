@@ -32,7 +32,7 @@ from box import broker
 from core import HOME
 from core.db import migrate
 from core.db.engine import Database
-from core.jobs import nodes
+from core.jobs.policies import nodes
 from core.settings import Settings
 from tests.support import postgres
 

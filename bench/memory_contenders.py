@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.spec.training import AdamW, LoRA
+from core.spec.axes.training import AdamW, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine
-from core.train.load import load_model
-from core.train.memory.image import load_from_disk
-from core.train.memory.stream import Streamed, stream_from_files, stream_from_host
+from core.train.memory.streaming.block_image import load_from_disk
+from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import QuantOptions, load_quantized

@@ -22,7 +22,7 @@ import torch
 from bench.memory_contenders import contender
 from bench.memory_ids import ids_of
 from bench.qlora_models import SHAPES, vocabulary_of
-from core.plan.headers import read_header
+from core.plan.models.headers import read_header
 from core.train.failures import is_out_of_memory
 
 STEPS, TOKENS, RANK = 2, 64, 4

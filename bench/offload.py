@@ -34,12 +34,12 @@ import torch
 from bench.qlora import quiet
 from bench.qlora_models import folder_of, vocabulary_of
 from bench.report import compare, finish, hardware, show
-from core.spec.training import AdamW
+from core.spec.axes.training import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine
-from core.train.load import load_model
-from core.train.memory.offload import Offload
+from core.train.memory.offload.optimizer import Offload
 from core.train.methods.full import adapt_full
+from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.updates import OnDevice
 from core.train.stages.sft import choose_sft_loss

@@ -1,8 +1,8 @@
 """Planned against measured memory: `python -m bench.plan [--device cuda] [--only NAME,…]`.
 
 For each combination of model shape, method, quantisation, batching, checkpointing and streaming a child process loads a
-model of random weights as a trainer does (core/train/build.py), takes two optimizer steps and an evaluation, and says
-how much memory that took; beside it the plan's `peak` for the same job, made before anything was loaded.
+model of random weights as a trainer does (core/train/model/build.py), takes two optimizer steps and an evaluation, and
+says how much memory that took; beside it the plan's `peak` for the same job, made before anything was loaded.
 
 Measured is, on a GPU, `torch.cuda.max_memory_allocated`. On a CPU it is the kernel's own figure for the process: the
 high-water mark of its resident set (VmHWM, set back by writing 5 to /proc/self/clear_refs once the model is loaded:
@@ -143,20 +143,20 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     import numpy as np
 
     from bench.qlora_models import tokenizer_for
+    from core.spec.axes.training import Packed
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
     from core.spec.settled import method_of
-    from core.spec.training import Packed
     from core.train.attention.probe import prepare_packing
-    from core.train.build import build_model
+    from core.train.base.events import Unheard
     from core.train.data.dataset import TokenDataset, eval_batches
     from core.train.engine import Engine
     from core.train.evaluate import measure as evaluate
-    from core.train.events import Unheard
-    from core.train.load import quiet
+    from core.train.model.build import build_model
+    from core.train.model.load import quiet
+    from core.train.model.placement import place
     from core.train.optim.optimizers import build_optimizer
     from core.train.optim.updates import OnDevice
-    from core.train.placement import place
     from core.train.stages.sft import choose_sft_loss
 
     quiet()
@@ -267,7 +267,7 @@ def make(folder: Path, about: dict[str, Any], *, small: bool) -> None:
 def planned(work: Path, combination: Combination, device_name: str) -> Any:
     from core.plan.device import Device
     from core.plan.memory import plan
-    from core.plan.shape import Shape
+    from core.plan.models.shape import Shape
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
 

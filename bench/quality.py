@@ -32,7 +32,7 @@ import torch
 from bench import wheel
 from bench.qlora import Tee, quiet
 from bench.report import finish, hardware
-from core.spec.pairs import WAYS, Way, asked, bordered
+from core.spec.axes.pairs import WAYS, Way, asked, bordered
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "voice-intents"
@@ -84,12 +84,12 @@ def trained(
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from core.spec.run import EVENTS_FILE, ORDER_FILE, RunOrder
+    from core.spec.run.contract import EVENTS_FILE, ORDER_FILE, RunOrder
     from core.spec.settled import method_of
-    from core.train.build import build_model
-    from core.train.events import EventWriter
-    from core.train.load import load_tokenizer
-    from core.train.placement import place
+    from core.train.base.events import EventWriter
+    from core.train.model.build import build_model
+    from core.train.model.load import load_tokenizer
+    from core.train.model.placement import place
     from core.train.ranks.group import ALONE
     from core.train.recipe import run
     from tests.support.trainer import write_run
@@ -190,7 +190,7 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, model_dir: Path, train: Sequence[Pair], held_out: Sequence[Pair]
 ) -> dict[str, dict[str, Any]]:
-    from core.train.load import load_tokenizer
+    from core.train.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir)
     print(
@@ -233,7 +233,7 @@ def one(
     seed: int,
     options: argparse.Namespace,
 ) -> Run:
-    from core.train.load import load_tokenizer
+    from core.train.model.load import load_tokenizer
 
     began, rows = time.process_time(), [json.loads(line) for line in files[1].read_text().splitlines()]
     reported, (model, autocast) = trained(folder, model_dir, files, way, method, seed, options.epochs)

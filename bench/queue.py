@@ -28,8 +28,9 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Event, Job, OutboxMessage, Project, Usage, User
 from core.ids import new_id
-from core.jobs import claims, line, outbox, relay
-from core.jobs.claims import Slot
+from core.jobs.lifecycle import claims, outbox, relay
+from core.jobs.lifecycle.claims import Slot
+from core.jobs.scheduling import queue_order
 from tests.support import postgres
 
 OWNED = {"owner_id": "user-1", "project_id": "project-1"}
@@ -95,7 +96,7 @@ def claim_seconds(database: Database, count: int, offset: int) -> float:
 
 def plan(database: Database) -> list[str]:
     """The database's own account of how it finds the next job."""
-    query = line.heads("train", line.ready(0.0, None, None))
+    query = queue_order.heads("train", queue_order.ready(0.0, None, None))
     compiled = str(query.compile(database._writer, compile_kwargs={"literal_binds": True}))
     with database.read() as session:
         prefix = "EXPLAIN QUERY PLAN " if database.is_sqlite else "EXPLAIN "

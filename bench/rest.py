@@ -14,7 +14,7 @@ from typing import Any
 from bench.report import finish, hardware
 from bench.server import cpu_seconds, memory_mib
 from tests.support.service import Service, wait_for
-from worker import processes
+from worker.attempt import processes
 
 SETTLE_SECONDS = 10.0
 
@@ -47,7 +47,7 @@ def _spare(worker: int) -> int | None:
         path = Path(f"/proc/{process.pid}")
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == worker and b"core.train.spare" in (path / "cmdline").read_bytes():
+            if parent == worker and b"core.train.entry.standby" in (path / "cmdline").read_bytes():
                 return process.pid
         except FileNotFoundError:
             continue  # it has just ended

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import wheel
 from bench.report import finish, in_turn, show
-from core.spec.training import LoRA
+from core.spec.axes.training import LoRA
 from core.train.__main__ import before_torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ METHOD = LoRA(r=16, lora_alpha=32)
 
 def ours(model_dir: Path, steps: int, batch: int) -> float:
     """Tokens a second of a whole run of `python -m core.train`, by its own count of the time in training steps."""
-    from core.spec.run import EVENTS_FILE
+    from core.spec.run.contract import EVENTS_FILE
     from core.train.recipe import run
     from tests.support.trainer import write_run
 
@@ -55,14 +55,14 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from transformers import AutoTokenizer
 
     from bench.trl_peer import Clock, InOrder, config
-    from core.spec.run import DataOrder
+    from core.spec.run.contract import DataOrder
     from core.train.batch import IGNORE_INDEX
     from core.train.checkpoint.rng import seed_all
     from core.train.data.order import BatchOrder
     from core.train.data.reader import read_rows
     from core.train.data.tokenise import tokenise
-    from core.train.load import load_model
     from core.train.methods.lora import adapt_lora
+    from core.train.model.load import load_model
     from core.train.render.options import RenderOptions
     from core.train.render.renderer import Renderer
 

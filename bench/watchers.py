@@ -28,12 +28,12 @@ from bench.report import compare, finish, hardware, show
 from bench.server import Server, cpu_seconds
 from core import HOME
 from core.db.engine import Database
-from core.jobs import relay
-from core.jobs.claims import Slot, claim, running
-from core.jobs.finish import RetryPolicy, Succeeded
-from core.jobs.finish import finish as end
-from core.jobs.transitions import Token
-from core.train.events import EventWriter
+from core.jobs.lifecycle import relay
+from core.jobs.lifecycle.claims import Slot, claim, running
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded
+from core.jobs.lifecycle.finish import finish as end
+from core.jobs.lifecycle.transitions import Token
+from core.train.base.events import EventWriter
 
 
 def write_events(path: Path, seconds: float) -> None:

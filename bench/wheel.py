@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from core.spec.model import GGUFModel
+from core.spec.axes.model import GGUFModel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,7 +20,7 @@ def gguf() -> Path:
 
 def model() -> Path:
     """Its folder in Hugging Face format; converted once, under build/."""
-    from core.train.prepare import prepare_model
+    from core.train.entry.prepare import prepare_model
 
     source = GGUFModel(path=str(gguf()))
     return prepare_model(source, ROOT / "build" / "test-models", None, True, lambda *_: None).model_dir

@@ -24,11 +24,12 @@ import core
 from core import command, logfile, private
 from core.errors import EftError
 from core.settings import SettingsError, make_root, settings
-from worker import joining, messages
-from worker.agent import Agent
-from worker.attempt import DATABASE_AWAY
-from worker.housekeeping import BrokerAway
-from worker.node import NotNow, Refused
+from worker import messages
+from worker.agent.agent import Agent
+from worker.attempt.attempt import DATABASE_AWAY
+from worker.preflight import joining
+from worker.preflight.node import NotNow, Refused
+from worker.upkeep.housekeeping import BrokerAway
 
 QUEUE = "eft"
 if Path(__file__).resolve().parent.parent != core.HOME:

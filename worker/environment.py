@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from core.hardware import faults
 from core.hardware.discover import Gpu, visible_env
-from core.jobs.claims import Kind
+from core.hardware.tables import faults
+from core.jobs.lifecycle.claims import Kind
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 ALLOWED_DEVICE = re.compile(
@@ -41,8 +41,8 @@ def child_environment(
     """Variables for one child, which sees `gpu` alone (None: no GPU), or with it the GPUs `beside` it of a job of
     several ranks: rank 0 computes on `gpu`, the others on those, in their order.
 
-    Known faults of the GPU's architecture are routed around (core/hardware/faults.py); `arch` names it for a spare,
-    which sees no GPU yet. `cure`: variables without which the self-test of the device found a fault.
+    Known faults of the GPU's architecture are routed around (core/hardware/tables/faults.py); `arch` names it for a
+    spare, which sees no GPU yet. `cure`: variables without which the self-test of the device found a fault.
 
     `threads` is how many CPU threads it, or each of its ranks, may use, always set, because the order of floating point
     sums, and with it a resume to the bit, depends on their number.

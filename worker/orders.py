@@ -9,17 +9,17 @@ from typing import Any, assert_never
 
 from core.errors import EftError, SpecError
 from core.hardware.selftest import Verdict
-from core.jobs import settle
-from core.jobs.claims import Claim
-from core.jobs.ready import SHAPE, WHOLE
+from core.jobs.admission import auto_method
+from core.jobs.admission.ready import SHAPE, WHOLE
+from core.jobs.lifecycle.claims import Claim
 from core.plan import compatibility
-from core.plan.headers import read_json
-from core.plan.shape import Shape
+from core.plan.models.headers import read_json
+from core.plan.models.shape import Shape
 from core.settings import Settings
-from core.spec.data import FileSource, HubDataset, PathSource, singles
+from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.run import CHECKPOINTS, DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
+from core.spec.run.contract import CHECKPOINTS, DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.worker")
@@ -58,7 +58,7 @@ def run_order(
 ) -> RunOrder:
     """`selftest`: what is known of the slot's device. Raises ModelGone, or another EftError for data that is not there
     or not allowed."""
-    spec = settle.effective(claim.spec, claim.settled, claim.adjusted)
+    spec = auto_method.effective(claim.spec, claim.settled, claim.adjusted)
     refused = compatibility.check(spec, preview=claim.kind == "preview")
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
@@ -106,7 +106,7 @@ def run_order(
         held_at=held_at,
         world_size=len(claim.slots),
         selftest=None if selftest is None else selftest.model_dump(mode="json"),
-        settled=None if claim.settled is None else claim.settled | {"words": settle.words(claim.settled)},
+        settled=None if claim.settled is None else claim.settled | {"words": auto_method.words(claim.settled)},
         memory_limit=limit,
         helper_limit=_prepare_limit(settings),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,

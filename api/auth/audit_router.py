@@ -14,7 +14,7 @@ from api.deps import After, Here, Limit
 from api.errors import responses
 from api.fields import QueryMoment
 from core.errors import NotFound
-from core.jobs import audit
+from core.jobs.policies import audit
 
 router = APIRouter(tags=["access"])
 

@@ -8,8 +8,8 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import ApiKey, User
 from core.errors import Unauthorized
-from core.jobs import audit
-from core.jobs.transitions import Actor
+from core.jobs.lifecycle.transitions import Actor
+from core.jobs.policies import audit
 
 
 class Reused(Unauthorized):

@@ -20,7 +20,7 @@ from core import command, private
 from core.db.engine import Database, db_now
 from core.db.tables import Project, User
 from core.errors import Conflict, EftError
-from core.jobs import audit
+from core.jobs.policies import audit
 from core.settings import settings
 from core.storage.layout import write_private
 

@@ -13,13 +13,13 @@ from sqlalchemy.orm import Session
 
 from api.auth import people, schemas
 from api.auth.policy import ManagingOrOperating, Operating, Principal, ReadingOrOperating, Role
-from api.body import json_body, read_json
 from api.deps import Here, Installation
 from api.errors import responses
-from api.once import Asked, answer
+from api.http.body import json_body, read_json
+from api.http.once import Asked, answer
 from core.db.tables import Project, User
 from core.errors import NotFound
-from core.jobs import limits
+from core.jobs.policies import quotas
 
 router = APIRouter(tags=["access"])
 
@@ -112,7 +112,7 @@ def list_projects(asking: ReadingOrOperating, here: Here) -> Response:
         query = query.where(Project.id == asking.project_id)
     with here.database.read() as session:
         projects = session.execute(query).scalars().all()
-        allowed = limits.preemptible(session, [project.id for project in projects])
+        allowed = quotas.preemptible(session, [project.id for project in projects])
         return JSONResponse({"data": [schemas.project_view(one, one.id in allowed) for one in projects]})
 
 
@@ -149,7 +149,7 @@ def show_project(project: ProjectName, asking: ReadingOrOperating, here: Here) -
     """Its id, its name, since when there is one, and what its admins have decided."""
     with here.database.read() as session:
         found = _project(session, asking, project)
-        return JSONResponse(schemas.project_view(found, bool(limits.preemptible(session, [found.id]))))
+        return JSONResponse(schemas.project_view(found, bool(quotas.preemptible(session, [found.id]))))
 
 
 @router.patch(
@@ -166,7 +166,7 @@ async def change_project(request: Request, project: ProjectName, asking: Managin
 
     def change(session: Session) -> dict[str, Any]:
         where = _project(session, asking, project)
-        limits.set_preemptible(session, asking, where.id, wish.preemptible)
+        quotas.set_preemptible(session, asking, where.id, wish.preemptible)
         return schemas.project_view(where, wish.preemptible)
 
     return await _written(here, change)

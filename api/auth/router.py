@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 from api.auth import keyring, schemas
 from api.auth.keyring import Shown
 from api.auth.policy import Knowing, MakingKeys, ReadingOrOperating
-from api.body import json_body, read_json
 from api.deps import After, Here, Limit
 from api.errors import printable, responses
-from api.once import Asked, answer
+from api.http.body import json_body, read_json
+from api.http.once import Asked, answer
 from core.errors import NotFound
 
 router = APIRouter(tags=["access"])

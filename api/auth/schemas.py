@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from api.auth.policy import Principal, Right, Role, Scope
 from api.auth.service import rights_of
-from api.body import Body
 from api.fields import Name, trimmed, unmistakable
+from api.http.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import ApiKey, Audit, Membership, Project, User
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from core.db.engine import Database
 from core.db.tables import Event
-from core.jobs import queries
-from core.jobs.queries import Head
-from core.jobs.states import FINAL, Status
+from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.views import queries
+from core.jobs.views.queries import Head
 
 log = logging.getLogger("eft.api.events")
 

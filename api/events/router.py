@@ -21,8 +21,8 @@ from api.auth.policy import Principal, Reading
 from api.deps import Here, Installation, JobId
 from api.errors import BadRequest, responses
 from api.events.hub import view
-from core.jobs import queries
-from core.jobs.submit import Actor, find
+from core.jobs.lifecycle.submit import Actor, find
+from core.jobs.views import queries
 
 router = APIRouter(tags=["jobs"])
 log = logging.getLogger("eft.api.events")

@@ -13,9 +13,9 @@ from api.auth.policy import Managing
 from api.deps import Here
 from api.errors import responses
 from api.export.contents import Exporter
-from api.ranges import disposition
+from api.http.ranges import disposition
 from core.errors import NotFound
-from core.jobs import audit
+from core.jobs.policies import audit
 
 router = APIRouter(tags=["access"])
 

@@ -1,11 +1,11 @@
-"""Uploads stay within the budgets of the data root (core/jobs/budget.py)."""
+"""Uploads stay within the budgets of the data root (core/jobs/policies/budget.py)."""
 
 from __future__ import annotations
 
 from core.db.engine import Database
 from core.errors import NoSpace
-from core.jobs import budget
-from core.jobs.budget import Budget
+from core.jobs.policies import budget
+from core.jobs.policies.budget import Budget
 from core.settings import Settings
 
 

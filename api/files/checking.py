@@ -19,7 +19,7 @@ from core import HOME
 from core.data import apart
 from core.data.check import FileReport
 from core.errors import TooLarge
-from core.spec.data import Format
+from core.spec.axes.data import Format
 
 MOST = 64
 """Uploads that one API process checks at the same time; most of them wait for their client."""

@@ -15,18 +15,19 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
-from api.body import read_body
 from api.deps import FileId, Here, Installation
 from api.errors import printable, responses
+from api.http.body import read_body
+from api.http.once import Asked, Once, answer, earlier
 from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode
-from api.once import Asked, Once, answer, earlier
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
-from core.jobs import previews, queries
-from core.jobs.states import FINAL, Status
-from core.jobs.submit import Actor
-from core.jobs.volume import Bounds
+from core.jobs.lifecycle import previews
+from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.lifecycle.submit import Actor
+from core.jobs.policies.volume import Bounds
+from core.jobs.views import queries
 
 router = APIRouter(tags=["files"])
 

@@ -18,9 +18,9 @@ from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest
 from api.files import budget, schemas, service
 from api.files.form import Form
 from api.files.upload import FORMATS, Upload, checked_filename
-from api.once import Asked, answer
-from api.ranges import FileReply
-from core.jobs import queries
+from api.http.once import Asked, answer
+from api.http.ranges import FileReply
+from core.jobs.views import queries
 
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@ from api.files.upload import Stored
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Conflict
-from core.jobs import audit, queries
-from core.jobs.submit import Actor
+from core.jobs.lifecycle.submit import Actor
+from core.jobs.policies import audit
+from core.jobs.views import queries
 from core.storage.store import Store
 
 

@@ -20,7 +20,7 @@ from core.data.check import FileReport
 from core.errors import DataError, NoSpace, TooLarge, beyond
 from core.ids import new_id
 from core.settings import Settings
-from core.spec.data import Column, Format, Readable, RowFormat
+from core.spec.axes.data import Column, Format, Readable, RowFormat
 from core.storage.layout import Layout
 from core.storage.store import Store
 

@@ -10,12 +10,12 @@ from sqlalchemy.orm import Session
 from api.jobs import plan
 from api.jobs.sizing import estimated_tokens
 from core.errors import Fault
-from core.jobs import adjust, lengths
+from core.jobs.admission import lengths, oom_backoff
 from core.plan import advice
-from core.spec.data import format_of
+from core.spec.axes.data import format_of
+from core.spec.axes.pairs import told
+from core.spec.axes.training import Auto, Full, LoRA, Rows
 from core.spec.job import JobSpec
-from core.spec.pairs import told
-from core.spec.training import Auto, Full, LoRA, Rows
 
 
 def notices(session: Session, project_id: str, spec: JobSpec, planned: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _steps(session: Session, project_id: str, spec: JobSpec) -> tuple[int | None
         tokens = estimated_tokens(session, project_id, spec) if spec.data.split is None else None
         if tokens is None:
             return None, True
-    step = adjust.micro_batch(spec)[0] * spec.training.gradient_accumulation_steps * spec.resources.gpus
+    step = oom_backoff.micro_batch(spec)[0] * spec.training.gradient_accumulation_steps * spec.resources.gpus
     return max(1, math.ceil(math.ceil(tokens / step) * spec.training.num_train_epochs)), True
 
 

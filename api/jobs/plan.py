@@ -14,17 +14,17 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Attempt, File, Job
 from core.errors import EftError, ModelError, SpecError
-from core.jobs import adjust, fit, lengths, ready, settle, shapes
-from core.jobs.lengths import Rows
-from core.jobs.places import Seat
-from core.jobs.slots import Needs, PlanNeeds, Slot
-from core.jobs.states import Status
+from core.jobs.admission import auto_method, fit, lengths, oom_backoff, ready, shapes
+from core.jobs.admission.lengths import Rows
+from core.jobs.lifecycle.states import Status
+from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.slots import Needs, PlanNeeds, Slot
 from core.plan.memory import Item, Plan, plan
-from core.plan.shape import Shape
-from core.spec import training
-from core.spec.data import FileSource, singles
+from core.plan.models.shape import Shape
+from core.spec.axes import training
+from core.spec.axes.data import FileSource, singles
+from core.spec.axes.model import GGUFModel, HubModel, LocalModel
 from core.spec.job import JobSpec
-from core.spec.model import GGUFModel, HubModel, LocalModel
 
 RECENT = 200
 """Jobs of the project that are looked through for the pace of one like it."""
@@ -157,7 +157,7 @@ def _place(
     seats: Sequence[Seat],
 ) -> dict[str, Any]:
     slot = seats[0].slot
-    settled = settle.settle(spec, shape, rows.longest, slot)
+    settled = auto_method.settle(spec, shape, rows.longest, slot)
     lacks = Needs.of(spec.resources).missing(slot)
     short = [] if takes is None else takes.missing(slot)
     fits = takes is not None and not (lacks or short)
@@ -185,7 +185,7 @@ def _place(
 
 def _unplaced(spec: JobSpec, shape: Shape, rows: Rows) -> dict[str, Any]:
     """Where no slot is registered: a GPU of which nothing is known."""
-    settled = settle.settle(spec, shape, rows.longest, fit.GPU)
+    settled = auto_method.settle(spec, shape, rows.longest, fit.GPU)
     planned = plan(settled.spec, shape, longest=rows.longest, device=fit.device_of(fit.GPU))
     return (
         {
@@ -205,10 +205,10 @@ def _unplaced(spec: JobSpec, shape: Shape, rows: Rows) -> dict[str, Any]:
     )
 
 
-def _method(spec: JobSpec, settled: settle.Settled) -> dict[str, Any]:
+def _method(spec: JobSpec, settled: auto_method.Settled) -> dict[str, Any]:
     runs = settled.spec
     assert runs.quantization is not None  # resolved
-    batch = adjust.words(settled.adjusted)
+    batch = oom_backoff.words(settled.adjusted)
     notice = f"its micro-batch does not fit, and it would run with {batch}"
     if not settled.fits:
         notice = f"the bytes are those with {batch}, the least that it can be cut to"
@@ -218,7 +218,7 @@ def _method(spec: JobSpec, settled: settle.Settled) -> dict[str, Any]:
             "quantization": runs.quantization.type,
             "stream": runs.memory.stream.type,
             "gradient_checkpointing": runs.memory.gradient_checkpointing,
-            "rung": settled.rung.name if settle.is_open(spec.model_dump(mode="json"), None) else None,
+            "rung": settled.rung.name if auto_method.is_open(spec.model_dump(mode="json"), None) else None,
             "reason": settled.reason,
             "rejected": [{"rung": name, "reason": why} for name, why in settled.rejected],
         },
@@ -250,7 +250,7 @@ def _items(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict[str, Any]:
-    size, field, _ = adjust.micro_batch(spec)
+    size, field, _ = oom_backoff.micro_batch(spec)
     steps_known, why = steps(session, project_id, spec, rows)
     accumulation = spec.training.gradient_accumulation_steps
     return {
@@ -319,7 +319,7 @@ def _tokens(spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
     steps = spec.training.max_steps
     if steps is None:
         return round(rows.epoch_tokens * spec.training.num_train_epochs), "the tokens that a preview has counted"
-    size = spec.training.gradient_accumulation_steps * spec.resources.gpus * adjust.micro_batch(spec)[0]
+    size = spec.training.gradient_accumulation_steps * spec.resources.gpus * oom_backoff.micro_batch(spec)[0]
     each = rows.epoch_tokens / rows.epoch_rows if isinstance(spec.batching, training.Rows) else 1.0
     return round(steps * size * each), f"{steps} steps of the mean row that a preview has counted"
 

@@ -12,20 +12,22 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
-from api.body import json_body, read_body, read_json
 from api.deps import After, Here, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.fields import QueryMoment, cell
+from api.http.body import json_body, read_body, read_json
+from api.http.once import Asked, answer, earlier
+from api.http.ranges import FileReply
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
-from api.once import Asked, answer, earlier
 from api.queue.desk import desk
 from api.queue.schemas import place_view
-from api.ranges import FileReply
 from core.errors import Fault, NotFound
-from core.jobs import explain, places, priority, queries
-from core.jobs.states import Status
-from core.jobs.submit import cancel, find, pause, resume
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import cancel, find, pause, resume
+from core.jobs.policies import priority
+from core.jobs.scheduling import cluster
+from core.jobs.views import explain, queries
 
 router = APIRouter(tags=["jobs"])
 
@@ -138,7 +140,7 @@ def list_jobs(
             after=after,
             limit=limit,
         )
-        held = places.held(session, [job.id for job in page.items if job.node is not None])
+        held = cluster.held(session, [job.id for job in page.items if job.node is not None])
         tries = queries.training_attempts(session, [job.id for job in page.items])
     data = [
         schemas.job_view(job, slots=held.get(job.id, []), training_attempts=tries.get(job.id, 0), listed=True)
@@ -161,7 +163,7 @@ def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
         job = find(session, asking, job_id)
         told = explain.job(session, desk(here), job)
         place = None if told is None else place_view(told)
-        slots = places.held(session, [job.id]).get(job.id, [])
+        slots = cluster.held(session, [job.id]).get(job.id, [])
         tries = queries.training_attempts(session, [job.id]).get(job.id, 0)
         return JSONResponse(schemas.job_view(job, place, slots, training_attempts=tries))
 

@@ -14,7 +14,7 @@ from api.deps import Here, JobId
 from api.errors import responses
 from core.db.tables import Event, Job
 from core.errors import NotFound
-from core.jobs.submit import find
+from core.jobs.lifecycle.submit import find
 
 router = APIRouter(tags=["jobs"])
 

@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.body import Body
+from api.http.body import Body
 from api.jobs import plan_schemas
 from core.db.tables import Artifact, Job
-from core.jobs.deletion import Freed
+from core.jobs.lifecycle.deletion import Freed
 from core.spec.job import JobSpec
 
 _ID = "job-01kar3v8x5m2h6n9qst4wyz0bc"

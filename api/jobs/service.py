@@ -12,8 +12,8 @@ from typing import Any, Literal, assert_never
 
 from sqlalchemy.orm import Session
 
-from api import idempotency
 from api.errors import UnsupportedMediaType, printable
+from api.http import idempotency
 from api.jobs import advice, plan
 from api.jobs.schemas import deleted_view, job_view
 from api.jobs.sizing import sized
@@ -21,16 +21,19 @@ from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
-from core.jobs import deletion, limits, queries, retention, settle
-from core.jobs.submit import Actor, find, retry, submit
-from core.jobs.volume import Bounds
+from core.jobs.admission import auto_method
+from core.jobs.lifecycle import deletion
+from core.jobs.lifecycle.submit import Actor, find, retry, submit
+from core.jobs.policies import quotas, retention
+from core.jobs.policies.volume import Bounds
+from core.jobs.views import queries
 from core.plan.compatibility import check
 from core.settings import Settings
 from core.spec import hints
-from core.spec.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
+from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
+from core.spec.axes.model import GGUFModel, HubModel, LocalModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
-from core.spec.model import GGUFModel, HubModel, LocalModel
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from core.storage.store import Store
@@ -77,7 +80,7 @@ class Jobs:
         if dry_run:
             checked = self.resolved(actor, document, unsent=True)
             with self._database.read() as session:
-                limits.check_priority(session, actor.project_id, checked.priority)
+                quotas.check_priority(session, actor.project_id, checked.priority)
                 planned, words = plan.view(session, actor.project_id, checked, free=self._free())
                 told = advice.notices(session, actor.project_id, checked, planned)
             resolved = checked.model_dump(mode="json")
@@ -115,7 +118,7 @@ class Jobs:
         self._layout.require_space(self._settings.min_free_bytes)
         with self._database.read() as session:
             old = find(session, actor, job_id)
-            spec = settle.effective(old.spec, old.settled, old.adjusted or {})
+            spec = auto_method.effective(old.spec, old.settled, old.adjusted or {})
         self._refuse_what_fits_nowhere(actor, spec)
 
     def retry(self, session: Session, actor: Actor, job_id: str) -> dict[str, Any]:
@@ -165,7 +168,7 @@ class Jobs:
 
     def resolved(self, actor: Actor, document: Any, *, preview: bool = False, unsent: bool = False) -> JobSpec:
         """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained; `unsent`: it may
-        name files that are not uploaded yet (core/spec/data.py, UNSENT).
+        name files that are not uploaded yet (core/spec/axes/data.py, UNSENT).
 
         Raises SpecError, with a fault for every wrong field.
         """

@@ -10,9 +10,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import File
-from core.spec.data import FileSource, singles
+from core.spec.axes.data import FileSource, singles
+from core.spec.axes.training import Rows
 from core.spec.job import JobSpec
-from core.spec.training import Rows
 
 BYTES_A_TOKEN = 4
 """Bytes of a file for each token of its rows, JSON included; an estimate that errs towards more tokens."""

@@ -14,11 +14,13 @@ from api.metrics.exposition import Family, Histogram
 from core import __version__
 from core.db.engine import db_now
 from core.db.tables import QUEUED, DeletedJobs, Delivery, Job, Metric, Node, Project, Webhook
-from core.jobs import budget, explain, places
-from core.jobs.deletion import WAITS, wait_bucket
-from core.jobs.explain import Desk
-from core.jobs.places import Seat
-from core.jobs.states import Status
+from core.jobs.lifecycle.deletion import WAITS, wait_bucket
+from core.jobs.lifecycle.states import Status
+from core.jobs.policies import budget
+from core.jobs.scheduling import cluster
+from core.jobs.scheduling.cluster import Seat
+from core.jobs.views import explain
+from core.jobs.views.explain import Desk
 
 EXPLAINED = 100
 """Waiting jobs of each phase whose reason is found out at a scrape; the others count under `not_looked_at`."""
@@ -33,7 +35,7 @@ OF_A_STEP = {
 def collect(session: Session, desk: Desk) -> list[Family]:
     names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
     now = float(session.execute(select(db_now())).scalar_one())
-    seats = [seat for seat in places.seats(session, now, desk.silent_after) if seat.slot.phase == "train"]
+    seats = [seat for seat in cluster.seats(session, now, desk.silent_after) if seat.slot.phase == "train"]
     build = Family("eft_build_info", "gauge", "1; its label says which version answers")
     build.add(1, version=__version__)
     return [

@@ -17,10 +17,10 @@ from api.auth.policy import Operating, ReadingOrOperating
 from api.deps import Here, Installation
 from api.errors import responses
 from api.fields import shown
+from api.http.once import Asked, answer
 from api.nodes import schemas
-from api.once import Asked, answer
-from core.jobs import nodes
-from core.jobs.submit import Actor
+from core.jobs.lifecycle.submit import Actor
+from core.jobs.policies import nodes
 
 router = APIRouter(tags=["nodes"])
 

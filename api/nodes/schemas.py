@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from api.jobs.schemas import iso
-from core.jobs.nodes import Box
+from core.jobs.policies.nodes import Box
 
 _NODE: dict[str, Any] = {
     "name": "box-1",

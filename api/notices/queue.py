@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from api.notices.post import Answer
 from core.db.engine import db_now
 from core.db.tables import Delivery, Webhook
-from core.jobs import audit
+from core.jobs.policies import audit
 
 DAY = 86400.0
 PENDING = text("webhook_deliveries.state = 'pending'")

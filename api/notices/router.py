@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Managing, Principal, Reading
-from api.body import json_body, read_json
 from api.deps import After, Here, Installation, Limit
 from api.errors import printable, responses
+from api.http.body import json_body, read_json
+from api.http.once import Asked, Once, answer, earlier
 from api.notices import schemas, service
-from api.once import Asked, Once, answer, earlier
 from core.errors import NotFound
 
 router = APIRouter(tags=["webhooks"])

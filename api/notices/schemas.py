@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from api.body import Body
 from api.fields import trimmed
+from api.http.body import Body
 from api.jobs.schemas import iso
 from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from core.db.tables import Delivery, Webhook
-from core.jobs.notices import EVENTS
+from core.jobs.deliveries import EVENTS
 
 EventName = Literal["job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled"]
 assert set(EVENTS.values()) == set(EventName.__args__)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Sends what is written down (core/jobs/notices.py): one API process leads, each target has a thread while it is told.
+"""Sends what is written down (core/jobs/deliveries.py): one API process leads, each target has a thread while it is
+told.
 
 At least once: an attempt whose outcome could not be written is made again, with the same `webhook-id`.
 """
@@ -19,7 +20,7 @@ from api.notices.queue import DAY, Due, Patience
 from api.notices.render import message, valid
 from core.db.engine import Database
 from core.ids import new_id
-from core.jobs import leader
+from core.jobs.lifecycle import leader
 from core.settings import Settings
 
 log = logging.getLogger("eft.api.notices")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from core.jobs import budget
-from core.jobs.budget import Budget
-from core.jobs.explain import Desk
+from core.jobs.policies import budget
+from core.jobs.policies.budget import Budget
+from core.jobs.views.explain import Desk
 
 if TYPE_CHECKING:
     from api.deps import Installation

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.body import Body
 from api.fields import Moment, Name, Slot, Words
+from api.http.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import Hold, Maintenance
-from core.jobs.holds import Held
-from core.jobs.places import Seat
+from core.jobs.policies.holds import Held
+from core.jobs.scheduling.cluster import Seat
 
 _JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 

@@ -10,14 +10,15 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, Principal, ReadingOrOperating, Writing
-from api.body import json_body, read_json
 from api.deps import Here, Installation
 from api.errors import responses
+from api.http.body import json_body, read_json
+from api.http.once import Asked, Once, answer
 from api.jobs.schemas import iso
-from api.once import Asked, Once, answer
 from api.queue import gpu_schemas as schemas
 from core.db.engine import db_now
-from core.jobs import holds, places
+from core.jobs.policies import holds
+from core.jobs.scheduling import cluster
 
 router = APIRouter(tags=["queue"])
 
@@ -33,7 +34,7 @@ def list_gpus(asking: ReadingOrOperating, here: Here) -> Response:
     """Every slot that trains: what it is, whether it is free, and if not, who has it: a job, a hold, somebody's own
     process outside eft (with its number and user)."""
     with here.database.read() as session:
-        seats = places.seats(session, _now(session), here.settings.lease_seconds)
+        seats = cluster.seats(session, _now(session), here.settings.lease_seconds)
     data = [schemas.gpu_view(seat, asking.project_id) for seat in seats if seat.slot.phase == "train"]
     return JSONResponse({"data": data})
 
@@ -54,7 +55,7 @@ def gpu_history(
     """What it was used for, newest first: jobs and holds."""
     with here.database.read() as session:
         one = holds.place(session, gpu, "gpu")
-        spans = places.history(session, one.node, one.slot, limit)
+        spans = cluster.history(session, one.node, one.slot, limit)
     data = []
     for span in spans:
         shown = span.what != "job" or span.project_id == asking.project_id

@@ -14,15 +14,16 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
-from api.body import json_body, read_json
 from api.deps import Here
 from api.errors import BadRequest, responses
 from api.fields import QueryDay, cell
-from api.once import Asked, answer, earlier
+from api.http.body import json_body, read_json
+from api.http.once import Asked, answer, earlier
 from api.queue import schemas
 from api.queue.desk import desk
 from core.db.tables import Limit
-from core.jobs import explain, limits, retention, usage
+from core.jobs.policies import quotas, retention, usage
+from core.jobs.views import explain
 
 router = APIRouter(tags=["queue"])
 _EPOCH = date(1970, 1, 1)
@@ -50,7 +51,7 @@ def show_queue(
         told = explain.queue(session, desk(here), limit)
         more = explain.beyond(session, told, limit)
         ids = {one.job.owner_id for one in told} | {one.job.project_id for one in told}
-        names = limits.names(session, ids)
+        names = quotas.names(session, ids)
     data = [schemas.waiting_view(one, names, asking.project_id, asking.operates) for one in told]
     return JSONResponse({"data": data, "more": more})
 
@@ -94,7 +95,7 @@ def report_usage(
         only = None if asking.operates else asking.project_id
         half_life = here.settings.fairshare_half_life_hours * 3600.0
         rows = usage.report(session, (first - _EPOCH).days, (last - _EPOCH).days, only, half_life)
-        names = limits.names(session, {row.owner_id for row in rows} | {row.project_id for row in rows})
+        names = quotas.names(session, {row.owner_id for row in rows} | {row.project_id for row in rows})
     data = [schemas.usage_view(row, names) for row in rows]
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
         text = io.StringIO()
@@ -120,7 +121,7 @@ def list_limits(asking: ReadingOrOperating, here: Here) -> Response:
         query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == asking.user_id)))
     with here.database.read() as session:
         rows = session.execute(query).scalars().all()
-        names = limits.names(session, [row.subject_id for row in rows])
+        names = quotas.names(session, [row.subject_id for row in rows])
         return JSONResponse({"data": [schemas.limit_view(row, names) for row in rows]})
 
 
@@ -138,11 +139,11 @@ async def set_limits(request: Request, asking: Operating, here: Here, once: Aske
     A quota refuses no job: it holds the job in the queue, with its reason.
     """
     wish = await read_json(request, schemas.NewLimit, here.settings.max_body_bytes)
-    values: dict[str, Any] = {name: getattr(wish, name) for name in limits.FIELDS if name in wish.model_fields_set}
+    values: dict[str, Any] = {name: getattr(wish, name) for name in quotas.FIELDS if name in wish.model_fields_set}
 
     def write(session: Session) -> dict[str, Any]:
-        row = limits.change(session, asking, wish.scope, wish.name, values)
-        return schemas.limit_view(row, limits.names(session, [row.subject_id]))
+        row = quotas.change(session, asking, wish.scope, wish.name, values)
+        return schemas.limit_view(row, quotas.names(session, [row.subject_id]))
 
     document = wish.model_dump(mode="json", exclude_unset=True)
     return await run_in_threadpool(answer, here, asking, once, document, write)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from api.body import Body
 from api.fields import Name, Whole
+from api.http.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import Limit
-from core.jobs.explain import Explanation
-from core.jobs.limits import FIELDS
-from core.jobs.usage import Row
+from core.jobs.policies.quotas import FIELDS
+from core.jobs.policies.usage import Row
+from core.jobs.views.explain import Explanation
 
 _JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 

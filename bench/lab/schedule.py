@@ -23,11 +23,13 @@ from bench.lab.week import Task
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Job, Limit, Project, User
-from core.jobs import claims, nodes, preempt, relay, usage
-from core.jobs.claims import Claim
-from core.jobs.finish import HandedBack, RetryPolicy, Succeeded, finish
-from core.jobs.slots import Slot
-from core.jobs.submit import Actor, submit
+from core.jobs.lifecycle import claims, relay
+from core.jobs.lifecycle.claims import Claim
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.policies import nodes, usage
+from core.jobs.scheduling import preempt
+from core.jobs.scheduling.slots import Slot
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
@@ -143,7 +145,7 @@ class Week:
             nodes.heartbeat(session, NODE, WORKER)
 
     def _claim(self) -> None:
-        """As worker/agent.py does: from the first free slot on, again after every job that is won."""
+        """As worker/agent/agent.py does: from the first free slot on, again after every job that is won."""
         won = True
         while won and self._waiting:
             won = False

@@ -28,7 +28,7 @@ from box.backup.store import ASIDE, DATABASE, FILES, BackupError, Changed, Kept,
 from core import __version__
 from core.db import migrate
 from core.db.engine import Database
-from core.spec.run import ARTIFACTS, CHECKPOINTS, UNFINISHED
+from core.spec.run.contract import ARTIFACTS, CHECKPOINTS, UNFINISHED
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.backup")
@@ -167,7 +167,7 @@ class _Work:
         return True
 
     def _models(self, out: IO[str]) -> None:
-        """What is complete: work in progress has names with a dot (core/train/model_cache.py)."""
+        """What is complete: work in progress has names with a dot (core/train/hub/model_cache.py)."""
         for top in _folders(self.layout.models):
             if top.name.startswith("."):
                 continue

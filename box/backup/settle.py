@@ -13,9 +13,9 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Attempt, Delivery, Installation, Job, Leader
-from core.jobs import audit
-from core.jobs.claims import hand_back
-from core.jobs.states import LEASED
+from core.jobs.lifecycle.claims import hand_back
+from core.jobs.lifecycle.states import LEASED
+from core.jobs.policies import audit
 
 Notices = Literal["hold", "send"]
 RESTORED = "backup.restore"

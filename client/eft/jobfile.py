@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from eft.download import digest
 from eft.errors import LocalError, UsageFault
+from eft.http.download import digest
 from eft.types import File
 
 if TYPE_CHECKING:

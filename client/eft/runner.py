@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import typer
 
 from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
-from eft.output import Output, print_error
+from eft.terminal.output import Output, print_error
 
 TRACEBACK = "EFT_TRACEBACK"
 """Set to anything, a defect shows where it is."""

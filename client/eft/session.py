@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eft.output import Output
+from eft.terminal.output import Output
 
 if TYPE_CHECKING:
     from eft.client import Client

@@ -11,8 +11,8 @@ import typer
 
 from eft.conditions import Condition, figures, look_up
 from eft.errors import ExitCode, UsageFault
-from eft.live import Follower
-from eft.output import Output, job_lines, number
+from eft.terminal.output import Output, job_lines, number
+from eft.terminal.progress import Follower
 from eft.types import FINAL, Job
 
 if TYPE_CHECKING:

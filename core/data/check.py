@@ -22,8 +22,8 @@ from core.data.faults import Faults, Unit
 from core.data.formats.settle import SHAPES
 from core.data.ignored import notices, template_fields
 from core.errors import Fault
-from core.spec.data import Format, RowFormat
-from core.spec.pairs import told
+from core.spec.axes.data import Format, RowFormat
+from core.spec.axes.pairs import told
 
 MAX_PARQUET_FAULTS = 10_000
 """A billion rows without a value fit into very few bytes; nobody has to read on for the faults of all of them."""

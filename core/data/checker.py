@@ -15,7 +15,7 @@ from core.data.formats.read import read
 from core.data.formats.settle import READ, SHAPES, fits, missing, nearest
 from core.data.mapping import proposed
 from core.data.rows import Row
-from core.spec.data import Format, RowFormat
+from core.spec.axes.data import Format, RowFormat
 
 _OPTIONAL = ("tools", "system", "input", "reference")
 """Columns that may be mapped and yet be absent from a row."""

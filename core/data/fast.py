@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.data.formats.settle import KNOWN
-from core.spec.data import RowFormat
+from core.spec.axes.data import RowFormat
 
 _NEWLINE, _OPEN, _CLOSE, _COLON, _QUOTE, _BACKSLASH, _SPACE, _TAB = b'\n{}:"\\ \t'
 

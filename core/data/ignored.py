@@ -12,8 +12,8 @@ from core.data.containers.read import values
 from core.data.faults import Faults
 from core.data.mapping import mapped
 from core.errors import Fault
-from core.spec.data import RowFormat
-from core.spec.run import DataOrder
+from core.spec.axes.data import RowFormat
+from core.spec.run.contract import DataOrder
 
 GLANCE_ROWS = 200
 SHOWN = 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.data.fast import UsualLines
-from core.spec.data import RowFormat
+from core.spec.axes.data import RowFormat
 
 WORTH_BYTES = 256 << 20
 """Below this one process is done before others have started."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from core.spec.data import RowFormat as RowFormat
+from core.spec.axes.data import RowFormat as RowFormat
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 

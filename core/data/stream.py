@@ -22,8 +22,8 @@ from core.data.containers.read import Place, values
 from core.data.faults import Faults
 from core.data.rows import Numbered, Row
 from core.errors import DataError, beyond
-from core.spec.data import HashSplit, RowFormat
-from core.spec.run import DataFiles, DataOrder
+from core.spec.axes.data import HashSplit, RowFormat
+from core.spec.run.contract import DataFiles, DataOrder
 
 Cursor = dict[str, Any]
 """JSON. What is in it is the stream's own affair."""

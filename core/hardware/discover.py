@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.hardware import access, faults, kfd, nvidia, pci, rocm, tools
-from core.hardware.arch import lookup
-from core.hardware.kfd import Found
-from core.hardware.visible import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
+from core.hardware.device_mask import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
+from core.hardware.sources import access, kfd, nvidia, pci, rocm, tools
+from core.hardware.sources.kfd import Found
+from core.hardware.tables import faults
+from core.hardware.tables.arch import lookup
 
 __all__ = ["Box", "Excluded", "Gpu", "HardwareError", "discover", "visible_env"]
 

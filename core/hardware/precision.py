@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Literal, assert_never
 
 from core.errors import SpecError
-from core.hardware import arch as table
 from core.hardware.selftest import DTYPES, Dtype
+from core.hardware.tables import arch as table
 
 Wanted = Literal["auto", "bf16", "fp16", "fp32"]
 TF32 = frozenset({"gfx942", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"})

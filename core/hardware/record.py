@@ -17,9 +17,9 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from core.hardware import nvidia, pci, rocm, tools
-from core.hardware.kfd import NODES
 from core.hardware.recording import Device, Recording
+from core.hardware.sources import nvidia, pci, rocm, tools
+from core.hardware.sources.kfd import NODES
 
 PCI = f"sys/{pci.DEVICES}/*/uevent"
 """Of cards that compute or show; what else is plugged in is nobody's business."""

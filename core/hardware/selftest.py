@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from core.hardware.faults import NO_LIMITS, Limits
+from core.hardware.tables.faults import NO_LIMITS, Limits
 
 Status = Literal["passed", "failed", "crashed", "hung", "unavailable"]
 """`failed`: an exception or a difference beyond the tolerance; `crashed`: the process died in it; `hung`: it was killed
@@ -27,7 +27,7 @@ ATTENTION: tuple[Attention, ...] = ("flash", "efficient", "math", "eager")
 PORTABLE = "portable"
 NARROW = ("lora.r8.", "lora.r16.")
 WIDE_RANK = 64
-"""What narrow operands are padded to where they fault (core/hardware/faults.py: the tile that reads too far)."""
+"""What narrow operands are padded to where they fault (core/hardware/tables/faults.py: the tile that reads too far)."""
 MANY_ROWS = 1 << 19
 """Rows up to which a float32 product is right where a larger one is not."""
 

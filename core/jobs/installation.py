@@ -27,7 +27,7 @@ MARK = "installation.json"
 CLOSED = "restoring "
 """Begins the mark of a row whose restore has not finished, before the token that its data root will get."""
 BROKER_KEY = "eft:installation"
-"""Under which the broker has the installation's id (worker/joining.py)."""
+"""Under which the broker has the installation's id (worker/preflight/joining.py)."""
 SHOWN = 3
 
 

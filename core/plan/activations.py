@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from core.plan.shape import Shape, Weight
+from core.plan.models.shape import Shape, Weight
 
 Attention = Literal["flash", "math", "eager"]
 Role = Literal["attention in", "attention out", "inner in", "inner out"]
@@ -92,7 +92,7 @@ def kept(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) 
 
 def selected(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) -> int:
     """Bytes that one block keeps with selective checkpoints: its input, the answers of its large products and of
-    attention, and x·Aᵀ of each adapter (core/train/memory/selective.py)."""
+    attention, and x·Aᵀ of each adapter (core/train/memory/checkpointing/selective.py)."""
     c, n = numbers.computed, what.tokens
     answers = [w for w in block if w.kind == "linear" and role(w) != "inner out"]
     total = numbers.residual * shape.hidden * n + c * sum(weight.outputs for weight in answers) * n

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 
 from core.errors import Fault
+from core.spec.axes.training import Full, Method, Rows
 from core.spec.job import JobSpec
 from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
-from core.spec.training import Full, Method, Rows
 
 FEW_STEPS = 20
 """Optimizer steps; a run with fewer hardly learns anything."""

@@ -14,10 +14,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from core.errors import Fault
-from core.spec.data import FORMATS, Data, format_of
+from core.spec.axes.data import FORMATS, Data, format_of
+from core.spec.axes.runtime import Resident, SingleDevice
+from core.spec.axes.training import Batching, Merged, Packed, Rows, Tokens, Training
 from core.spec.job import JobSpec
-from core.spec.runtime import Resident, SingleDevice
-from core.spec.training import Batching, Merged, Packed, Rows, Tokens, Training
 
 
 def _arms(annotation: Any) -> tuple[str, ...]:

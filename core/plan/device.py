@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.hardware.arch import lookup
 from core.hardware.precision import choose_precision
 from core.hardware.selftest import Dtype
-from core.spec.training import Training
+from core.hardware.tables.arch import lookup
+from core.spec.axes.training import Training
 
 MIB = 1 << 20
 CONTEXT_BYTES = 512 * MIB

@@ -14,11 +14,10 @@ from typing import Any, assert_never
 
 from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, worked
 from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
+from core.plan.models.weights import Held, weigh
 from core.plan.stream import MARGIN, Decision, Free, Need, settle
-from core.plan.weights import Held, weigh
-from core.spec.job import JobSpec
-from core.spec.runtime import (
+from core.spec.axes.runtime import (
     ActivationsOnHost,
     AutoStream,
     DiskStream,
@@ -28,14 +27,15 @@ from core.spec.runtime import (
     NoSamples,
     NoStream,
 )
+from core.spec.axes.training import NF4, Full, Int8, LoRA, NoQuantization, Packed, QLoRA, Rows, Tokens
+from core.spec.job import JobSpec
 from core.spec.settled import method_of
-from core.spec.training import NF4, Full, Int8, LoRA, NoQuantization, Packed, QLoRA, Rows, Tokens
 
 WHOLE_LOGITS_BYTES = 256 << 20
 """Float32 logits up to which a trained head runs on all label tokens at once (core/train/stages/sft.py)."""
 STAGING_BYTES = 64 << 20
 """Of the host, for what travels between it and the device while the optimizer's state is there
-(core/train/memory/offload.py)."""
+(core/train/memory/offload/optimizer.py)."""
 PROCESS_BYTES = 1536 << 20
 """Of the host, what a trainer takes before it has a model: Python, torch, transformers, the driver's mappings."""
 

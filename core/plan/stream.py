@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, assert_never
 
-from core.spec.runtime import AutoStream, DiskStream, HostStream, NoStream, Stream
+from core.spec.axes.runtime import AutoStream, DiskStream, HostStream, NoStream, Stream
 
 MARGIN = 0.9
 """Share of the free device memory that a plan may use: the allocator's own slack, and what an estimate misses."""

@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from core.spec.base import SpecModel
-from core.spec.data import DataField
-from core.spec.model import Model
-from core.spec.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
-from core.spec.training import (
+from core.spec.axes.data import DataField
+from core.spec.axes.model import Model
+from core.spec.axes.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
+from core.spec.axes.training import (
     SFT,
     AdamW,
     Batching,
@@ -25,6 +24,7 @@ from core.spec.training import (
     Stage,
     Training,
 )
+from core.spec.base import SpecModel
 
 SPEC_VERSION = 1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from core.spec.data import format_of
+from core.spec.axes.data import format_of
+from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
+from core.spec.axes.training import NF4, Auto, Full, LoRA, NoQuantization, QLoRA
 from core.spec.job import JobSpec
-from core.spec.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.training import NF4, Auto, Full, LoRA, NoQuantization, QLoRA
 
 LEARNING_RATE_ADAPTER = 2e-4
 LEARNING_RATE_FULL = 2e-5

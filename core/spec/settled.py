@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from core.errors import SpecError
+from core.spec.axes.training import Auto, SettledMethod
 from core.spec.job import JobSpec
-from core.spec.training import Auto, SettledMethod
 
 
 def method_of(spec: JobSpec) -> SettledMethod:
     """The method of a job that may be trained. SpecError for one whose method is still to be settled
-    (core/jobs/settle.py does that when the job is claimed)."""
+    (core/jobs/admission/auto_method.py does that when the job is claimed)."""
     if isinstance(spec.method, Auto):
         raise SpecError(
             "`method: auto` is settled by the service, when it is known where the job runs; name the method here",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from core import private
 from core.errors import EftError, NoSpace
-from core.spec.run import ARTIFACTS
+from core.spec.run.contract import ARTIFACTS
 
 RESTORING = "restoring.json"
 """In a data root into which a backup is being put (box/backup/restore.py)."""

@@ -30,10 +30,10 @@ from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_figures, label_logprobs
 from core.train.loss.head import Head, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures
+from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
 from core.train.optim.updates import OnDevice, Updates
 from core.train.ranks.group import ALONE, Ranks
-from core.train.scaler import LossScaler
 
 
 class Diverged(EftError):

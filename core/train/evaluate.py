@@ -12,7 +12,7 @@ from typing import Any, assert_never
 import torch
 
 from core.errors import SpecError
-from core.spec.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
+from core.spec.axes.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Diverged, Engine

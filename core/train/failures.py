@@ -1,4 +1,4 @@
-"""Whose fault an error is, in the words of core/spec/run.py."""
+"""Whose fault an error is, in the words of core/spec/run/contract.py."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from core.errors import EftError, NoSpace
-from core.spec.run import FailureClass
-from core.train import memory_limit
+from core.spec.run.contract import FailureClass
+from core.train.base.disk import disk_full
+from core.train.base.out_of_memory import is_out_of_memory
+from core.train.base.reading import is_panic
 from core.train.data.helpers import HelperKilled, HelperShort
-from core.train.disk import disk_full
+from core.train.entry import memory_limit
 from core.train.export.handed_back import ArtifactsDiffer
-from core.train.memory.source import BlocksLost
-from core.train.out_of_memory import is_out_of_memory
-from core.train.placement import DeviceMissing, DeviceRefused
+from core.train.memory.streaming.source import BlocksLost
+from core.train.model.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
-from core.train.reading import is_panic
 
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
 _BATCH = "training.per_device_train_batch_size"

@@ -10,11 +10,12 @@ from typing import Any, assert_never
 
 from core.data.ignored import glance
 from core.errors import SpecError
+from core.spec.axes.runtime import HeldOut
+from core.spec.axes.training import Packed, Rows
+from core.spec.axes.training import Tokens as TokenBatches
 from core.spec.job import JobSpec
-from core.spec.run import RunOrder
-from core.spec.runtime import HeldOut
-from core.spec.training import Packed, Rows
-from core.spec.training import Tokens as TokenBatches
+from core.spec.run.contract import RunOrder
+from core.train.base.events import EventWriter
 from core.train.data.cache import Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
@@ -22,9 +23,8 @@ from core.train.data.streaming import StreamFeed
 from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
-from core.train.events import EventWriter
+from core.train.model.record import data_record
 from core.train.ranks.group import ALONE, Ranks
-from core.train.record import data_record
 from core.train.render.options import LossOn, RenderOptions
 from core.train.render.renderer import renderer_of
 

@@ -25,8 +25,8 @@ def main() -> int:
             print(f"error: {folder} is no folder", file=sys.stderr)
             return 1
     with importing():
-        from core.train.ask import ask
-        from core.train.load import quiet
+        from core.train.entry.ask import ask
+        from core.train.model.load import quiet
 
     quiet()
     answer = ask(

@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from core.spec.checkpoint_names import best_name
-from core.spec.run import CHECKPOINTS
-from core.spec.runtime import Checkpoint, HeldOut, NoEvaluation
-from core.train import disk
+from core.spec.axes.runtime import Checkpoint, HeldOut, NoEvaluation
+from core.spec.run.checkpoint_names import best_name
+from core.spec.run.contract import CHECKPOINTS
+from core.train.async_metrics import Mark, Readings, mark, seconds_between
+from core.train.base import disk
+from core.train.base.events import EventWriter
 from core.train.checkpoint import store
 from core.train.data.windows import Feed
+from core.train.early_stopping import judge, needed
 from core.train.engine import REMEDY, Diverged, Engine, LossFunction
+from core.train.entry.fencing import Stop
 from core.train.evaluate import Evaluator, Share
-from core.train.events import EventWriter
-from core.train.judge import judge, needed
-from core.train.lifeline import Stop
-from core.train.readings import Mark, Readings, mark, seconds_between
 
 PROGRESS_SECONDS = 0.3
 RECENT_STEPS = 20

@@ -13,55 +13,48 @@ from core.hardware import selftest
 from core.hardware.selftest import Verdict, choose
 from core.plan.advice import of_losses
 from core.plan.memory import training_pass
-from core.spec.run import (
-    CHECKPOINTS,
-    EVENTS_FILE,
-    EXIT_CHECKPOINTED,
-    EXIT_OK,
-    ORDER_FILE,
-    RunOrder,
-)
-from core.spec.runtime import HeldOut, NoEvaluation, NoStream
+from core.spec.axes.runtime import HeldOut, NoEvaluation, NoStream
+from core.spec.axes.training import NoQuantization, Packed
+from core.spec.run.contract import CHECKPOINTS, EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, RunOrder
 from core.spec.settled import method_of
-from core.spec.training import NoQuantization, Packed
-from core.train import memory_limit
 from core.train.attention.probe import prepare_packing
-from core.train.best import hand_back_best
-from core.train.build import build_model, count_parameters
+from core.train.base.disk import tell_failure
+from core.train.base.events import EventWriter, Unheard
+from core.train.base.log_lines import LogLines
+from core.train.base.reading import is_panic
 from core.train.checkpoint import store
+from core.train.checkpoint.best import hand_back_best
 from core.train.data.windows import Feed
-from core.train.disk import tell_failure
 from core.train.engine import REMEDY, Diverged, Engine
+from core.train.entry import memory_limit
+from core.train.entry.fencing import Stop
 from core.train.evaluate import Evaluator
-from core.train.events import EventWriter, Unheard
 from core.train.export.artifacts import write_artifacts
 from core.train.export.compare import probes
 from core.train.failures import describe
 from core.train.feed import Data, build_feed, read_data
-from core.train.lifeline import Stop
-from core.train.limits import split_products, tell_parts
-from core.train.load import load_tokenizer, quiet, saved_dtype
-from core.train.log_lines import LogLines
 from core.train.loop import Ledger, Loop, StopRequested
+from core.train.model.build import build_model, count_parameters
+from core.train.model.gemm_limits import split_products, tell_parts
+from core.train.model.load import load_tokenizer, quiet, saved_dtype
+from core.train.model.placement import Placement, place
+from core.train.model.record import Environment
+from core.train.model.scaler import LossScaler
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.optim.updates import OnDevice
-from core.train.placement import Placement, place
 from core.train.quant.fp8 import dense_again
+from core.train.ranks.env import Seat
 from core.train.ranks.group import join
 from core.train.ranks.meet import meet, tell_launcher
-from core.train.ranks.words import Seat
-from core.train.reading import is_panic
-from core.train.record import Environment
-from core.train.scaler import LossScaler
 from core.train.selftest.heed import heed
 from core.train.stages.sft import choose_sft_loss, whole_logits
 
 
 def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> int:
-    """Do what `run_dir/run.json` orders; the answer is the exit code (core/spec/run.py). A failure is told in an error
-    event and in the log, there with the traceback unless its message is made for users. Set `stop.requested` (SIGTERM
-    does) to checkpoint and leave. `seat`: which of several ranks this process is; None: there is one."""
+    """Do what `run_dir/run.json` orders; the answer is the exit code (core/spec/run/contract.py). A failure is told in
+    an error event and in the log, there with the traceback unless its message is made for users. Set `stop.requested`
+    (SIGTERM does) to checkpoint and leave. `seat`: which of several ranks this process is; None: there is one."""
     events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout)) if seat is None or seat.rank == 0 else Unheard()
     try:
         order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())

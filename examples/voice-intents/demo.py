@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 from eft import Client, EftClientError, Job
 from eft.jobfile import apply_settings, read_job, upload_data, uploader
-from eft.live import Follower
-from eft.output import Output, duration
+from eft.terminal.output import Output, duration
+from eft.terminal.progress import Follower
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -11,7 +11,7 @@ from sqlalchemy import delete, insert, select
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Job, Project, User
-from core.jobs.submit import Actor, submit
+from core.jobs.lifecycle.submit import Actor, submit
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout

@@ -6,16 +6,18 @@ from sqlalchemy import insert, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Event, File, Job, Metric
-from core.jobs import budget, claims, explain, retention
-from core.jobs.budget import Budget, Over
-from core.jobs.finish import RetryPolicy, Succeeded, finish
-from core.jobs.retention import Rules
-from core.jobs.slots import Slot
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.policies import budget, retention
+from core.jobs.policies.budget import Budget, Over
+from core.jobs.policies.retention import Rules
+from core.jobs.scheduling.slots import Slot
+from core.jobs.views import explain
 from core.settings import Settings
 from core.storage.layout import Layout
 from tests.support.lab import Lab
-from worker import reclaim
-from worker.room import Room, room_on
+from worker.upkeep import reclaim
+from worker.upkeep.disk_room import Room, room_on
 
 MB = 1_000_000
 CPU = Slot("cpu", "cpu")

@@ -18,12 +18,12 @@ from sqlalchemy.exc import IntegrityError
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, Job, OutboxMessage
-from core.jobs import claims, lost, relay
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.lost import LossPolicy
-from core.jobs.states import TRANSITIONS, Status
-from core.jobs.submit import Actor, cancel
+from core.jobs.lifecycle import claims, lease_expiry, relay
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.lifecycle.states import TRANSITIONS, Status
+from core.jobs.lifecycle.submit import Actor, cancel
 from tests.support.contender import contend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def end(database: Database, claim: Claim, outcome: Outcome, policy: RetryPolicy 
 
 def reap(database: Database) -> int:
     with database.write() as session:
-        return len(lost.reap(session, LossPolicy()))
+        return len(lease_expiry.reap(session, LossPolicy()))
 
 
 # -- eligible
@@ -277,8 +277,8 @@ def test_what_an_earlier_worker_of_the_node_left(database: Database, make_job: M
     with database.write() as session:
         claims.started(session, claim.token, 4711, 12.5)
     with database.read() as session:
-        assert lost.orphans(session, "node-worker-a", "worker-a") == []
-        ((job, attempt),) = lost.orphans(session, "node-worker-a", "worker-new")
+        assert lease_expiry.orphans(session, "node-worker-a", "worker-a") == []
+        ((job, attempt),) = lease_expiry.orphans(session, "node-worker-a", "worker-new")
     assert (job.id, attempt.pid, attempt.pid_started) == (job_id, 4711, 12.5)
 
 

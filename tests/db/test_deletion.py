@@ -13,11 +13,12 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Job, Project
 from core.errors import Conflict, NotFound
-from core.jobs import deletion, limits, previews, retention, usage, volume
-from core.jobs.deletion import Freed
-from core.jobs.finish import Failed, RetryPolicy, Succeeded, finish
-from core.jobs.submit import Actor, cancel, retry, submit
-from core.jobs.volume import Bounds, QueueFull, SpecsFull
+from core.jobs.lifecycle import deletion, previews
+from core.jobs.lifecycle.deletion import Freed
+from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import Actor, cancel, retry, submit
+from core.jobs.policies import quotas, retention, usage, volume
+from core.jobs.policies.volume import Bounds, QueueFull, SpecsFull
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
@@ -234,11 +235,11 @@ def test_previews_have_a_quota(lab: Lab) -> None:
     with pytest.raises(QueueFull, match=r"2 previews of this project .*EFT_MAX_PREVIEWS"):
         ask(length=66)
     with lab.database.write() as session:
-        limits.change(session, actor, "project", "lab", {"max_previews": 3})
+        quotas.change(session, actor, "project", "lab", {"max_previews": 3})
     ask(length=66)
     with lab.database.write() as session:
-        limits.change(session, actor, "owner", "ada", {"max_previews": 0})
-        limits.change(session, actor, "project", "lab", {"max_previews": None})
+        quotas.change(session, actor, "owner", "ada", {"max_previews": 0})
+        quotas.change(session, actor, "project", "lab", {"max_previews": None})
     with pytest.raises(QueueFull, match=r"0 previews of this owner .*eft quota list"):
         ask(lab.actor("ada", "rivals"), length=67)
     ask(lab.actor("bob", "rivals"), length=67)

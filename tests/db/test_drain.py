@@ -13,11 +13,12 @@ from sqlalchemy import select
 from core.db.engine import Database
 from core.db.tables import Audit, Event, Job, OutboxMessage
 from core.errors import NotFound
-from core.jobs import claims, nodes, outbox
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import HandedBack, RetryPolicy, finish
-from core.jobs.states import Status
-from core.jobs.submit import Actor, pause
+from core.jobs.lifecycle import claims, outbox
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import Actor, pause
+from core.jobs.policies import nodes
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
 SLOTS = [{"id": "cpu", "kind": "cpu"}]

@@ -17,11 +17,11 @@ from sqlalchemy import func, select, update
 from core import HOME
 from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Event, Job, Leader, OutboxMessage
-from core.jobs import claims, leader, lost, outbox
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import Failed, HandedBack, RetryPolicy, Succeeded, finish
-from core.jobs.lost import LossPolicy
-from core.jobs.states import Status
+from core.jobs.lifecycle import claims, leader, lease_expiry, outbox
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import Failed, HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.lifecycle.states import Status
 
 Make = Callable[..., str]
 Row = Callable[[str], Job]
@@ -58,7 +58,7 @@ def test_two_never_prepare_one_job_and_a_stale_one_leaves_no_model_behind(
     with database.write() as session:
         session.execute(update(Job).where(Job.id == stale.token.job_id).values(lease_until=db_now() - 1))
     with database.write() as session:
-        lost.reap(session, LossPolicy())
+        lease_expiry.reap(session, LossPolicy())
     fresh = take(database, "another", Slot("prepare-0", "prepare"))
     assert fresh is not None and fresh.token.job_id == stale.token.job_id and fresh.token.attempt == 2
     with database.write() as session:

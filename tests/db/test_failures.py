@@ -10,18 +10,20 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job
-from core.jobs import adjust, claims, relay, room
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, finish
-from core.jobs.states import Status
-from core.jobs.submit import Actor, pause, retry, submit
+from core.jobs.admission import oom_backoff
+from core.jobs.lifecycle import claims, relay
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, finish
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import Actor, pause, retry, submit
+from core.jobs.policies import disk_room as room
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
 ADA = Actor("user-ada", "proj-lab")
 POLICY = RetryPolicy(max_machine_failures=2, backoff_seconds=30)
 CPU, PREPARE = Slot("cpu", "cpu"), Slot("prepare-0", "prepare")
-OUT_OF_MEMORY = Failed("memory", "out_of_memory", "out of memory", adjust.BATCH)
+OUT_OF_MEMORY = Failed("memory", "out_of_memory", "out of memory", oom_backoff.BATCH)
 
 Row = Callable[[str], Job]
 
@@ -51,16 +53,16 @@ def test_out_of_memory_halves_the_micro_batch_down_to_one(database: Database, ro
     for batch, accumulation in ((2, 6), (1, 12)):
         assert end(database, won(database), OUT_OF_MEMORY) is Status.QUEUED
         job = row(job_id)
-        assert job.adjusted == {adjust.BATCH: batch, adjust.ACCUMULATION: accumulation}
+        assert job.adjusted == {oom_backoff.BATCH: batch, oom_backoff.ACCUMULATION: accumulation}
         assert f"per_device_train_batch_size = {batch}" in job.reason
         assert job.machine_failures == 0 and job.not_before is None
         assert job.spec["training"]["per_device_train_batch_size"] == 4, "the spec stays as it was submitted"
     with database.read() as session:
         told = session.execute(select(Event.data).order_by(Event.seq.desc()).limit(1)).scalar_one()
-    assert told["adjusted"] == {adjust.BATCH: 1, adjust.ACCUMULATION: 12}
+    assert told["adjusted"] == {oom_backoff.BATCH: 1, oom_backoff.ACCUMULATION: 12}
     assert told["failure"]["class"] == "memory"
     claim = won(database)
-    spec = adjust.apply(JobSpec.model_validate(claim.spec), claim.adjusted).training
+    spec = oom_backoff.apply(JobSpec.model_validate(claim.spec), claim.adjusted).training
     assert (spec.per_device_train_batch_size, spec.gradient_accumulation_steps) == (1, 12)
     assert end(database, claim, OUT_OF_MEMORY) is Status.FAILED
     failure = row(job_id).failure
@@ -69,17 +71,17 @@ def test_out_of_memory_halves_the_micro_batch_down_to_one(database: Database, ro
     assert "per_device_train_batch_size = 1" in failure["message"] and "max_length" in failure["message"]
     with database.write() as session:
         again = retry(session, ADA, job_id)
-        assert again.adjusted == {adjust.BATCH: 1, adjust.ACCUMULATION: 12}, "a retry does not begin anew"
+        assert again.adjusted == {oom_backoff.BATCH: 1, oom_backoff.ACCUMULATION: 12}, "a retry does not begin anew"
 
 
 def test_the_evaluation_has_a_batch_of_its_own(database: Database, row: Row) -> None:
     data = {"train": "file-0123456789abcdefghjkmnpqrs", "eval": "file-0123456789abcdefghjkmnpqrt"}
     job_id = job_with(database, data=data)
-    fault = Failed("memory", "out_of_memory", "out of memory", adjust.EVAL_BATCH)
+    fault = Failed("memory", "out_of_memory", "out of memory", oom_backoff.EVAL_BATCH)
     assert end(database, won(database), fault) is Status.QUEUED
-    assert row(job_id).adjusted == {adjust.EVAL_BATCH: 4}
+    assert row(job_id).adjusted == {oom_backoff.EVAL_BATCH: 4}
     assert end(database, won(database), OUT_OF_MEMORY) is Status.QUEUED
-    assert row(job_id).adjusted == {adjust.EVAL_BATCH: 4, adjust.BATCH: 4, adjust.ACCUMULATION: 2}
+    assert row(job_id).adjusted == {oom_backoff.EVAL_BATCH: 4, oom_backoff.BATCH: 4, oom_backoff.ACCUMULATION: 2}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_the_evaluation_has_a_batch_of_its_own(database: Database, row: Row) -> 
 def test_a_step_keeps_its_rows(training: tuple[int, int], expected: tuple[int, int] | None) -> None:
     values = {"per_device_train_batch_size": training[0], "gradient_accumulation_steps": training[1]}
     spec = JobSpec.model_validate({"model": "team/tiny", "data": "file-0123456789abcdefghjkmnpqrs", "training": values})
-    changes = adjust.smaller(spec, adjust.BATCH)
+    changes = oom_backoff.smaller(spec, oom_backoff.BATCH)
     assert (changes and tuple(changes.values())) == expected
 
 
@@ -112,7 +114,7 @@ def test_a_pause_waits_for_its_owner_even_after_out_of_memory(database: Database
     with database.write() as session:
         pause(session, ADA, job_id)
     assert end(database, claim, OUT_OF_MEMORY) is Status.PAUSED
-    assert row(job_id).adjusted == {adjust.BATCH: 4, adjust.ACCUMULATION: 2}
+    assert row(job_id).adjusted == {oom_backoff.BATCH: 4, oom_backoff.ACCUMULATION: 2}
 
 
 def again(database: Database, room: int) -> Claim | None:

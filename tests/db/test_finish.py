@@ -9,11 +9,11 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database
 from core.db.tables import Allocation, Artifact, Attempt, Job, OutboxMessage
-from core.jobs import claims
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.states import Status
-from core.jobs.submit import Actor, cancel
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import Actor, cancel
 
 ADA = Actor("user-ada", "proj-lab")
 POLICY = RetryPolicy(max_machine_failures=2, backoff_seconds=30)

@@ -15,12 +15,13 @@ from core import HOME
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
-from core.jobs import holds, lost, priority, submit, usage
-from core.jobs.claims import Claim
-from core.jobs.finish import HandedBack, RetryPolicy, finish
-from core.jobs.lost import LossPolicy
-from core.jobs.shares import SLICE_SECONDS
-from core.jobs.slots import Key, Needs
+from core.jobs.lifecycle import lease_expiry, submit
+from core.jobs.lifecycle.claims import Claim
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.policies import holds, priority, usage
+from core.jobs.scheduling.shares import SLICE_SECONDS
+from core.jobs.scheduling.slots import Key, Needs
 from tests.support.lab import GPU, Lab, gpu
 
 HOUR = 3600
@@ -254,7 +255,7 @@ def test_lost_and_handed_back_as_one(lab: Lab) -> None:
     with lab.database.write() as session:
         session.execute(update(Job).values(lease_until=db_now() - 1))
     with lab.database.write() as session:
-        assert lost.reap(session, LossPolicy()) == [(claim.token.job_id, 1)]
+        assert lease_expiry.reap(session, LossPolicy()) == [(claim.token.job_id, 1)]
     with lab.database.write() as session:
         assert finish(session, claim.token, "train", HandedBack("late"), 75, RetryPolicy()) is None, "fenced"
     assert slots(lab.turn("box-1")) == [f"GPU-{n}" for n in range(4)]

@@ -12,11 +12,13 @@ from sqlalchemy import select, update
 from core.db.engine import Database, db_now
 from core.db.tables import Attempt, Audit, Hold, Job, Node, OutboxMessage
 from core.errors import Conflict, EftError, Forbidden, NotFound
-from core.jobs import claims, holds, places
-from core.jobs.explain import Desk, duration, ordinal
-from core.jobs.finish import HandedBack, RetryPolicy, finish
-from core.jobs.slots import Needs, Slot
-from core.jobs.submit import Actor
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.submit import Actor
+from core.jobs.policies import holds
+from core.jobs.scheduling import cluster
+from core.jobs.scheduling.slots import Needs, Slot
+from core.jobs.views.explain import Desk, duration, ordinal
 from tests.support.lab import DESK, Lab, gpu
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
@@ -46,9 +48,9 @@ def release(lab: Lab, *names: str, actor: Actor = ADA, **more: Any) -> list[hold
         return holds.release(session, actor, names, **more)
 
 
-def seat(lab: Lab, label: str) -> places.Seat:
+def seat(lab: Lab, label: str) -> cluster.Seat:
     with lab.database.read() as session:
-        (found,) = [one for one in places.seats(session, lab.database.now(), 600) if one.label == label]
+        (found,) = [one for one in cluster.seats(session, lab.database.now(), 600) if one.label == label]
     return found
 
 
@@ -86,7 +88,7 @@ def test_all_or_none_and_who_may_end_it(lab: Lab) -> None:
     with lab.database.read() as session:
         told = session.execute(select(Audit.action, Audit.target, Audit.actor_id).order_by(Audit.id)).all()
         assert session.execute(select(OutboxMessage.id).where(OutboxMessage.job_id == lab.ids["a"])).all()
-        spans = places.history(session, "box-1", "GPU-1", 10)
+        spans = cluster.history(session, "box-1", "GPU-1", 10)
         data = session.execute(select(Audit.data).where(Audit.action == "gpu.hold")).scalars().first()
     assert data is not None and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", data["until"]), "a time, for people"
     assert ("gpu.hold", "box-1/1", "user-ada") in told and ("gpu.release", "box-1/1", "user-bob") in told

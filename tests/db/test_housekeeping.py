@@ -13,7 +13,7 @@ from core.ids import made_at, new_id
 from core.jobs.housekeeping import forget_answers
 from core.storage.layout import Layout
 from tests.db.conftest import ADA
-from worker.housekeeping import remove_orphans
+from worker.upkeep.housekeeping import remove_orphans
 
 
 def remember(database: Database, key: str, hours_ago: float) -> None:

@@ -12,11 +12,11 @@ from sqlalchemy import func, select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, OutboxMessage
-from core.jobs import claims, lost, relay
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import HandedBack, RetryPolicy, Succeeded, finish
-from core.jobs.lost import LossPolicy
-from core.jobs.submit import Actor, cancel, pause, retry
+from core.jobs.lifecycle import claims, lease_expiry, relay
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.lifecycle.submit import Actor, cancel, pause, retry
 
 ADA = Actor("user-ada", "proj-lab")
 POLICY = LossPolicy(max_losses=3, backoff_seconds=20)
@@ -39,7 +39,7 @@ def vanish(database: Database) -> int:
     with database.write() as session:
         session.execute(update(Job).where(Job.lease_until.is_not(None)).values(lease_until=db_now() - 1))
     with database.write() as session:
-        return len(lost.reap(session, POLICY))
+        return len(lease_expiry.reap(session, POLICY))
 
 
 def checkpoint(database: Database, claim: Claim, step: int, *, of: int | None = None) -> None:
@@ -140,7 +140,7 @@ def test_the_reaper_takes_what_has_expired_and_nothing_else(database: Database, 
         assert claims.claim(session, "worker-a", "box", Slot("cpu-1", "cpu"), 60) is not None
     time.sleep(0.1)
     with database.write() as session:
-        assert lost.reap(session, POLICY) == [(expired, 1)]
+        assert lease_expiry.reap(session, POLICY) == [(expired, 1)]
     assert [row(job_id).status for job_id in (expired, leased, waiting)] == ["queued", "starting", "queued"]
 
 
@@ -170,7 +170,7 @@ def test_reapers_and_a_renewal_at_once(database: Database, make_job: Make, row: 
         taken = []
         for _ in range(3):
             with database.write() as session:
-                taken += lost.reap(session, POLICY)
+                taken += lease_expiry.reap(session, POLICY)
         return taken
 
     with ThreadPoolExecutor(3) as pool:

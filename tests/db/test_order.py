@@ -17,10 +17,11 @@ from core import HOME
 from core.db.engine import Database
 from core.db.tables import Allocation, Attempt, Job, Usage, UsageDay
 from core.errors import SpecError
-from core.jobs import shares, usage
-from core.jobs.limits import MAX_PRIORITY
-from core.jobs.shares import SLICE_SECONDS
-from core.jobs.slots import Key, Needs, Slot
+from core.jobs.policies import usage
+from core.jobs.policies.quotas import MAX_PRIORITY
+from core.jobs.scheduling import shares
+from core.jobs.scheduling.shares import SLICE_SECONDS
+from core.jobs.scheduling.slots import Key, Needs, Slot
 from tests.support.lab import Lab, gpu
 
 HOUR = 3600.0

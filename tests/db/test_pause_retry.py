@@ -10,12 +10,12 @@ from sqlalchemy import select
 from core.db.engine import Database
 from core.db.tables import Allocation, Event, Job, OutboxMessage
 from core.errors import Conflict, NotFound
-from core.jobs import claims, lost
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.lost import LossPolicy
-from core.jobs.states import Status
-from core.jobs.submit import Actor, cancel, pause, resume, retry, submit
+from core.jobs.lifecycle import claims, lease_expiry
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import Actor, cancel, pause, resume, retry, submit
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
@@ -121,7 +121,7 @@ def test_a_worker_lost_while_pausing_leaves_a_paused_job(database: Database, mak
         claims.claim(session, "worker-a", "box", CPU, -1)
     wish(database, pause, job_id)
     with database.write() as session:
-        assert len(lost.reap(session, LossPolicy())) == 1
+        assert len(lease_expiry.reap(session, LossPolicy())) == 1
     assert row(job_id).status == "paused"
 
 

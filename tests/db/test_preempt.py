@@ -9,9 +9,10 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Audit, Event, Job, Node
-from core.jobs import holds, preempt
-from core.jobs.finish import HandedBack, RetryPolicy, finish
-from core.jobs.preempt import PREEMPT, Rules
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.policies import holds
+from core.jobs.scheduling import preempt
+from core.jobs.scheduling.preempt import PREEMPT, Rules
 from tests.support.lab import DESK, Lab, gpu
 
 RULES = Rules(600.0, 600.0, leave_seconds=0.0)

@@ -12,9 +12,9 @@ from sqlalchemy import select
 
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job, Metric
-from core.jobs import claims, relay
-from core.jobs.claims import Claim, Slot
-from core.jobs.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle import claims, relay
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
 
 Make = Callable[..., str]
 Row = Callable[[str], Job]

@@ -6,10 +6,10 @@ from sqlalchemy import func, insert, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Audit, Event, File, Job
-from core.jobs import retention
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.retention import DAY, Rules
-from core.jobs.submit import retry, submit
+from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import retry, submit
+from core.jobs.policies import retention
+from core.jobs.policies.retention import DAY, Rules
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout

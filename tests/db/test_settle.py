@@ -9,16 +9,18 @@ from sqlalchemy import func, select
 
 from core.db.engine import Database
 from core.db.tables import Event, Job, ModelShape
-from core.jobs import explain, fit, nodes, ready, settle
-from core.jobs.claims import Claim, claim
-from core.jobs.explain import Desk
-from core.jobs.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.ready import SHAPE, WHOLE
-from core.jobs.slots import Key, Slot
-from core.jobs.states import Status
-from core.jobs.submit import Actor, pause, resume, retry, submit
+from core.jobs.admission import auto_method, fit, ready
+from core.jobs.admission.ready import SHAPE, WHOLE
+from core.jobs.lifecycle.claims import Claim, claim
+from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.submit import Actor, pause, resume, retry, submit
+from core.jobs.policies import nodes
+from core.jobs.scheduling.slots import Key, Slot
+from core.jobs.views import explain
+from core.jobs.views.explain import Desk
 from core.plan.memory import plan
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
@@ -86,7 +88,7 @@ def box(database: Database) -> Box:
 
 
 def method_of(won: Claim) -> str:
-    return settle.effective(won.spec, won.settled, won.adjusted).method.type
+    return auto_method.effective(won.spec, won.settled, won.adjusted).method.type
 
 
 def test_auto_is_settled_at_the_first_claim_and_stays(box: Box) -> None:
@@ -129,7 +131,7 @@ def test_full_where_it_fits(box: Box) -> None:
     box.prepare(job_id)
     won = box.claim("large", LARGE)
     assert won is not None and won.settled is not None and method_of(won) == "full"
-    spec = settle.effective(won.spec, won.settled, won.adjusted)
+    spec = auto_method.effective(won.spec, won.settled, won.adjusted)
     assert spec.optimizer.learning_rate == 2e-5 and won.settled["rejected"] == []
 
 

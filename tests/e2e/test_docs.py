@@ -17,7 +17,7 @@ import pytest
 from eft import Client
 from eft.jobfile import read_job, upload_data, uploader
 
-from api import routes_page
+from api.docs import routes_page
 from core.spec.job import JobSpec
 from core.spec.load import load_yaml, parse_job
 from tests.support import pages
@@ -111,7 +111,7 @@ def test_parts_of_jobs_are_parts_of_jobs() -> None:
 
 
 def test_the_reference_of_the_api_is_fresh() -> None:
-    assert routes_page.PAGE.read_text(encoding="utf-8") == routes_page.page(), "run `python -m api.routes_page`"
+    assert routes_page.PAGE.read_text(encoding="utf-8") == routes_page.page(), "run `python -m api.docs.routes_page`"
 
 
 # --- what is run -------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class Wall(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in {absent!r}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Wall())
-import api.__main__, api.auth.keys, core.db.migrate, box.healthy, box.doctor
+import api.__main__, api.auth.keys, core.db.migrate, box.healthy, box.doctor.__main__
 from api.app import create_app
 from core.settings import Settings
 create_app(Settings(data={str(tmp_path)!r}))

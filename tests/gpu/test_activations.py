@@ -11,10 +11,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from core.train.memory.activations import checkpoint_blocks
-from core.train.memory.inputs import IN_FLIGHT, Inputs
-from core.train.memory.stream import stream_from_host
-from core.train.memory.unit import Keeps
+from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.policy import checkpoint_blocks
+from core.train.memory.offload.activations import IN_FLIGHT, Inputs
+from core.train.memory.streaming.stream import stream_from_host
 from core.train.quant.model import QuantOptions
 from tests.support import blocks as support
 from tests.support.small_llama import save

@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.spec.training import AdamW
+from core.spec.axes.training import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine
-from core.train.memory.offload import Offload
+from core.train.memory.offload.optimizer import Offload
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.updates import OnDevice
 from core.train.stages.sft import sft_loss

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from core.hardware import selftest
-from core.hardware.arch import lookup
 from core.hardware.discover import discover
-from core.spec.run import EXIT_OK
+from core.hardware.tables.arch import lookup
+from core.spec.run.contract import EXIT_OK
 from core.train.recipe import run
 from core.train.selftest.measure import Check
 from core.train.selftest.run import checks, measure
 from tests.support.trainer import events, pairs, write_rows, write_run
 from worker.environment import child_environment
-from worker.trial import Device, examine
+from worker.gpus.selftest_runner import Device, examine
 
 
 def _checks() -> list[Check]:

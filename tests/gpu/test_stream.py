@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from core.train.memory.blocks import lay_out
-from core.train.memory.image import load_from_disk
-from core.train.memory.source import HostBlocks
-from core.train.memory.stream import Streamed, stream_from_files, stream_from_host
+from core.train.memory.streaming.block_image import load_from_disk
+from core.train.memory.streaming.blocks import lay_out
+from core.train.memory.streaming.source import HostBlocks
+from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
 from core.train.quant.model import QuantOptions
 from tests.support import blocks as support
 from tests.support.small_llama import save

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from core.hardware.arch import lookup
+from core.hardware.tables.arch import lookup
 from core.train.kernels.triton.compiled import table
 from core.train.kernels.triton.compiled.table import Row
 

@@ -22,16 +22,16 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-from core.spec.run import DataOrder
-from core.spec.training import Full, LoRA, QLoRA
+from core.spec.axes.training import Full, LoRA, QLoRA
+from core.spec.run.contract import DataOrder
 from core.train.batch import IGNORE_INDEX
 from core.train.checkpoint.rng import seed_all
 from core.train.data.order import BatchOrder
 from core.train.data.reader import read_rows
 from core.train.data.tokenise import tokenise
-from core.train.load import load_model
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer

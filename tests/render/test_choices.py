@@ -20,8 +20,8 @@ from core.data.rows import (
     ToolCall,
 )
 from core.errors import DataError, SpecError
+from core.spec.axes.rendering import FamilyTemplate, GivenTemplate, ModelTemplate, Rendering
 from core.spec.job import JobSpec
-from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate, Rendering
 from core.train.render.families import FAMILIES
 from core.train.render.options import LossOn, RenderOptions, loss_on_for
 from core.train.render.renderer import Rendered, Renderer, renderer_of

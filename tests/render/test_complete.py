@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Chat, Labelled, Message, Preference, PromptOnly, ToolCall
 from core.errors import DataError
-from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate
+from core.spec.axes.rendering import FamilyTemplate, GivenTemplate, ModelTemplate
 from core.train.render.families import FAMILIES
 from core.train.render.options import LossOn, RenderOptions
 from core.train.render.renderer import Renderer

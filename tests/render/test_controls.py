@@ -15,14 +15,14 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text, ToolCall
 from core.errors import DataError
-from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate
+from core.spec.axes.rendering import FamilyTemplate, GivenTemplate, ModelTemplate
 from core.train.render.controls import Controls
 from core.train.render.encode import Encoder, Work
 from core.train.render.families import FAMILIES
+from core.train.render.jinja.template import MARKS
 from core.train.render.options import RenderOptions
 from core.train.render.pieces import Pieces, splits_at
 from core.train.render.renderer import Renderer
-from core.train.render.template import MARKS
 from tests.support.chats import TEXTS
 from tests.support.family_tokenizers import SENTENCEPIECE, family_tokenizer
 

@@ -13,7 +13,7 @@ from core.data.decode import decode
 from core.data.faults import Faults
 from core.data.rows import Labelled, Preference, PromptOnly
 from core.errors import DataError
-from core.spec.rendering import FamilyTemplate
+from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.options import RenderOptions, loss_on_for
 from core.train.render.renderer import Rendered, Renderer
 from tests.support.family_tokenizers import family_tokenizer

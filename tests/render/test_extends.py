@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from core import HOME
 from core.data.rows import Chat
-from core.spec.rendering import FamilyTemplate
+from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.encode import Work
 from core.train.render.families import FAMILIES
+from core.train.render.jinja.template import Asked
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from core.train.render.template import Asked
 from tests.support.chats import chats, tool_chats
 from tests.support.family_tokenizers import SENTENCEPIECE, family_tokenizer
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Chat, Message, PromptOnly, ToolCall
 from core.errors import DataError, SpecError
-from core.spec.rendering import FamilyTemplate
+from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.families import FAMILIES
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Rendered, Renderer

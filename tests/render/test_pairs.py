@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Instruction, Labelled, Preference, PromptCompletion, PromptOnly
 from core.errors import DataError, SpecError
-from core.spec.data import RowFormat
-from core.spec.pairs import WAYS, Way, asked, bordered, told
-from core.spec.rendering import ModelTemplate
+from core.spec.axes.data import RowFormat
+from core.spec.axes.pairs import WAYS, Way, asked, bordered, told
+from core.spec.axes.rendering import ModelTemplate
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from tests.support.trainer import ROOT

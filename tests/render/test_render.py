@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from core.data.rows import Chat, Instruction, Message, PromptCompletion, Text
 from core.errors import DataError
-from core.spec.rendering import ModelTemplate, Rendering
+from core.spec.axes.rendering import ModelTemplate, Rendering
 from core.train.data.reader import Numbered
 from core.train.data.tokenise import tokenise
 from core.train.render.options import RenderOptions

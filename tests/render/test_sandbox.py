@@ -17,14 +17,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.data.rows import Chat, Message
 from core.errors import DataError, SpecError
-from core.spec.rendering import GivenTemplate
-from core.train.render.bounds import FILTERS, TooMuch
-from core.train.render.deadline import deadline
+from core.spec.axes.rendering import GivenTemplate
 from core.train.render.families import FAMILIES
+from core.train.render.jinja.bounds import FILTERS, TooMuch
+from core.train.render.jinja.deadline import deadline
+from core.train.render.jinja.sandbox import Sandbox
+from core.train.render.jinja.template import Asked, ChatTemplate
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from core.train.render.sandbox import Sandbox
-from core.train.render.template import Asked, ChatTemplate
 from tests.support.chats import TOOLS
 from tests.support.family_tokenizers import family_tokenizer
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.checkpoint import store
-from core.train.lifeline import Stop
+from core.train.entry.fencing import Stop
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, start, wait_until, weights, write_rows, write_run
 

@@ -27,10 +27,10 @@ from api.events.router import while_allowed
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Audit, Job, Project, User
 from core.errors import Conflict
-from core.jobs import nodes
-from core.jobs.claims import Slot, claim
-from core.jobs.finish import RetryPolicy, Succeeded, finish
-from core.jobs.submit import Actor, cancel, submit
+from core.jobs.lifecycle.claims import Slot, claim
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import Actor, cancel, submit
+from core.jobs.policies import nodes
 from tests.support.client import eft
 from tests.support.world import MODEL, Caller, World, world
 

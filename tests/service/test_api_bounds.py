@@ -188,7 +188,7 @@ def test_nothing_is_done_that_cannot_be_answered(here: World, boss: Caller) -> N
     name = here.fresh("unsaid")
     with here.database.write() as session:
         session.execute(update(User).where(User.id == here.lab.owner.user_id).values(name="owner of lab"))
-    from api.once import Once, answer
+    from api.http.once import Once, answer
 
     installation = here.app.state.installation
     with here.database.read() as session:

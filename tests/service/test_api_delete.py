@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from core.jobs.finish import Failed, Succeeded
+from core.jobs.lifecycle.finish import Failed, Succeeded
 from tests.support.client import eft
 
 FILES = {

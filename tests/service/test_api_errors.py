@@ -22,7 +22,7 @@ from api.auth.service import PATTERN
 from core import HOME
 from core.db.engine import Database
 from core.db.migrate import head, upgrade
-from core.jobs.finish import Failed
+from core.jobs.lifecycle.finish import Failed
 from core.settings import Settings
 
 PAIR = b'{"prompt": "off", "completion": "lamp.off"}\n'
@@ -187,7 +187,7 @@ def test_pause_resume_retry(api: Any) -> None:
     failed, token = api.start_job(data=api.upload(PAIR)["id"])
     api.end(token, Failed("machine", "lost", "gone", None))
     with api.database.write() as session:  # the retries of machine faults are another's test
-        from core.jobs.submit import cancel, find
+        from core.jobs.lifecycle.submit import cancel, find
 
         actor = _owner(session, failed)
         if find(session, actor, failed).status == "queued":
@@ -199,7 +199,7 @@ def test_pause_resume_retry(api: Any) -> None:
 
 def _owner(session: Any, job_id: str) -> Any:
     from core.db.tables import Job
-    from core.jobs.submit import Actor
+    from core.jobs.lifecycle.submit import Actor
 
     job = session.get(Job, job_id)
     return Actor(job.owner_id, job.project_id)

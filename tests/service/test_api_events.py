@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.jobs.finish import Succeeded
+from core.jobs.lifecycle.finish import Succeeded
 
 ROW = b'{"prompt": "off", "completion": "lamp.off"}\n'
 

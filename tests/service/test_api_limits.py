@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 
 from api.errors import RateLimited
-from api.limits import REMEMBERED, Buckets, Limits
+from api.http.body_limits import REMEMBERED, Buckets, Limits
 from core.settings import Settings
 from tests.service.conftest import StartApi
 

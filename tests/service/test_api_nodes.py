@@ -10,8 +10,8 @@ from sqlalchemy import select, update
 
 from core.db.engine import db_now
 from core.db.tables import Audit, Node
-from core.jobs import nodes
-from core.jobs.finish import HandedBack
+from core.jobs.lifecycle.finish import HandedBack
+from core.jobs.policies import nodes
 from tests.support.client import eft
 
 SLOTS = [{"id": "cpu", "kind": "cpu"}, {"id": "prepare-0", "kind": "prepare"}]

@@ -62,7 +62,7 @@ def test_every_post_states_it(here: World) -> None:
     for path in posts(here):
         operation = here.app.openapi()["paths"][path]["post"]
         headers = {one["name"].lower() for one in operation["parameters"] if one["in"] == "header"}
-        assert "idempotency-key" in headers, f"{path}: give it `once: Asked` and answer by `answer` (api/once.py)"
+        assert "idempotency-key" in headers, f"{path}: give it `once: Asked` and answer by `answer` (api/http/once.py)"
 
 
 def test_every_post_is_done_once(here: World, boss: Caller) -> None:
@@ -146,8 +146,8 @@ def test_a_secret_is_not_kept_and_comes_again_to_its_own_key_alone(here: World, 
 
 def test_many_at_once_are_done_once(here: World, boss: Caller) -> None:
     from api.auth import service
-    from api.once import Once, answer
-    from core.jobs.submit import submit
+    from api.http.once import Once, answer
+    from core.jobs.lifecycle.submit import submit
 
     installation = here.app.state.installation
     with here.database.read() as session:

@@ -11,7 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.jobs.schemas import SPEC_LONG, SPEC_SHORT, SPEC_YAML
-from core.jobs import nodes
+from core.jobs.policies import nodes
 from core.settings import Settings
 from core.spec.load import load_yaml, parse_job
 

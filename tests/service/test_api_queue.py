@@ -17,9 +17,10 @@ from api.jobs import schemas as jobs_schemas
 from api.queue import gpu_schemas, schemas
 from core.db.engine import db_now
 from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, Usage, UsageDay
-from core.jobs import claims, nodes, usage
-from core.jobs.claims import Slot
-from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.claims import Slot
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.policies import nodes, usage
 from tests.support.client import eft
 from tests.support.lab import gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.jobs.finish import Failed, HandedBack, Succeeded
+from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
 
 ROW = b'{"prompt": "off", "completion": "lamp.off"}\n'
 

@@ -19,10 +19,10 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from sqlalchemy import func, select
 
-from api.auth import table
 from api.auth.policy import NoPolicy, Reading, Right, Role, Scope, Writing, policy_of
+from api.docs import policy_table
 from core.db.tables import Audit, Job
-from core.jobs.submit import cancel, submit
+from core.jobs.lifecycle.submit import cancel, submit
 from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, SHA, Caller, Project, World, world
 
@@ -178,8 +178,8 @@ def test_a_route_without_a_policy_cannot_be_added() -> None:
 
 
 def test_the_page_for_people_is_fresh() -> None:
-    written = table.PAGE.read_text()
-    assert table.page(written) == written, "run `python -m api.auth.table`"
+    written = policy_table.PAGE.read_text()
+    assert policy_table.page(written) == written, "run `python -m api.docs.policy_table`"
 
 
 # -- what they do

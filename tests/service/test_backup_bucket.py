@@ -19,7 +19,7 @@ from core.db.engine import Database
 from core.db.migrate import upgrade
 from core.db.tables import Audit, Installation, Job, Project, User
 from core.jobs import installation
-from core.jobs.submit import Actor, submit
+from core.jobs.lifecycle.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

@@ -27,10 +27,10 @@ from core.db.engine import Database
 from core.db.tables import Artifact, DiskUsage, Job, Project, User
 from core.errors import NoSpace
 from core.ids import new_id
-from core.jobs.claims import Claim, Slot
-from core.jobs.retention import Rules
-from core.jobs.submit import Actor, submit
-from core.jobs.transitions import Token
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.lifecycle.transitions import Token
+from core.jobs.policies.retention import Rules
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -40,10 +40,10 @@ from core.storage.store import Changed, Folder, StoreAway, open_store
 from core.train.checkpoint import store as checkpoints
 from tests.support import boxes
 from tests.support.service import wait_for
-from worker import objects, publisher
-from worker.copies import Copies
-from worker.publisher import Publisher
-from worker.stage import Stage
+from worker.store import objects, publisher
+from worker.store.local_cache import Copies
+from worker.store.publisher import Publisher
+from worker.store.staging import Stage
 
 ADA = Actor("user-ada", "proj-lab")
 JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"

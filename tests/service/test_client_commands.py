@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 from eft.cli import app, tree
-from eft.comparison import Comparison, differences, flat, written
-from eft.completion import offers
 from eft.conditions import Condition, figures
-from eft.delegated import parse
 from eft.errors import UsageFault
-from eft.manual import find, pages
-from eft.manual_pages import roff
+from eft.manual.completion import offers
+from eft.manual.delegated import parse
+from eft.manual.formats import roff
+from eft.manual.source import find, pages
+from eft.terminal.comparison import Comparison, differences, flat, written
 from eft.types import Job
 from typer.testing import CliRunner
 
-from core.jobs.finish import Failed, Succeeded
+from core.jobs.lifecycle.finish import Failed, Succeeded
 from tests.support.client import EFT, environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent

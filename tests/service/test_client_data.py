@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eft.datasheet import CLOSE, OPEN, print_preview
+from eft.terminal.datasheet import CLOSE, OPEN, print_preview
 from rich.console import Console
 
 from tests.support.client import EFT

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from eft import ApiError, Client, NotEft, Unreachable
 
-from core.jobs.finish import Failed, HandedBack, Succeeded
+from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
 from tests.support.client import EFT, Cutter, client, eft, environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent

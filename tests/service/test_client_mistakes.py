@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from eft import Client, NotEft
-from eft.astray import COMMANDS, OPTIONS
 from eft.cli import tree
-from eft.commands_box import VERBS
+from eft.commands.admin.box import VERBS
 from eft.errors import ApiError, Fault
-from eft.output import Output, print_error
+from eft.terminal.astray import COMMANDS, OPTIONS
+from eft.terminal.output import Output, print_error
 from eft.times import point
 
 from tests.support.client import EFT, environment
@@ -302,7 +302,7 @@ def test_one_fault_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_result_is_told_in_words(sqlite_api: Any, eft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.jobs.finish import Succeeded
+    from core.jobs.lifecycle.finish import Succeeded
 
     monkeypatch.setenv("EFT_API_KEY", sqlite_api.key)
     monkeypatch.setenv("EFT_URL", sqlite_api.url)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eft.commands_box import application_home, command
+from eft.commands.admin.box import application_home, command
 from eft.config import load_config, write_config
-from eft.download import local_path
 from eft.errors import (
     EXIT_MEANINGS,
     ApiError,
@@ -24,9 +23,10 @@ from eft.errors import (
     LocalError,
     UsageFault,
 )
+from eft.http.download import local_path
+from eft.http.sse import Message, messages
 from eft.jobfile import apply_settings, read_job, upload_data
-from eft.output import Output, age, duration, jobs_table, print_error, size
-from eft.sse import Message, messages
+from eft.terminal.output import Output, age, duration, jobs_table, print_error, size
 from eft.types import File, Job
 from hypothesis import given
 from hypothesis import strategies as st

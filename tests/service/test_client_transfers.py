@@ -15,7 +15,7 @@ import pytest
 from eft import DownloadError
 from eft.archive import save
 
-from core.jobs.finish import Succeeded
+from core.jobs.lifecycle.finish import Succeeded
 from tests.support.client import Cutter, client, eft, environment
 
 

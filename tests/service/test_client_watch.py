@@ -19,8 +19,8 @@ from eft.watch.frame import BARS, Frame, sparkline
 from eft.watch.world import Line, Watched, World
 from rich.console import Console
 
-from core.jobs.finish import Failed, HandedBack, Succeeded
-from core.spec.run import LOG_FILE
+from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
+from core.spec.run.contract import LOG_FILE
 from tests.support.client import EFT, environment
 from tests.support.service import wait_for
 from tests.support.terminal import Terminal

@@ -17,8 +17,8 @@ import yaml
 from sqlalchemy import select
 
 from core.db.tables import Job
-from core.jobs.claims import Slot, claim
-from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.claims import Slot, claim
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from tests.support import wheel
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from fastapi import Request
 
-from api import body
-from api.connections import Bounds, Connection, quiet_about_accept
 from api.errors import RequestTimeout
+from api.http import body
+from api.http.connections import Bounds, Connection, quiet_about_accept
 from core.descriptors import raise_limit
 from core.settings import Settings, crosses_in_clear
 from tests.service.conftest import Api, StartApi

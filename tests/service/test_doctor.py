@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from box import doctor_gpus
-from box.doctor import examine
-from box.report import Report
-from box.software import drivers
+from box.doctor import gpus
+from box.doctor.__main__ import examine
+from box.doctor.report import Report
+from box.doctor.software import drivers
 from core.db.engine import Database
 from core.hardware.installed import build_of
 from core.hardware.recording import parse
@@ -233,7 +233,7 @@ def test_cards_that_permissions_keep_away_are_no_box_without_gpus(monkeypatch: p
         monkeypatch.setenv("EFT_NODE", "box")
         report = Report()
         with as_nobody():
-            doctor_gpus.look(report, Settings(), recording("container-no-group").environment, 2.0)
+            gpus.look(report, Settings(), recording("container-no-group").environment, 2.0)
     assert not report.ok
     assert any("not known" in finding.detail for finding in report.findings), "the data root is the service's"
     assert all("--group-add" in finding.detail for finding in report.findings if finding.level == "problem")

@@ -18,16 +18,16 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Job, Node, Project, User
 from core.hardware.discover import Gpu, discover
-from core.jobs.submit import Actor, submit
+from core.jobs.lifecycle.submit import Actor, submit
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support.hardware import unpack
 from tests.support.service import wait_for
-from worker import gpu_memory
-from worker.agent import Agent
-from worker.others import Others
+from worker.agent.agent import Agent
+from worker.gpus import gpu_memory
+from worker.gpus.foreign_processes import Others
 
 ADA = Actor("user-ada", "proj-lab")
 GIB = 1 << 30

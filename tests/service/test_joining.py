@@ -22,17 +22,18 @@ from core import HOME, __version__
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Installation, Node
-from core.jobs import installation, nodes
+from core.jobs import installation
 from core.jobs.installation import MARK, OtherDataRoot
+from core.jobs.policies import nodes
 from core.settings import Settings
 from core.spec import vocabulary
 from core.storage.store import Folder
 from tests.support import selftest
 from tests.support.killed import killed
 from tests.support.service import wait_for
-from worker import joining
-from worker.agent import Agent
-from worker.node import NotNow, Refused
+from worker.agent.agent import Agent
+from worker.preflight import joining
+from worker.preflight.node import NotNow, Refused
 
 
 @pytest.fixture

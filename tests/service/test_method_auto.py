@@ -20,12 +20,12 @@ from sqlalchemy import insert, select
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job, Project, User
-from core.jobs import fit
-from core.jobs.slots import Slot
-from core.jobs.submit import Actor, cancel, submit
+from core.jobs.admission import fit
+from core.jobs.lifecycle.submit import Actor, cancel, submit
+from core.jobs.scheduling.slots import Slot
+from core.plan.candidates import rungs
 from core.plan.memory import plan
-from core.plan.rungs import rungs
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -34,7 +34,7 @@ from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support import selftest
 from tests.support.service import wait_for
-from worker.agent import Agent
+from worker.agent.agent import Agent
 
 ADA = Actor("user-ada", "proj-lab")
 HIDDEN, INNER, KEYS, LAYERS, VOCABULARY = 512, 1024, 256, 7, 258

@@ -14,11 +14,11 @@ import pytest
 from api.auth.policy import Role, Scope
 from api.metrics.exposition import CONTENT_TYPE, Family, Histogram, page
 from core import HOME
-from core.jobs import nodes
-from core.jobs.claims import Slot, claim, running
-from core.jobs.finish import RetryPolicy, Succeeded, finish
-from core.jobs.relay import Batch, relay
-from core.jobs.submit import submit
+from core.jobs.lifecycle.claims import Slot, claim, running
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.relay import Batch, relay
+from core.jobs.lifecycle.submit import submit
+from core.jobs.policies import nodes
 from tests.support.world import World, world
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"

@@ -12,12 +12,12 @@ import pytest
 import box.backup.__main__ as backup
 from api.auth.policy import Role, Scope
 from box import db, restore
-from box.doctor_disk import look
-from box.report import Report
-from core.jobs.submit import submit
+from box.doctor.disk import look
+from box.doctor.report import Report
+from core.jobs.lifecycle.submit import submit
 from core.storage.layout import RESTORING
 from tests.support.world import World, world
-from worker import disk
+from worker.upkeep import disk_usage
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -87,7 +87,7 @@ def test_the_command_of_the_schema(run: Run, here: World) -> None:
 
 
 def test_a_budget_that_is_used_up_is_told_everywhere(here: World) -> None:
-    disk.measure(here.database, here.layout)
+    disk_usage.measure(here.database, here.layout)
     words = "of a budget of 0.0 MB (EFT_DISK_BUDGET_RUNS_BYTES)"
     (check,) = [here.ask("GET", "/readyz").json()["checks"]["data"]]
     assert check["ok"] and words in check["detail"]

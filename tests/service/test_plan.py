@@ -14,12 +14,13 @@ from sqlalchemy import delete, insert, update
 
 from api.jobs.service import Jobs, Submission
 from core.db.tables import Attempt, Job, ModelShape, Node
-from core.jobs import nodes, shapes
-from core.jobs.fit import FitsNowhere
-from core.jobs.transitions import Actor
-from core.plan.shape import Shape
+from core.jobs.admission import shapes
+from core.jobs.admission.fit import FitsNowhere
+from core.jobs.lifecycle.transitions import Actor
+from core.jobs.policies import nodes
+from core.plan.models.shape import Shape
 from core.settings import Settings
-from core.spec.model import HubModel
+from core.spec.axes.model import HubModel
 from tests.support.client import EFT
 
 MODEL = "team/llama-1b"

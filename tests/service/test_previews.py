@@ -12,11 +12,11 @@ import pytest
 from sqlalchemy import select
 
 from core.db.tables import Attempt, Job
-from core.jobs.finish import Succeeded
+from core.jobs.lifecycle.finish import Succeeded
 from core.settings import Settings
 from tests.support import selftest
 from tests.support.client import eft
-from worker.agent import Agent
+from worker.agent.agent import Agent
 
 
 def row(n: int) -> dict[str, Any]:

@@ -22,19 +22,20 @@ from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, File, Job, Metric, Project, UsageDay, User
 from core.ids import new_id
-from core.jobs import claims, holds, lost
-from core.jobs.claims import Slot
-from core.jobs.lost import LossPolicy
-from core.jobs.submit import Actor, cancel, submit
+from core.jobs.lifecycle import claims, lease_expiry
+from core.jobs.lifecycle.claims import Slot
+from core.jobs.lifecycle.lease_expiry import LossPolicy
+from core.jobs.lifecycle.submit import Actor, cancel, submit
+from core.jobs.policies import holds
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support import selftest
 from tests.support.service import wait_for
-from worker import node
-from worker.agent import Agent
-from worker.attempt import Attempt as WorkersAttempt
+from worker.agent.agent import Agent
+from worker.attempt.attempt import Attempt as WorkersAttempt
+from worker.preflight import node
 
 ADA = Actor("user-ada", "proj-lab", "req-7")
 
@@ -259,7 +260,7 @@ def test_a_lost_lease_ends_the_trainer_at_once(box: Box, serving: Callable[[Agen
     pid = box.wait_for_steps(job_id)
     with box.database.write() as session:  # as another node's reaper and claim would
         session.execute(update(Job).values(lease_until=db_now() - 1))
-        lost.reap(session, LossPolicy())
+        lease_expiry.reap(session, LossPolicy())
         assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 600) is not None
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), 200, "the trainer's end")  # which its fence is not
     time.sleep(0.3)
@@ -302,7 +303,7 @@ def test_a_worker_that_slept_before_it_spawned_trains_nothing(box: Box) -> None:
         stale = claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), -1)
         assert stale is not None
     with box.database.write() as session:
-        lost.reap(session, LossPolicy())
+        lease_expiry.reap(session, LossPolicy())
     with box.database.write() as session:
         assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
     attempt = WorkersAttempt(agent.site, stale, time.clock_gettime(time.CLOCK_BOOTTIME) - 10)

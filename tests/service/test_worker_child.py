@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from core import HOME
-from core.spec.run import PrepareOrder
+from core.spec.run.contract import PrepareOrder
 from tests.support.service import wait_for
-from worker import processes
-from worker.child import Child, write_order
+from worker.attempt import processes
+from worker.attempt.child import Child, write_order
 
 ORDER = PrepareOrder.model_validate({"job_id": "job-1", "attempt": 1, "model": "team/tiny", "models_dir": "/m"})
 

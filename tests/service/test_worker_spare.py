@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from core.hardware import visible
-from core.hardware.visible import Gpu
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
-from core.train.lifeline import boottime
+from core.hardware import device_mask
+from core.hardware.device_mask import Gpu
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
+from core.train.entry.fencing import boottime
 from tests.support import trainer
 from tests.support.service import Service, running, wait_for
-from worker import processes
-from worker.child import Child, spawn
+from worker.agent.standby import Spares
+from worker.attempt import processes
+from worker.attempt.child import Child, spawn
 from worker.environment import child_environment
-from worker.spare import Spares
 
 DIRTY = {
     "PATH": os.environ["PATH"],
@@ -101,7 +101,7 @@ def test_it_becomes_the_child_of_a_run_and_the_result_is_the_cold_ones_to_the_bi
         seen = environ(pid)
         assert seen == environment, "the environment of any child, at exec and so for good"
         assert not [value for value in seen.values() if "hunter2" in value]
-        assert {name: seen[name] for name in visible.ALL if name in seen} == {"CUDA_VISIBLE_DEVICES": "-1"}
+        assert {name: seen[name] for name in device_mask.ALL if name in seen} == {"CUDA_VISIBLE_DEVICES": "-1"}
         files = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
         assert not [name for name in files if name.endswith((".db", ".lock")) or "nvidia" in name or "kfd" in name]
 
@@ -132,7 +132,7 @@ def spares_of(service: Service) -> list[int]:
         path = Path(f"/proc/{process.pid}")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == service.pid("worker") and b"core.train.spare" in (path / "cmdline").read_bytes():
+            if parent == service.pid("worker") and b"core.train.entry.standby" in (path / "cmdline").read_bytes():
                 found.append(process.pid)
     return found
 
@@ -156,7 +156,7 @@ def test_a_whole_service_starts_jobs_in_its_spare_and_makes_another(service: Ser
     (spare,) = spares_of(service)
     seen = environ(spare)
     assert not [name for name, value in seen.items() if "hunter2" in value or name.startswith("EFT_")]
-    assert len(set(visible.ALL) & set(seen)) == 1
+    assert len(set(device_mask.ALL) & set(seen)) == 1
     job_id = service.submit(spec)
     pids = wait_for(lambda: service.trainers(job_id), 200, "the trainer", lambda: service.describe(job_id))
     assert pids == [spare]
@@ -228,7 +228,7 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
 ) -> None:
     """No library of this box sees the GPU that the order names: the trainer is executed afresh, with that variable."""
     folder = run_folder(tmp_path / "gpu", model, resources={"type": "single", "accelerator": "gpu"})
-    with spawn("core.train.spare", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
+    with spawn("core.train.entry.standby", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
         assert spare.stdin is not None and spare.stdout is not None
         assert spare.stdout.readline() == b"ready\n"
         changes = {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": "7"}
@@ -241,7 +241,7 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
 
 def test_it_ends_with_its_worker_also_while_it_imports(environment: dict[str, str]) -> None:
     for ready in (False, True):
-        with spawn("core.train.spare", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
+        with spawn("core.train.entry.standby", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
             assert spare.stdin is not None and spare.stdout is not None
             if ready:
                 assert spare.stdout.readline() == b"ready\n"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from core.spec.training import LoRA
-from core.train.memory.image import load_from_disk
-from core.train.memory.stream import Streamed, stream_from_files, stream_from_host
+from core.spec.axes.training import LoRA
+from core.train.memory.streaming.block_image import load_from_disk
+from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import QuantOptions, load_quantized

@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from core.train.lifeline import Stop
+from core.train.entry.fencing import Stop
 from core.train.ranks import __main__ as rank_main
-from core.train.ranks.words import Seat
+from core.train.ranks.env import Seat
 
 CODES = "codes.json"
 """In the first run's folder: the exit code of every run, as rank 0 had it. Other ranks: `codes-1.json` and so on."""

@@ -10,8 +10,9 @@ from sqlalchemy.exc import IntegrityError
 
 from core.db.engine import Database
 from core.db.tables import Job
-from core.jobs import claims, places
-from core.jobs.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.scheduling import cluster
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
         with database.read() as session:
             if session.execute(select(func.count()).where(Job.status != "succeeded")).scalar_one() == 0:
                 break
-            seats = [seat for seat in places.seats(session, database.now(), 600.0) if seat.node == node]
+            seats = [seat for seat in cluster.seats(session, database.now(), 600.0) if seat.node == node]
         free = [seat.slot for seat in seats if seat.free]
         claim = None
         for slot in free:

@@ -10,12 +10,15 @@ from sqlalchemy import insert, select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Job, Limit, Project, Usage, User
-from core.jobs import claims, explain, nodes, places
-from core.jobs.claims import Claim
-from core.jobs.finish import RetryPolicy, Succeeded, finish
-from core.jobs.shares import SLICE_SECONDS
-from core.jobs.slots import Slot
-from core.jobs.submit import Actor, submit
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.claims import Claim
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.policies import nodes
+from core.jobs.scheduling import cluster
+from core.jobs.scheduling.shares import SLICE_SECONDS
+from core.jobs.scheduling.slots import Slot
+from core.jobs.views import explain
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
@@ -117,7 +120,7 @@ class Lab:
     def turn(self, node: str) -> Claim | None:
         """As the node's worker claims: for each of its free slots, with the others beside it."""
         with self.database.read() as session:
-            seats = places.seats(session, self.database.now(), DESK.silent_after)
+            seats = cluster.seats(session, self.database.now(), DESK.silent_after)
         free = [seat.slot for seat in seats if seat.node == node and seat.free and seat.slot.phase == "train"]
         for slot in free:
             with self.database.write() as session:

@@ -11,9 +11,10 @@ from sqlalchemy import delete, insert, select, update
 
 from core.db.engine import Database
 from core.db.tables import Attempt, Base, Job, Limit
-from core.jobs import claims, places, preempt
-from core.jobs.claims import Claim
-from core.jobs.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.claims import Claim
+from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.scheduling import cluster, preempt
 from tests.support.lab import Lab, gpu
 
 START = 1_700_000_000.0
@@ -134,7 +135,7 @@ class Play:
         """Every free slot of every node asks once, as the workers do."""
         started = False
         with self.database.read() as session:
-            seats = [seat for seat in places.seats(session, self.clock[0], SILENT) if seat.slot.phase == "train"]
+            seats = [seat for seat in cluster.seats(session, self.clock[0], SILENT) if seat.slot.phase == "train"]
         for node in self.boxes:
             free = [seat.slot for seat in seats if seat.node == node and seat.free]
             for slot in list(free):

@@ -13,7 +13,7 @@ from core.hardware import selftest
 from core.hardware.selftest import Verdict
 from core.storage.layout import write_private
 from worker.environment import child_environment
-from worker.trial import Device, examine, remembered
+from worker.gpus.selftest_runner import Device, examine, remembered
 
 HOME = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "selftest"
 

@@ -20,9 +20,9 @@ if __name__ == "__main__":
     _shift(float(sys.argv[1]))
 
     from core.db.engine import Database
-    from core.jobs import claims, leader, lost
-    from core.jobs.claims import Slot
-    from core.jobs.lost import LossPolicy
+    from core.jobs.lifecycle import claims, leader, lease_expiry
+    from core.jobs.lifecycle.claims import Slot
+    from core.jobs.lifecycle.lease_expiry import LossPolicy
 
     url, node, *does = sys.argv[2:]
     database = Database(url)
@@ -35,7 +35,7 @@ if __name__ == "__main__":
                 answer = None if claim is None else claim.token.job_id
             case "reap":
                 with database.write() as session:
-                    answer = len(lost.reap(session, LossPolicy()))
+                    answer = len(lease_expiry.reap(session, LossPolicy()))
             case "lead":
                 answer = leader.lead(database, "housekeeping", node, 60)
             case _:

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from core.errors import DataError
-from core.train.render import sandbox
-from core.train.render.template import Asked, ChatTemplate
+from core.train.render.jinja import sandbox
+from core.train.render.jinja.template import Asked, ChatTemplate
 
 MEMORY = 1 << 30
 """Bytes beyond what the interpreter has: less than half of what any of the cases asks for."""

@@ -20,10 +20,12 @@ from core.db.engine import db_now
 from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
 from core.ids import new_id
-from core.jobs import nodes, notices, previews
-from core.jobs.claims import Slot, claim, running
-from core.jobs.finish import RetryPolicy, Succeeded, finish
-from core.jobs.submit import Actor, submit
+from core.jobs import deliveries
+from core.jobs.lifecycle import previews
+from core.jobs.lifecycle.claims import Slot, claim, running
+from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.policies import nodes
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -151,7 +153,7 @@ class World:
                 )
             )  # fmt: skip
             session.flush()
-            told = notices.write(session, project.owner.user_id, project.id, hook, notices.TEST, {})
+            told = deliveries.write(session, project.owner.user_id, project.id, hook, deliveries.TEST, {})
             session.execute(update(Delivery).where(Delivery.id == told).values(state="dead"))
         self._webhooks.setdefault(project.id, (hook, told))
         return hook, told

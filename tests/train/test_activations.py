@@ -16,15 +16,15 @@ from core.errors import ModelError
 from core.plan.compatibility import check
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
+from core.train.entry.fencing import Stop
 from core.train.kernels.scratch import clear_scratch
-from core.train.lifeline import Stop
-from core.train.memory.activations import checkpoint_blocks
-from core.train.memory.inputs import FIELD, IN_FLIGHT, PAGE, Inputs, Pool
-from core.train.memory.pin import refused
-from core.train.memory.selective import Kept, contexts
-from core.train.memory.stream import Streamed, stream_from_host
-from core.train.memory.unit import Keeps
+from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.policy import checkpoint_blocks
+from core.train.memory.checkpointing.selective import Kept, contexts
+from core.train.memory.offload.activations import FIELD, IN_FLIGHT, PAGE, Inputs, Pool
+from core.train.memory.streaming.stream import Streamed, stream_from_host
+from core.train.memory.transfer.pin import refused
 from core.train.methods.full import adapt_full
 from core.train.quant.model import QuantOptions
 from core.train.recipe import run

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from core.errors import DataError
 from core.plan.compatibility import cells, check, values_of
-from core.spec.run import ORDER_FILE, RunOrder
+from core.spec.run.contract import ORDER_FILE, RunOrder
 from core.train.attention.probe import prepare_packing
+from core.train.base.events import EventWriter
 from core.train.batch import IGNORE_INDEX
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import BatchOrder, GroupedOrder, PackedOrder, TokenOrder
@@ -23,10 +24,9 @@ from core.train.data.packing import best_fit, spread
 from core.train.data.truncate import truncate
 from core.train.data.windows import RowFeed
 from core.train.engine import Engine
-from core.train.events import EventWriter
 from core.train.feed import build_feed, read_data
-from core.train.load import load_model, load_tokenizer
 from core.train.loss.head import head_of
+from core.train.model.load import load_model, load_tokenizer
 from core.train.stages.sft import chunked_sft_loss, sft_loss
 from tests.support.trainer import pairs, write_rows, write_run
 

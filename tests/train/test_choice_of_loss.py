@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.spec.training import LoRA
+from core.spec.axes.training import LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine
-from core.train.load import load_model
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.stages import sft
 
 VOCABULARY = 258

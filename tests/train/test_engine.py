@@ -12,15 +12,15 @@ import torch
 from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, Trainer
 
-from core.spec.training import AdamW, Linear, LoRA
+from core.spec.axes.training import AdamW, Linear, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine
 from core.train.evaluate import evaluate
-from core.train.load import load_model
 from core.train.logits import label_logits
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer, without_decay
 from core.train.optim.schedules import build_schedule
 from core.train.stages.sft import sft_loss

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from core.errors import SpecError
-from core.spec.checkpoint_names import best_name
+from core.spec.axes.runtime import HeldOut, Patience
 from core.spec.load import parse_job
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
-from core.spec.runtime import HeldOut, Patience
-from core.train.ask import ask
+from core.spec.run.checkpoint_names import best_name
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.checkpoint import store
-from core.train.judge import judge, needed
-from core.train.lifeline import Stop
+from core.train.early_stopping import judge, needed
+from core.train.entry.ask import ask
+from core.train.entry.fencing import Stop
 from core.train.recipe import run
 from tests.support.trainer import chats, events, log, start, weights, write_rows, write_run
 
@@ -229,7 +229,7 @@ def test_prompts_of_chats_and_of_raw_text(tiny_dir: Path, tmp_path: Path) -> Non
 KILLED_BEYOND = """
 import os, signal, sys
 from pathlib import Path
-from core.train.events import EventWriter
+from core.train.base.events import EventWriter
 write = EventWriter.write
 def deadly(self, type, **fields):
     seq = write(self, type, **fields)

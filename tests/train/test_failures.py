@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
 from core.train.checkpoint import store
 from core.train.data.order import BatchOrder
+from core.train.entry.fencing import Stop
 from core.train.failures import describe
-from core.train.lifeline import Stop
 from core.train.recipe import run
 from tests.support.squeeze import MMAPS, squeeze
 from tests.support.trainer import ENVIRONMENT, ROOT, events, log, pairs, start, wait_until, write_rows, write_run
@@ -225,7 +225,7 @@ def test_sigusr1_writes_the_stacks_and_changes_nothing(tiny_dir: Path, rows: Pat
 
 
 def test_a_crash_in_native_code_leaves_its_stacks() -> None:
-    code = "import ctypes; from core.train.lifeline import arm; arm(None); ctypes.string_at(0)"
+    code = "import ctypes; from core.train.entry.fencing import arm; arm(None); ctypes.string_at(0)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True
     )

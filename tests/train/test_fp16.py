@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
-from core.spec.training import AdamW, Linear, LoRA
+from core.spec.axes.training import AdamW, Linear, LoRA
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine
-from core.train.lifeline import Stop
-from core.train.load import load_model, load_tokenizer
+from core.train.entry.fencing import Stop
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model, load_tokenizer
+from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.recipe import run
-from core.train.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.stages.sft import sft_loss
 from tests.support.trainer import events, pairs, weights, write_rows, write_run
 

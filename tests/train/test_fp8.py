@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from core.errors import SpecError
-from core.hardware.arch import ROWS
 from core.hardware.precision import against_fp8
+from core.hardware.tables.arch import ROWS
 from core.spec.load import parse_job
-from core.spec.run import EXIT_OK
+from core.spec.run.contract import EXIT_OK
 from core.train.__main__ import importing
-from core.train.load import load_model
+from core.train.model.load import load_model
 from core.train.quant import fp8
 from core.train.recipe import run
 from core.train.selftest.products import fp8_linear

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core.jobs import adjust
+from core.jobs.admission import oom_backoff
+from core.spec.axes.runtime import HeldOut
+from core.spec.axes.training import LoRA
 from core.spec.job import JobSpec
-from core.spec.run import EXIT_OK
-from core.spec.runtime import HeldOut
-from core.spec.training import LoRA
+from core.spec.run.contract import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Engine
 from core.train.evaluate import evaluate
-from core.train.load import load_model
 from core.train.loss import linear_cross_entropy as chunked
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.recipe import run
 from core.train.stages import sft
 from tests.support.trainer import events, write_rows, write_run
@@ -191,7 +191,9 @@ def test_out_of_memory_cuts_rows_that_a_pass_has(axes: dict[str, Any], wanted: i
     job = {"model": "a/b", "data": {"train": "/t", "eval": "/e"}, "evaluation": {"type": "held_out", **evaluation}}
     spec = JobSpec.model_validate(job | axes)
     assert isinstance(spec.evaluation, HeldOut)
-    assert adjust.smaller(spec, adjust.EVAL_BATCH) == (None if wanted is None else {adjust.EVAL_BATCH: wanted})
+    assert oom_backoff.smaller(spec, oom_backoff.EVAL_BATCH) == (
+        None if wanted is None else {oom_backoff.EVAL_BATCH: wanted}
+    )
 
 
 def test_a_run_with_whole_logits_says_so(tiny_dir: Path, tmp_path: Path) -> None:

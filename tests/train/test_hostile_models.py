@@ -17,7 +17,8 @@ from tests.support.trainer import ENVIRONMENT, ROOT
 MOST_BYTES = 1500 << 20
 """Of a process that has imported torch (400 MB), and may take one GiB more."""
 SLOW = 15.0
-"""Seconds of processor time that no case may take: a template may render for ten (core/train/render/sandbox.py)."""
+"""Seconds of processor time that no case may take: a template may render for ten
+(core/train/render/jinja/sandbox.py)."""
 
 
 @pytest.fixture(scope="module")

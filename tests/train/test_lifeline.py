@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FENCED, heartbeat
-from core.train.events import EventWriter
-from core.train.lifeline import boottime
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED, heartbeat
+from core.train.base.events import EventWriter
+from core.train.entry.fencing import boottime
 
 CHILD = """
 import sys, time
-from core.train.lifeline import arm
+from core.train.entry.fencing import arm
 stop = arm(float(sys.argv[1]) if sys.argv[1] != "none" else None)
 print("armed", flush=True)
 while not stop.requested:
@@ -137,7 +137,7 @@ def test_what_is_no_heartbeat_ends_it() -> None:
 
 def test_silence_counts_from_when_the_lease_was_last_held() -> None:
     """A worker that slept between its claim and the child's start: nobody owns the attempt any more."""
-    code = "import sys; from core.train.lifeline import arm; arm(900, held_at=float(sys.argv[1])); print('armed')"
+    code = "import sys; from core.train.entry.fencing import arm; arm(900, held_at=float(sys.argv[1])); print('armed')"
     now = boottime()
     for held_at, waiting, expected in (
         (now - 901, b"", EXIT_FENCED), (now - 300, b"", 0), (now - 901, heartbeat(now), 0),
@@ -173,7 +173,7 @@ def test_sigterm_asks_to_stop(fence: str) -> None:
 
 BUSY = """
 import time
-from core.train.lifeline import arm
+from core.train.entry.fencing import arm
 stop = arm(None)
 with stop.at_once():
     pass

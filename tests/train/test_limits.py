@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from core.errors import SpecError
-from core.hardware import faults
-from core.hardware.faults import KnownFault, Limits
+from core.hardware.tables import faults
+from core.hardware.tables.faults import KnownFault, Limits
 from core.spec.job import JobSpec
-from core.spec.run import EXIT_OK
-from core.train.limits import split_products, tell_parts, training_pass, widest
+from core.spec.run.contract import EXIT_OK
+from core.train.model.gemm_limits import split_products, tell_parts, training_pass, widest
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
 

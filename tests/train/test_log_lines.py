@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from core.train.events import EventWriter
-from core.train.log_lines import LogLines
+from core.train.base.events import EventWriter
+from core.train.base.log_lines import LogLines
 
 
 class Full(io.StringIO):

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.jobs.finish import Failed
-from core.spec.model import LocalModel
-from core.spec.run import EXIT_FAILED, ORDER_FILE, MemoryLimit, PrepareOrder
-from core.train import memory_limit
+from core.jobs.lifecycle.finish import Failed
+from core.spec.axes.model import LocalModel
+from core.spec.run.contract import EXIT_FAILED, ORDER_FILE, MemoryLimit, PrepareOrder
 from core.train.data.helpers import Helpers, HelperShort
+from core.train.entry import memory_limit
 from core.train.failures import describe
 from core.train.render.options import RenderOptions
 from tests.support.trainer import ROOT, events
-from worker import outcome
+from worker.attempt import outcome
 
 GIB = 1 << 30
 
@@ -47,7 +47,7 @@ def test_a_preparation_beyond_its_limit(tmp_path: Path, tiny_dir: Path) -> None:
     )  # fmt: skip
     (run := tmp_path / "run").mkdir()
     (run / ORDER_FILE).write_text(order.model_dump_json())
-    command = [sys.executable, "-m", "core.train.prepare", str(run)]
+    command = [sys.executable, "-m", "core.train.entry.prepare", str(run)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_FAILED, done.stderr
     (error,) = events(run, "error")

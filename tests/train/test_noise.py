@@ -10,7 +10,7 @@ from tests.support.trainer import ENVIRONMENT, ROOT
 
 IMPORTS = """
 import logging, warnings
-from core.train.load import quiet
+from core.train.model.load import quiet
 quiet()
 quiet()
 import torchao

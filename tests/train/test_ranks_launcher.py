@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run import (
+from core.spec.run.contract import (
     EXIT_CHECKPOINTED,
     EXIT_DATA_ROOT_LOST,
     EXIT_FAILED,
@@ -25,16 +25,16 @@ from core.spec.run import (
     EXIT_NO_SPACE,
     heartbeat,
 )
-from core.train.events import Unheard
+from core.train.base.events import Unheard
+from core.train.entry.fencing import boottime
 from core.train.failures import describe
-from core.train.lifeline import boottime
 from core.train.ranks import launch
+from core.train.ranks.env import Seat, last_word, leave_word
 from core.train.ranks.group import PeerLost, fingerprint
 from core.train.ranks.launch import End
 from core.train.ranks.meet import tell_launcher
-from core.train.ranks.words import Seat, last_word, leave_word
 from tests.support.trainer import events, log, pairs, start, write_rows, write_run
-from worker import processes
+from worker.attempt import processes
 
 RANKS = 2
 

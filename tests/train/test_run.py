@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import ModelError
-from core.spec.run import EXIT_FAILED, EXIT_OK
-from core.spec.training import Full, LoRA
-from core.train.ask import ask
+from core.spec.axes.training import Full, LoRA
+from core.spec.run.contract import EXIT_FAILED, EXIT_OK
+from core.train.entry.ask import ask
 from core.train.export.handed_back import ArtifactsDiffer, check_saved
 from core.train.export.weights import save_weights
 from core.train.failures import describe
-from core.train.load import load_model
-from core.train.model_files import inspect
+from core.train.hub.model_files import inspect
+from core.train.model.load import load_model
 from core.train.recipe import run
 from tests.support.trainer import chats, events, pairs, write_rows, write_run
 

@@ -11,27 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from core.hardware import faults, selftest
-from core.hardware.faults import Limits
+from core.hardware import selftest
+from core.hardware.device_mask import Gpu
 from core.hardware.selftest import Choice, Part, Verdict, choose
-from core.hardware.visible import Gpu
+from core.hardware.tables import faults
+from core.hardware.tables.faults import Limits
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run import EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.contract import EXIT_OK, ORDER_FILE, RunOrder
 from core.storage.layout import write_private
-from core.train import build
 from core.train.attention.backends import choose_attention
 from core.train.kernels import interface
-from core.train.limits import PaddedA, PaddedB, operand
-from core.train.load import load_model
-from core.train.placement import DeviceRefused, place
+from core.train.model import build
+from core.train.model.gemm_limits import PaddedA, PaddedB, operand
+from core.train.model.load import load_model
+from core.train.model.placement import DeviceRefused, place
 from core.train.recipe import run
 from tests.support.selftest import verdict as this_machines
 from tests.support.service import wait_for
 from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
 from worker.environment import child_environment
-from worker.selftest import SelfTests
-from worker.trial import Device, examine, key_of, remembered
+from worker.gpus.selftest import SelfTests
+from worker.gpus.selftest_runner import Device, examine, key_of, remembered
 
 BROKEN = str(ROOT / "tests" / "support" / "broken")
 CARD = Gpu(0, "amd", "GPU-00c0ffee", "0000:03:00.0", "made up", "gfx942", 1 << 30)
@@ -70,7 +71,7 @@ def test_this_machine_passes_and_is_not_asked_twice(tmp_path: Path, monkeypatch:
     here = Device("cpu-1", None, child_environment("train", gpu=None, threads=7, root=tmp_path))
     path = selftest.folder(tmp_path) / f"box-{verdict.key}.json"
     write_private(path, selftest.encoded(verdict))
-    monkeypatch.setattr("worker.selftest.examine", None)  # it is not called
+    monkeypatch.setattr("worker.gpus.selftest.examine", None)  # it is not called
     tests = SelfTests([here], "box", tmp_path, 60.0)
     assert tests.complete and tests.offered("cpu-1") and tests.verdict("cpu-1") == verdict
     tests.run(lambda: pytest.fail("it was asked again"))
@@ -147,7 +148,7 @@ def test_what_could_not_be_tried_is_tried_again_while_the_worker_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file lies where the verdicts' folder is to be, as a full disk would have it; then it is gone."""
-    monkeypatch.setattr("worker.selftest.AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("worker.gpus.selftest.AGAIN_SECONDS", 0.1)
     selftest.folder(tmp_path).touch()
     tests, told = SelfTests([device(tmp_path)], "box", tmp_path, 60.0), list[bool]()
     keeper = threading.Thread(target=tests.keep, args=(lambda: told.append(tests.offered("slot-0")),), daemon=True)

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.errors import ModelError, NoSpace, SpecError
-from core.train.memory.blocks import find_blocks, lay_out
-from core.train.memory.image import check_room, load_from_disk
-from core.train.memory.pin import refused
-from core.train.memory.slots import CopyThread, Ring, Slot
-from core.train.memory.source import BlocksLost, FileBlocks
-from core.train.memory.stream import Streamed, at_hand, stream_from_host
+from core.train.memory.streaming.block_image import check_room, load_from_disk
+from core.train.memory.streaming.blocks import find_blocks, lay_out
+from core.train.memory.streaming.slots import CopyThread, Ring, Slot
+from core.train.memory.streaming.source import BlocksLost, FileBlocks
+from core.train.memory.streaming.stream import Streamed, at_hand, stream_from_host
+from core.train.memory.transfer.pin import refused
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import QuantOptions
 from tests.support.blocks import CPU, IDS, adapt, backwards, from_disk, from_host, resident, same

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.blocks import Block, lay_out
+from core.train.memory.streaming.blocks import Block, lay_out
 from core.train.quant.linear import QuantLinear
 from core.train.quant.model import QuantOptions
 from tests.support import tiny_model

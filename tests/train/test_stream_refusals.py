@@ -18,18 +18,18 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig, 
 
 from core.error_codes import PARTS
 from core.errors import EftError
-from core.spec.run import EXIT_DATA_ROOT_LOST
-from core.train.lifeline import Stop
+from core.spec.run.contract import EXIT_DATA_ROOT_LOST
+from core.train.entry.fencing import Stop
 from core.train.memory.available import available_bytes
-from core.train.memory.blocks import Block, find_blocks, lay_out, lay_out_block
-from core.train.memory.pin import PinnedRefused
-from core.train.memory.source import FileBlocks, HostBlocks
-from core.train.memory.stream import Streamed, stream_from_host
+from core.train.memory.streaming.blocks import Block, find_blocks, lay_out, lay_out_block
+from core.train.memory.streaming.source import FileBlocks, HostBlocks
+from core.train.memory.streaming.stream import Streamed, stream_from_host
+from core.train.memory.transfer.pin import PinnedRefused
 from core.train.recipe import run
 from tests.support import tiny_model
 from tests.support.blocks import CPU
 from tests.support.trainer import events, pairs, write_rows, write_run
-from worker.outcome import read
+from worker.attempt.outcome import read
 
 MIB = 2**20
 CODES = {code for _, codes in PARTS.values() for code in codes}

@@ -13,13 +13,13 @@ from transformers import AutoConfig, LlamaForCausalLM
 from core.plan.compatibility import check
 from core.plan.device import Device
 from core.plan.memory import need as need_of
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
 from core.plan.stream import Free, settle
+from core.spec.axes.runtime import AutoStream
 from core.spec.load import parse_job
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
-from core.spec.runtime import AutoStream
-from core.train.lifeline import Stop
-from core.train.memory.blocks import lay_out
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.entry.fencing import Stop
+from core.train.memory.streaming.blocks import lay_out
 from core.train.quant.model import QuantOptions, load_quantized
 from core.train.recipe import run
 from tests.support import tiny_model

@@ -11,10 +11,10 @@ import pytest
 from core.data.stream import RowStream
 from core.errors import DataError, SpecError
 from core.spec.load import parse_job
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, DataFiles, DataOrder
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, DataFiles, DataOrder
 from core.train.data import streaming
-from core.train.lifeline import Stop
-from core.train.load import load_tokenizer
+from core.train.entry.fencing import Stop
+from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
 from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, write_run

@@ -17,8 +17,8 @@ import pytest
 
 from core import caches
 from core.data.rows import Numbered, PromptCompletion
-from core.spec.rendering import ModelTemplate
-from core.spec.run import ORDER_FILE, DataOrder, RunOrder
+from core.spec.axes.rendering import ModelTemplate
+from core.spec.run.contract import ORDER_FILE, DataOrder, RunOrder
 from core.train.data.cache import ARRAYS, TokenCache, Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import HelperKilled
@@ -26,7 +26,7 @@ from core.train.data.preview import preview
 from core.train.data.tokenise import render_rows, render_rows_in_parallel
 from core.train.data.truncate import truncate
 from core.train.failures import describe
-from core.train.load import load_tokenizer
+from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer

@@ -12,13 +12,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights, write_rows
 
 
 def command(model: Path, train: Path, held: Path, output: Path, steps: int, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "core.train.cli", str(model), str(train), "--eval", str(held), "--method", "qlora"),
+        *(
+            sys.executable,
+            "-m",
+            "core.train.entry.cli",
+            str(model),
+            str(train),
+            "--eval",
+            str(held),
+            "--method",
+            "qlora",
+        ),
         *("--set", f"training.max_steps={steps}", "--set", "training.max_length=64", "--set", "method.r=4"),
         *("--set", "training.per_device_train_batch_size=2", "--set", "optimizer.learning_rate=1e-3"),
         *("--output", str(output), "--models-dir", str(output.parent / "models"), "--offline", *more),
@@ -58,7 +68,7 @@ def test_a_run_by_hand_is_interrupted_and_goes_on(tmp_path: Path, tiny_dir: Path
 
 def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
-        line = [sys.executable, "-m", "core.train.cli", *arguments, "--output", str(tmp_path / "out")]
+        line = [sys.executable, "-m", "core.train.entry.cli", *arguments, "--output", str(tmp_path / "out")]
         done = subprocess.run(line, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, timeout=250)
         assert done.returncode == 1
         assert b"Traceback" not in done.stderr

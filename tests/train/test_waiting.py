@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train import loop
-from core.train.lifeline import Stop
+from core.train.entry.fencing import Stop
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, write_rows, write_run
 from tests.support.waiting import Counting, Watching

@@ -16,8 +16,8 @@ import pytest
 from core import HOME, caches
 from core.db.engine import Database
 from core.settings import Settings
-from worker import room
-from worker.housekeeping import Housekeeper
+from worker.upkeep import disk_room
+from worker.upkeep.housekeeping import Housekeeper
 
 
 def entry(cache: Path, name: str, size: int, hours_ago: float) -> Path:
@@ -133,8 +133,8 @@ def test_where_there_is_no_room_the_cache_goes_before_a_job_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = entry(tmp_path, "cache/packed/old", 100, 5), entry(tmp_path, "cache/packed/new", 100, 1)
-    monkeypatch.setattr(room.room, "stale", lambda *_: False)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=950))
-    found = room.Room(Database(f"sqlite:///{tmp_path / 'eft.db'}"), tmp_path, 1000)
+    monkeypatch.setattr(disk_room.room, "stale", lambda *_: False)
+    monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda _: SimpleNamespace(free=950))
+    found = disk_room.Room(Database(f"sqlite:///{tmp_path / 'eft.db'}"), tmp_path, 1000)
     found.tell()
     assert not old.exists() and new.exists()

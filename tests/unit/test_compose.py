@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from box import units
+from box.systemd import units
 from core import HOME
 from core.settings import Settings
 from deploy.check.dockerfile import read

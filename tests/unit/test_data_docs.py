@@ -10,7 +10,7 @@ import pytest
 
 from core import HOME
 from core.data.check import FileCheck
-from core.spec.data import FORMATS, Format
+from core.spec.axes.data import FORMATS, Format
 from core.spec.load import load_yaml, parse_job
 
 PAGE = (HOME / "docs" / "data.md").read_text()

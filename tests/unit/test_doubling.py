@@ -22,8 +22,8 @@ from core.data.check import FileCheck
 from core.data.containers.parquet_pages import BadPage, pages
 from core.data.decode import decode
 from core.errors import EftError
-from core.plan.headers import read_header
-from core.spec.data import Readable
+from core.plan.models.headers import read_header
+from core.spec.axes.data import Readable
 from core.spec.load import MAX_YAML_BYTES, load_json, load_yaml, parse_job
 
 MOST_TIMES = 2.5

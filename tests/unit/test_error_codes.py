@@ -11,9 +11,9 @@ from typing import get_args
 
 from core import HOME
 from core.error_codes import PARTS
-from core.jobs.explain import Code as Waiting
+from core.jobs.views.explain import Code as Waiting
 from core.settings import Settings
-from worker.outcome import CRASHES
+from worker.attempt.outcome import CRASHES
 
 FIRST = {"Fault", "add", "add_file", "notice", "_fault"}
 """Called with a code as their first argument, and with words as their second."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.hardware.arch import ROWS, gfx_name, lookup, precision, supports_bf16
+from core.hardware.tables.arch import ROWS, gfx_name, lookup, precision, supports_bf16
 
 BF16 = {
     "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152",
@@ -37,7 +37,7 @@ PREDECESSOR = {  # DLM's table of supported GPUs: eleven architectures, and whic
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.arch)
 def test_row(row: object) -> None:
-    from core.hardware.arch import ArchRow
+    from core.hardware.tables.arch import ArchRow
 
     assert isinstance(row, ArchRow)
     assert lookup(row.arch) is row

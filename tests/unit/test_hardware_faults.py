@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from core.hardware import faults
-from core.hardware.arch import ROWS, lookup
 from core.hardware.discover import Gpu
 from core.hardware.precision import TF32
+from core.hardware.tables import faults
+from core.hardware.tables.arch import ROWS, lookup
 from worker.environment import child_environment
 
 KEYS = {

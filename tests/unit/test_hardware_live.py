@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.hardware import live
+from core.hardware import gpu_activity
 from core.hardware.discover import discover
-from core.hardware.live import Live
+from core.hardware.gpu_activity import Live
 from tests.support.hardware import environment, lay_out, recording
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ def looked(name: str, root: Path, *, amd_smi: bool = True) -> tuple[dict[int, Li
     environ = environment(machine, root)
     gpus = discover(root / "sys", environ).gpus
     assert gpus
-    told, why = live.look(gpus, root / "sys", environ, 20.0, amd_smi=amd_smi)
+    told, why = gpu_activity.look(gpus, root / "sys", environ, 20.0, amd_smi=amd_smi)
     return {gpu.index: told[gpu.uuid] for gpu in gpus if gpu.uuid in told}, why
 
 
@@ -47,7 +47,7 @@ def test_a_kernel_without_the_sensor_gives_the_memory_alone(tmp_path: Path) -> N
     lay_out(recording("mi300x"), tmp_path)
     (tmp_path / "sys/class/drm/renderD128/device/gpu_busy_percent").unlink()
     gpus = discover(tmp_path / "sys", {}).gpus
-    told, _ = live.look(gpus, tmp_path / "sys", {"PATH": ""}, 20.0, amd_smi=False)
+    told, _ = gpu_activity.look(gpus, tmp_path / "sys", {"PATH": ""}, 20.0, amd_smi=False)
     assert told == {gpus[0].uuid: Live(None, 297_795_584)}
 
 
@@ -56,7 +56,7 @@ def test_nonsense_is_no_figure(tmp_path: Path, nonsense: str) -> None:
     lay_out(recording("mi300x"), tmp_path)
     (tmp_path / "sys/class/drm/renderD128/device/gpu_busy_percent").write_text(nonsense)
     gpus = discover(tmp_path / "sys", {}).gpus
-    told, _ = live.look(gpus, tmp_path / "sys", {"PATH": ""}, 20.0, amd_smi=False)
+    told, _ = gpu_activity.look(gpus, tmp_path / "sys", {"PATH": ""}, 20.0, amd_smi=False)
     assert told[gpus[0].uuid].busy_percent is None
 
 
@@ -67,5 +67,5 @@ def test_amd_smi_is_asked_only_when_it_may_be_and_a_failure_is_told(tmp_path: Pa
     lay_out(machine, tmp_path / "b")
     environ = environment(machine, tmp_path / "b")
     gpus = discover(tmp_path / "b/sys", environ).gpus
-    told, why = live.look(gpus, tmp_path / "b/sys", environ, 20.0, amd_smi=True)
+    told, why = gpu_activity.look(gpus, tmp_path / "b/sys", environ, 20.0, amd_smi=True)
     assert told == {} and "nvidia-smi" in why[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.hardware import faults
-from core.hardware.arch import precision
 from core.hardware.discover import Box, Gpu, discover
 from core.hardware.recording import Recording, RecordingError, parse, render
+from core.hardware.tables import faults
+from core.hardware.tables.arch import precision
 from tests.support.hardware import MACHINES, as_nobody, environment, lay_out, readable_folder, recording
 
 NAMES = sorted(path.stem for path in MACHINES.glob("*.txt"))

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from core.errors import SpecError
-from core.hardware.arch import ROWS
 from core.hardware.precision import TF32, Wanted, choose_precision
 from core.hardware.selftest import DTYPES
+from core.hardware.tables.arch import ROWS
 
 SUBSETS = [subset for size in range(4) for subset in combinations(DTYPES, size)]
 

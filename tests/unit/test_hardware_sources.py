@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from core.hardware import access, determinism, kfd, nvidia, rocm, tools, wheels
-from core.hardware.arch import ROWS
 from core.hardware.discover import Gpu, discover
+from core.hardware.sources import access, kfd, nvidia, rocm, tools
+from core.hardware.tables import determinism, wheels
+from core.hardware.tables.arch import ROWS
 from tests.support.hardware import unpack
 
 

@@ -18,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML  # 1.2, where `on` is a word
 
 from core import HOME
-from core.hardware import wheels
+from core.hardware.tables import wheels
 from deploy.check.chroot import Context
 from deploy.check.dockerfile import Dockerfile, Malformed, read
 from tests.support.official import validator
@@ -50,7 +50,7 @@ def test_the_bases_are_pinned_and_those_of_the_table() -> None:
         assert re.search(r":[\w.-]*\d{2}[\w.-]*(@sha256:[0-9a-f]{64})?$", base), f"{name}: {base} may change any day"
         assert all(stage.base in ("${BASE}", *(other.name for other in file.stages)) for stage in file.stages)
         if name != "Dockerfile":
-            assert base in table, f"{name}: {base} is not in core/hardware/wheels.py"
+            assert base in table, f"{name}: {base} is not in core/hardware/tables/wheels.py"
 
 
 @each_image

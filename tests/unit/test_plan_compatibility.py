@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core import docs
+from core.docs import __main__
+from core.docs.plans import _PAGES, render
 from core.plan.compatibility import AXES, RULES, check, values_of
-from core.plan.docs import _PAGES, render
 from core.spec.job import JobSpec
 
 TRAIN, EVAL = "file-" + "0" * 26, "file-" + "1" * 26
@@ -125,6 +125,6 @@ def test_the_page_has_every_rule() -> None:
 
 
 # cli.md is made of the help of every command, in a process each: `make check` looks at that one.
-@pytest.mark.parametrize("name", [page for page in docs.PAGES if page != "cli.md"])
+@pytest.mark.parametrize("name", [page for page in __main__.PAGES if page != "cli.md"])
 def test_no_generated_page_is_stale(name: str) -> None:
-    assert not docs.stale([name]), "run `make docs`"
+    assert not __main__.stale([name]), "run `make docs`"

@@ -9,7 +9,7 @@ import pytest
 
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, fits, need, plan
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 

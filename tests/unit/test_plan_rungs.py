@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from core.errors import SpecError
-from core.jobs import fit, settle
-from core.jobs.places import Seat
-from core.jobs.slots import Key, Needs, PlanNeeds, Slot
+from core.jobs.admission import auto_method, fit
+from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.slots import Key, Needs, PlanNeeds, Slot
+from core.plan.candidates import rungs
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES
 from core.plan.memory import plan
-from core.plan.rungs import rungs
-from core.plan.shape import Shape
+from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
@@ -116,7 +116,7 @@ def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
         if rung.name == "streamed":
             break
         slot = gpu((peak / MARGIN + CONTEXT_BYTES) / 1e9 + 0.001)
-        found = settle.settle(spec, LLAMA_8B, LENGTH, slot)
+        found = auto_method.settle(spec, LLAMA_8B, LENGTH, slot)
         assert found.fits and not found.adjusted and found.plan is not None
         earlier = [one.name for one in rungs(spec)].index(found.rung.name)
         assert earlier <= [one.name for one in rungs(spec)].index(rung.name), "the first that fits"
@@ -124,14 +124,14 @@ def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
         assert all("more than" in why for _, why in found.rejected)
         seen.append(found.rung.name)
     assert {name.partition(" with ")[0] for name in seen} == set(CASCADE[:-1])
-    small = settle.settle(spec, LLAMA_8B, LENGTH, gpu(8))
+    small = auto_method.settle(spec, LLAMA_8B, LENGTH, gpu(8))
     assert small.rung.name == "streamed" and small.spec.memory.stream.type == "auto" and small.fits
     assert len(small.rejected) == 8
 
 
 def test_smaller_batches_come_before_giving_up() -> None:
     spec = job(training={"max_length": 2048, "per_device_train_batch_size": 16})
-    found = settle.settle(spec, LLAMA_8B, 2048, gpu(8.5))
+    found = auto_method.settle(spec, LLAMA_8B, 2048, gpu(8.5))
     assert found.rung.name == "streamed" and found.fits
     rows, accumulation = (
         found.adjusted[f"training.{name}"] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -141,13 +141,13 @@ def test_smaller_batches_come_before_giving_up() -> None:
 
 
 def test_nothing_fits_and_the_least_is_taken() -> None:
-    found = settle.settle(job(), LLAMA_8B, LENGTH, gpu(2))
+    found = auto_method.settle(job(), LLAMA_8B, LENGTH, gpu(2))
     assert not found.fits and found.rung.name == "streamed" and "nothing fits" in found.reason
 
 
 def test_where_nothing_fits_it_begins_with_the_smallest_batch() -> None:
     """One row at a time, rather than to be out of memory three times before."""
-    found = settle.settle(job(training={"per_device_train_batch_size": 8}), LLAMA_8B, LENGTH, gpu(4))
+    found = auto_method.settle(job(training={"per_device_train_batch_size": 8}), LLAMA_8B, LENGTH, gpu(4))
     assert not found.fits and found.adjusted["training.per_device_train_batch_size"] == 1
     assert found.plan is not None and found.plan.rows == 1
 
@@ -157,35 +157,35 @@ def test_held_out_rows_decide_nothing() -> None:
     held_out = {"train": "file-" + "0" * 26, "eval": "file-" + "1" * 26}
     evaluation = {"type": "held_out", "per_device_eval_batch_size": 64}
     for memory in (8, 12, 24, 80):
-        without = settle.settle(job(), LLAMA_8B, LENGTH, gpu(memory))
-        found = settle.settle(job(data=held_out, evaluation=evaluation), LLAMA_8B, LENGTH, gpu(memory))
+        without = auto_method.settle(job(), LLAMA_8B, LENGTH, gpu(memory))
+        found = auto_method.settle(job(data=held_out, evaluation=evaluation), LLAMA_8B, LENGTH, gpu(memory))
         assert (found.rung.name, found.adjusted, found.fits) == (without.rung.name, without.adjusted, without.fits)
 
 
 @pytest.mark.parametrize(("shape", "slot"), [(None, gpu(80)), (LLAMA_8B, Slot("cpu", "cpu"))], ids=["shape", "memory"])
 def test_where_nothing_is_known_it_is_lora(shape: Any, slot: Slot) -> None:
-    found = settle.settle(job(), shape, LENGTH, slot)
+    found = auto_method.settle(job(), shape, LENGTH, slot)
     assert (found.rung.name, found.plan) == ("lora", None)
     assert "known" in found.reason or "knows" in found.reason
-    dense = settle.settle(job(quantization="nf4"), shape, LENGTH, slot)
+    dense = auto_method.settle(job(quantization="nf4"), shape, LENGTH, slot)
     assert dense.spec.method.type == "qlora"
 
 
 def test_what_was_settled_is_put_into_the_job() -> None:
     spec = job()
-    settled = settle.settle(spec, LLAMA_8B, LENGTH, gpu(16)).as_dict()
+    settled = auto_method.settle(spec, LLAMA_8B, LENGTH, gpu(16)).as_dict()
     document = spec.model_dump(mode="json")
-    assert settle.is_open(document, None) and not settle.is_open(document, settled)
-    runs = settle.effective(document, settled, {"training.per_device_train_batch_size": 2})
+    assert auto_method.is_open(document, None) and not auto_method.is_open(document, settled)
+    runs = auto_method.effective(document, settled, {"training.per_device_train_batch_size": 2})
     assert method_of(runs).type == settled["spec"]["method"]["type"] != "full"
     assert runs.training.per_device_train_batch_size == 2 and runs.optimizer.learning_rate == 2e-4
-    words = settle.words(settled)
+    words = auto_method.words(settled)
     assert settled["rung"] in words and all(one["reason"] in words for one in settled["rejected"])
 
 
 def test_a_packed_model_has_fewer_rungs() -> None:
     packed = Shape.from_dict(LLAMA_8B.as_dict() | {"packed": True})
-    found = settle.settle(job(), packed, LENGTH, gpu(1000))
+    found = auto_method.settle(job(), packed, LENGTH, gpu(1000))
     assert found.rejected[0][0] == "full" and "packed" in found.rejected[0][1]
     assert found.rung.name == "lora"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from core.errors import ModelError, SpecError
-from core.plan.shape import Shape
-from core.spec.training import LoRA
+from core.plan.models.shape import Shape
+from core.spec.axes.training import LoRA
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,

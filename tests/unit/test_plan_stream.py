@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.plan.stream import Free, Need, settle
-from core.spec.runtime import AutoStream, DiskStream, HostStream, NoStream
+from core.spec.axes.runtime import AutoStream, DiskStream, HostStream, NoStream
 
 GIB = 2**30
 NEED = Need(

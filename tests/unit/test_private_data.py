@@ -18,9 +18,9 @@ from core.storage.layout import Layout
 
 NOBODY = 65534
 NO_DATA = {
-    *("api/auth/table.py", "api/routes_page.py", "core/docs.py"),  # pages of docs/
-    *("core/hardware/pick.py", "box/healthy.py", "box/doctor.py"),  # they write nothing there
-    "box/service.py",  # writes units, with their modes
+    *("api/docs/policy_table.py", "api/docs/routes_page.py", "core/docs/__main__.py"),  # pages of docs/
+    *("core/hardware/choose_torch.py", "box/healthy.py", "box/doctor/__main__.py"),  # they write nothing there
+    "box/systemd/service.py",  # writes units, with their modes
 }
 
 

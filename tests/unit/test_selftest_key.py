@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.hardware.visible import Gpu
-from worker.trial import Device, key_of
+from core.hardware.device_mask import Gpu
+from worker.gpus.selftest_runner import Device, key_of
 
 CARD = Gpu(0, "amd", "GPU-00c0ffee", "0000:03:00.0", "made up", "gfx1100", 1 << 30)
 TORCH = "__version__ = '2.13.0+rocm7.2'\nhip = '7.2.26015'\nrocm = '7.2.0'\n"

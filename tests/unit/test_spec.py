@@ -13,12 +13,14 @@ from pydantic import BaseModel
 
 from core.errors import SpecError, TooLarge
 from core.settings import Settings
-from core.spec import data, job, model, run, runtime, training
+from core.spec import job
+from core.spec.axes import data, model, runtime, training
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
-from core.spec.run import DataOrder, RunOrder
+from core.spec.run import contract
+from core.spec.run.contract import DataOrder, RunOrder
 
 FILE = "file-" + "0" * 26
 GOOD: dict[str, Any] = {"model": "a/b", "data": FILE}
@@ -27,14 +29,14 @@ GOOD: dict[str, Any] = {"model": "a/b", "data": FILE}
 def models() -> list[type[SpecModel]]:
     found = {
         value
-        for module in (data, job, model, run, runtime, training)
+        for module in (data, job, model, contract, runtime, training)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, SpecModel) and value is not SpecModel
     }
     return sorted(found, key=lambda value: value.__name__)
 
 
-@pytest.mark.parametrize("spec_model", [m for m in models() if m.__module__ != "core.spec.run"])
+@pytest.mark.parametrize("spec_model", [m for m in models() if m.__module__ != "core.spec.run.contract"])
 def test_every_field_is_documented(spec_model: type[SpecModel]) -> None:
     assert spec_model.__doc__
     for name, field in spec_model.model_fields.items():
@@ -176,7 +178,7 @@ def test_a_yaml_document_is_bounded() -> None:
 def test_every_axis_has_its_discriminator() -> None:
     for spec_model in models():
         no_axis = spec_model.__name__ in ("Data", "Requirements", "Training", "Weighted")
-        if no_axis or spec_model.__module__ in ("core.spec.run", "core.spec.job"):
+        if no_axis or spec_model.__module__ in ("core.spec.run.contract", "core.spec.job"):
             continue
         assert issubclass(spec_model, BaseModel)
         if spec_model.__subclasses__():

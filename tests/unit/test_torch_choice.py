@@ -1,4 +1,4 @@
-"""Which PyTorch is installed: `core.hardware.pick`, the Makefile's TORCH=, and the tables of the two guides."""
+"""Which PyTorch is installed: `core.hardware.choose_torch`, the Makefile's TORCH=, and the tables of the two guides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from core import HOME
-from core.hardware import install_docs, pick, wheels
-from core.hardware.arch import ROWS
+from core.docs import install
+from core.hardware import choose_torch
+from core.hardware.tables import wheels
+from core.hardware.tables.arch import ROWS
 
 GENERIC = "https://download.pytorch.org/whl/"
 
@@ -29,8 +31,10 @@ GENERIC = "https://download.pytorch.org/whl/"
         ("cuda", ["sm_70"], "torch==2.13.0", f"{GENERIC}cu126"),
     ],
 )
-def test_the_build_follows_from_the_cards(kind: pick.Kind, arches: list[str], requirement: str, index: str) -> None:
-    build, arch = pick.pick(kind, arches)
+def test_the_build_follows_from_the_cards(
+    kind: choose_torch.Kind, arches: list[str], requirement: str, index: str
+) -> None:
+    build, arch = choose_torch.pick(kind, arches)
     assert (build.requirement(arch), build.index) == (requirement, index)
 
 
@@ -45,15 +49,15 @@ def test_the_build_follows_from_the_cards(kind: pick.Kind, arches: list[str], re
         ("cuda", ["sm_70", "sm_90"], "need different builds"),
     ],
 )
-def test_where_none_fits_it_says_why(kind: pick.Kind, arches: list[str], words: str) -> None:
-    with pytest.raises(pick.NoBuild, match=words):
-        pick.pick(kind, arches)
+def test_where_none_fits_it_says_why(kind: choose_torch.Kind, arches: list[str], words: str) -> None:
+    with pytest.raises(choose_torch.NoBuild, match=words):
+        choose_torch.pick(kind, arches)
 
 
 def test_it_runs_before_anything_is_installed() -> None:
     """Isolated from site-packages, as on a machine with a bare Python."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "core.hardware.pick", "rocm", "--arch", "gfx1100"],
+        [sys.executable, "-S", "-m", "core.hardware.choose_torch", "rocm", "--arch", "gfx1100"],
         cwd=HOME, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -62,7 +66,7 @@ def test_it_runs_before_anything_is_installed() -> None:
 
 
 def test_the_guides_have_every_architecture() -> None:
-    for page, vendor in ((install_docs.rocm(), "amd"), (install_docs.cuda(), "nvidia")):
+    for page, vendor in ((install.rocm(), "amd"), (install.cuda(), "nvidia")):
         rows = set(re.findall(r"^\| `((?:gfx|sm_)\w+)` \|", page, re.MULTILINE))
         assert rows == {row.arch for row in ROWS if row.vendor == vendor}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from box import service, units
-from box.units import PARTS, Part, Plan
+from box.systemd import service, units
+from box.systemd.units import PARTS, Part, Plan
 from core import HOME
 from core.settings import Settings
 
@@ -109,7 +109,7 @@ def test_paths_that_systemd_would_take_apart_are_kept_whole() -> None:
 def eft_service(*words: str, root: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EFT_")}
     return subprocess.run(
-        [sys.executable, "-m", "box.service", *words, "--root", str(root)],
+        [sys.executable, "-m", "box.systemd.service", *words, "--root", str(root)],
         cwd=HOME, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
 

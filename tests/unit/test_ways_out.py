@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from eft.cli import tree
-from eft.manual import find
+from eft.manual.source import find
 from pydantic import BaseModel
 
 from core import HOME

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from core.jobs import adjust
-from core.jobs.finish import Failed, HandedBack, NoRoom, Succeeded
-from core.spec.run import EXIT_NO_SPACE
-from worker.outcome import read
+from core.jobs.admission import oom_backoff
+from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Succeeded
+from core.spec.run.contract import EXIT_NO_SPACE
+from worker.attempt.outcome import read
 
 RESULT = {"type": "result", "result": {"train_loss": 1.0}, "artifacts": [{"path": "a"}]}
 ERROR = {
@@ -57,7 +57,7 @@ def test_other_ends_are_failures(code: int, last: dict[str, Any] | None, failure
 def test_an_out_of_memory_kill_is_told_from_an_operators() -> None:
     on_cpu = read(-9, None, asked=None, out_of_memory=True, batch_helps=True)
     assert isinstance(on_cpu, Failed)
-    assert (on_cpu.failure, on_cpu.code, on_cpu.field) == ("memory", "host_out_of_memory", adjust.BATCH)
+    assert (on_cpu.failure, on_cpu.code, on_cpu.field) == ("memory", "host_out_of_memory", oom_backoff.BATCH)
     elsewhere = read(-9, None, asked=None, out_of_memory=True)
     assert isinstance(elsewhere, Failed)
     assert (elsewhere.failure, elsewhere.code) == ("machine", "host_out_of_memory")

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
-from eft.paths import name as _part
+from eft.http.paths import name as _part
+from eft.http.responses import Param
 
 Raw = dict[str, Any]
 

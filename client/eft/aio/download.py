@@ -7,8 +7,8 @@ from pathlib import Path
 
 from eft.aio import io
 from eft.aio.transport import AsyncTransport
-from eft.download import CHUNK, Advance, Part, is_there
 from eft.errors import DownloadError, LocalError, Unreachable
+from eft.http.download import CHUNK, Advance, Part, is_there
 
 
 async def fetch(

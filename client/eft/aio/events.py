@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from eft import paths
 from eft.aio import io
 from eft.aio.jobs import AsyncJobs
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, Param, backoff
 from eft.errors import EftClientError, Unreachable
-from eft.sse import Decoder
+from eft.http import paths
+from eft.http.responses import FIRST_DELAY, LONGEST_DELAY, Param, backoff
+from eft.http.sse import Decoder
 from eft.types import Event, Job, Snapshot
 
 T = TypeVar("T")

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from eft import download as parts
-from eft import paths
 from eft.aio import download as downloads
 from eft.aio import io
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param, document_of
 from eft.errors import LocalError, Unreachable
+from eft.http import download as parts
+from eft.http import paths
+from eft.http.responses import Param, document_of
+from eft.http.upload import Counted
 from eft.types import FINAL, Artifact, File
-from eft.upload import Counted
 
 SENDS = 3
 """Times that a file is sent before an upload is given up; before each further one the server is asked for it."""

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from eft import paths
 from eft.aio import io
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
 from eft.errors import EftClientError
+from eft.http import paths
+from eft.http.responses import Param
 from eft.types import Job, LogChunk, Page
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from eft import paths
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
+from eft.http import paths
+from eft.http.responses import Param
 from eft.types import Node
 
 

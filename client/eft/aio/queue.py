@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
+from eft.http.responses import Param
 
 Raw = dict[str, Any]
 

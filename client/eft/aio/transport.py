@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import httpx
 
 from eft.aio import io
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff, document_of, not_eft
 from eft.config import Config
 from eft.errors import ConfigError, EftClientError, Unreachable
+from eft.http.responses import FIRST_DELAY, LONGEST_DELAY, Params, api_error, backoff, document_of, not_eft
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eft import paths
 from eft.aio.transport import AsyncTransport
-from eft.answers import Param
+from eft.http import paths
+from eft.http.responses import Param
 
 Raw = dict[str, Any]
 _LISTED_BY = "`eft webhooks deliveries` lists them"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from eft.answers import Param
-from eft.paths import name as _part
+from eft.http.paths import name as _part
+from eft.http.responses import Param
 from eft.sync.transport import Transport
 
 Raw = dict[str, Any]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from eft.download import CHUNK, Advance, Part, is_there
 from eft.errors import DownloadError, LocalError, Unreachable
+from eft.http.download import CHUNK, Advance, Part, is_there
 from eft.sync import io
 from eft.sync.transport import Transport
 

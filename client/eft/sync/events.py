@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from eft import paths
-from eft.answers import FIRST_DELAY, LONGEST_DELAY, Param, backoff
 from eft.errors import EftClientError, Unreachable
-from eft.sse import Decoder
+from eft.http import paths
+from eft.http.responses import FIRST_DELAY, LONGEST_DELAY, Param, backoff
+from eft.http.sse import Decoder
 from eft.sync import io
 from eft.sync.jobs import Jobs
 from eft.types import Event, Job, Snapshot

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from eft import paths
-from eft.answers import Param
 from eft.errors import EftClientError
+from eft.http import paths
+from eft.http.responses import Param
 from eft.sync import io
 from eft.sync.transport import Transport
 from eft.types import Job, LogChunk, Page

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eft import paths
-from eft.answers import Param
+from eft.http import paths
+from eft.http.responses import Param
 from eft.sync.transport import Transport
 from eft.types import Node
 

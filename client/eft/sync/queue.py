@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eft.answers import Param
+from eft.http.responses import Param
 from eft.sync.transport import Transport
 
 Raw = dict[str, Any]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eft import paths
-from eft.answers import Param
+from eft.http import paths
+from eft.http.responses import Param
 from eft.sync.transport import Transport
 
 Raw = dict[str, Any]

@@ -15,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from eft.harmless import segment
-from eft.output import STATUS_STYLE, age, duration, number, size
+from eft.terminal.output import STATUS_STYLE, age, duration, number, size
+from eft.terminal.sanitize import segment
 from eft.times import clock
 from eft.types import Job
 from eft.watch.world import JOBS, QUEUE, Line, Watched, World

@@ -9,10 +9,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from eft.answers import FIRST_DELAY, backoff
 from eft.errors import ApiError, EftClientError
-from eft.live import event_words
-from eft.output import number
+from eft.http.responses import FIRST_DELAY, backoff
+from eft.terminal.output import number
+from eft.terminal.progress import event_words
 from eft.types import Event, Job
 from eft.watch.world import JOBS, QUEUE, Line, Watched, World
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from datetime import datetime
 
-from eft.harmless import harmless
-from eft.live import PLAIN_SHARE
-from eft.output import Output, duration
+from eft.terminal.output import Output, duration
+from eft.terminal.progress import PLAIN_SHARE
+from eft.terminal.sanitize import harmless
 from eft.watch.look import Look
 from eft.watch.world import Line, World
 

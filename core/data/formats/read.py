@@ -10,7 +10,7 @@ from core.data.formats.judged import read_kto, read_preference, read_prompt
 from core.data.formats.plain import read_instruction, read_prompt_completion, read_text
 from core.data.formats.sharegpt import read_sharegpt
 from core.data.rows import Row
-from core.spec.data import RowFormat
+from core.spec.axes.data import RowFormat
 
 
 def read(value: dict[str, Any], row_format: RowFormat, faults: Faults) -> Row | None:

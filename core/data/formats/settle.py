@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.spec.data import RowFormat
+from core.spec.axes.data import RowFormat
 
 REQUIRED: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),

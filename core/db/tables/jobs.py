@@ -21,13 +21,13 @@ WAITS_FOR = {
 it can see in the query's words that the index has all of its rows."""
 
 BOUNDED = f"{WAITS_FOR['train']} AND bound_seconds IS NOT NULL"
-"""Those that may go ahead of a job for which slots are kept (core/jobs/gangs.py)."""
+"""Those that may go ahead of a job for which slots are kept (core/jobs/scheduling/gang_scheduling.py)."""
 
 PREVIEWS = "kind = 'preview'"
 
 
 def _queue_key(context: Any) -> str:
-    """Of a plain job of priority 0, for rows made without core.jobs.submit."""
+    """Of a plain job of priority 0, for rows made without core.jobs.lifecycle.submit."""
     given = context.get_current_parameters()
     return f"{given['accelerator']}|{given['project_id']}|{given['owner_id']}|100"
 
@@ -51,7 +51,8 @@ class Job(Owned, Base):
     __tablename__ = "jobs"
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), insert_default="train")
-    """train, or preview: rendering a file as that training would, on a slot without a GPU (core/jobs/previews.py)."""
+    """train, or preview: rendering a file as that training would, on a slot without a GPU
+    (core/jobs/lifecycle/previews.py)."""
     name: Mapped[str | None] = mapped_column(String(100))
     spec: Mapped[dict[str, Any]]
     """Resolved: what will run, with every default written out."""
@@ -59,7 +60,8 @@ class Job(Owned, Base):
     """Kind of slot it asks for: any, gpu, cpu."""
     priority: Mapped[int] = mapped_column(Integer, insert_default=0)
     queue_key: Mapped[str] = mapped_column(String(1024), insert_default=_queue_key)
-    """Who stands in one line: what they need, project, owner, priority (core/jobs/line.py). In it, age decides."""
+    """Who stands in one line: what they need, project, owner, priority (core/jobs/scheduling/queue_order.py). In it,
+    age decides."""
     request_id: Mapped[str | None] = mapped_column(String(64))
     retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"), index=True)
     resume_from: Mapped[list[Any]]
@@ -68,10 +70,11 @@ class Job(Owned, Base):
     adjusted: Mapped[dict[str, Any] | None]
     """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
     settled: Mapped[dict[str, Any] | None]
-    """What `method: auto` came to at the job's first start, and why (core/jobs/settle.py); never changed again."""
+    """What `method: auto` came to at the job's first start, and why (core/jobs/admission/auto_method.py); never changed
+    again."""
 
     status: Mapped[str] = mapped_column(String(16))
-    """Written by core.jobs.transitions alone."""
+    """Written by core.jobs.lifecycle.transitions alone."""
     reason: Mapped[str] = mapped_column(Text, insert_default="")
     """Why it is where it is, for people."""
     stop_requested: Mapped[str | None] = mapped_column(String(16))
@@ -100,13 +103,14 @@ class Job(Owned, Base):
     progress_at: Mapped[float | None] = mapped_column(Float)
     """When that was told."""
     bound_seconds: Mapped[float | None] = mapped_column(Float)
-    """What it will hold its slots at the most, as known while it waits (core/jobs/bounds.py); null: nobody knows."""
+    """What it will hold its slots at the most, as known while it waits (core/jobs/scheduling/runtime_estimates.py);
+    null: nobody knows."""
     reserved_at: Mapped[float | None] = mapped_column(Float)
-    """Since when slots are kept for it, which needs more than were free (core/jobs/gangs.py)."""
+    """Since when slots are kept for it, which needs more than were free (core/jobs/scheduling/gang_scheduling.py)."""
     reserved_node: Mapped[str | None] = mapped_column(String(255))
     preempted: Mapped[dict[str, Any] | None]
-    """It was asked to leave for another job: {"job", "project", "priority", "at"} (core/jobs/preempt.py); null again
-    once it runs."""
+    """It was asked to leave for another job: {"job", "project", "priority", "at"} (core/jobs/scheduling/preempt.py);
+    null again once it runs."""
     result: Mapped[dict[str, Any] | None]
     failure: Mapped[dict[str, Any] | None]
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
@@ -219,7 +223,7 @@ class DeletedJobs(Base):
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
     status: Mapped[str] = mapped_column(String(16), primary_key=True)
     bucket: Mapped[int] = mapped_column(Integer, primary_key=True)
-    """Of core.jobs.deletion.WAITS by how long they waited for their first start; -1: they never started."""
+    """Of core.jobs.lifecycle.deletion.WAITS by how long they waited for their first start; -1: they never started."""
     jobs: Mapped[int] = mapped_column(Integer, insert_default=0)
     waited: Mapped[float] = mapped_column(Float, insert_default=0.0)
     """Seconds, of all of them."""
@@ -235,10 +239,10 @@ class OutboxMessage(Base):
 
 
 class ModelShape(Base):
-    """What plans need of a model (core/plan/shape.py), as the worker that prepared it last has read it."""
+    """What plans need of a model (core/plan/models/shape.py), as the worker that prepared it last has read it."""
 
     __tablename__ = "model_shapes"
     key: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """SHA-256 of how jobs name the model (core/jobs/shapes.py)."""
+    """SHA-256 of how jobs name the model (core/jobs/admission/shapes.py)."""
     shape: Mapped[dict[str, Any]]
     at: Mapped[float] = mapped_column(Float, insert_default=db_now())

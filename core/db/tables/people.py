@@ -28,7 +28,7 @@ class Project(Base):
     name: Mapped[str] = mapped_column(String(100), unique=True)
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     spec_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0, server_default="0")
-    """Of the specs of its jobs and previews (core/jobs/volume.py)."""
+    """Of the specs of its jobs and previews (core/jobs/policies/volume.py)."""
 
 
 class Membership(Base):
@@ -82,7 +82,8 @@ class IdempotencyKey(Owned, Base):
 
 
 class Audit(Base):
-    """A change that somebody made, written in the transaction of the change (core/jobs/audit.py). Never a secret."""
+    """A change that somebody made, written in the transaction of the change (core/jobs/policies/audit.py). Never a
+    secret."""
 
     __tablename__ = "audit"
     id: Mapped[str] = mapped_column(Id, primary_key=True)

@@ -10,13 +10,13 @@ from core.db.tables.base import Base, Id, Owned
 
 
 class Usage(Owned, Base):
-    """What an owner has used in a project, as far as it is charged (core/jobs/usage.py)."""
+    """What an owner has used in a project, as far as it is charged (core/jobs/policies/usage.py)."""
 
     __tablename__ = "usage"
     owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"), primary_key=True)
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
     billed: Mapped[float] = mapped_column(Float, insert_default=0.0)
-    """Billed seconds, each counted by its age at `at` (core/jobs/shares.py)."""
+    """Billed seconds, each counted by its age at `at` (core/jobs/scheduling/shares.py)."""
     at: Mapped[float] = mapped_column(Float, insert_default=0.0)
     disk_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
     """Files and run folders, as measured last."""
@@ -46,7 +46,7 @@ class Limit(Base):
     shares: Mapped[float | None] = mapped_column(Float)
     """Of an owner; null: 1."""
     max_priority: Mapped[int | None] = mapped_column(Integer)
-    """Of a project; null: core.jobs.limits.MAX_PRIORITY."""
+    """Of a project; null: core.jobs.policies.quotas.MAX_PRIORITY."""
     max_running: Mapped[int | None] = mapped_column(Integer)
     max_queued: Mapped[int | None] = mapped_column(Integer)
     max_previews: Mapped[int | None] = mapped_column(Integer)
@@ -58,7 +58,8 @@ class Limit(Base):
 
 
 class DiskUsage(Base):
-    """What the data root holds, by kind, as the leading housekeeper has measured it last (core/jobs/budget.py)."""
+    """What the data root holds, by kind, as the leading housekeeper has measured it last
+    (core/jobs/policies/budget.py)."""
 
     __tablename__ = "disk_usage"
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)

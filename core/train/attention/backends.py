@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from core.errors import SpecError
-from core.hardware.arch import lookup
 from core.hardware.selftest import ATTENTION, Choice, Dtype
+from core.hardware.tables.arch import lookup
 from core.train.attention import packed
 
 Wanted = Literal["auto", "flash", "efficient", "math", "eager"]

@@ -2,8 +2,8 @@
 
 A checkpoint is written to a folder aside, every file is synced, `manifest.json` gets size and SHA-256 of each, the
 folder is renamed, its parent is synced. A crash at any point leaves at most a folder whose name starts with `tmp-`,
-which nobody reads. Names state the progress (core/spec/checkpoint_names.py). Beside the checkpoints, `best-00000040`
-holds the weights of the evaluation that was the best.
+which nobody reads. Names state the progress (core/spec/run/checkpoint_names.py). Beside the checkpoints,
+`best-00000040` holds the weights of the evaluation that was the best.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.spec.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
-from core.spec.run import UNFINISHED
-from core.train.files import sha256, sync
+from core.spec.run.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
+from core.spec.run.contract import UNFINISHED
+from core.train.base.files import sha256, sync
 
 MANIFEST = "manifest.json"
 

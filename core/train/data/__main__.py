@@ -19,7 +19,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from core.errors import DataError, EftError, SpecError
-from core.spec.data import FORMATS, Column, Format, Readable
+from core.spec.axes.data import FORMATS, Column, Format, Readable
 
 
 def main() -> int:
@@ -106,9 +106,9 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
     from core.spec.files import data_orders
     from core.spec.load import parse_job
     from core.spec.resolve import resolve
-    from core.spec.run import RunOrder
-    from core.train.cli import document, located
-    from core.train.prepare import prepare_tokenizer
+    from core.spec.run.contract import RunOrder
+    from core.train.entry.cli import document, located
+    from core.train.entry.prepare import prepare_tokenizer
 
     spec = resolve(parse_job(document(args)))
     if refused := compatibility.check(spec, preview=True):
@@ -125,7 +125,7 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
         cache_dir=str(args.models_dir.absolute().parent / "cache"),
     )
     from core.train.data.preview import preview  # slow: torch and transformers
-    from core.train.load import load_tokenizer, quiet
+    from core.train.model.load import load_tokenizer, quiet
 
     quiet()
     found = preview(order, load_tokenizer(prepared.model_dir), _tell_rows)

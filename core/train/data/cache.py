@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from core import caches
-from core.spec.data import RowFormat
-from core.spec.run import DataOrder
+from core.spec.axes.data import RowFormat
+from core.spec.run.contract import DataOrder
+from core.train.base.files import remembered_sha256, sha256, sync, write_json
 from core.train.data.dataset import TokenDataset
-from core.train.files import remembered_sha256, sha256, sync, write_json
 
 VERSION = 2
 """Of the files' layout and of the reading of rows; raised when either changes."""

@@ -14,9 +14,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from core.spec.run import MemoryLimit
-from core.train import memory_limit
-from core.train.lifeline import PR_SET_PDEATHSIG
+from core.spec.run.contract import MemoryLimit
+from core.train.entry import memory_limit
+from core.train.entry.fencing import PR_SET_PDEATHSIG
 from core.train.render.options import RenderOptions
 
 _T = TypeVar("_T")
@@ -109,7 +109,7 @@ def _begin(parent: int, options: RenderOptions, model_dir: Path, limit: MemoryLi
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    from core.train.load import load_tokenizer
+    from core.train.model.load import load_tokenizer
     from core.train.render.renderer import Renderer
 
     memory_limit.hold(limit)

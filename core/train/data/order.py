@@ -19,8 +19,8 @@ from typing import Any, assert_never
 
 import torch
 
+from core.spec.axes.training import Packed, Rows, Tokens
 from core.spec.job import JobSpec
-from core.spec.training import Packed, Rows, Tokens
 from core.train.data.packing import best_fit, spread
 
 POOL_STEPS = 100

@@ -12,8 +12,8 @@ from core.data.faults import Faults
 from core.data.rows import Numbered
 from core.data.stream import RowStream, faulty
 from core.errors import DataError
-from core.spec.data import RowFormat
-from core.spec.run import DataOrder
+from core.spec.axes.data import RowFormat
+from core.spec.run.contract import DataOrder
 
 
 def rows_of(order: DataOrder) -> tuple[RowFormat, Iterator[Numbered]]:

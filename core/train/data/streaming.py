@@ -22,10 +22,10 @@ from typing import Any
 
 from core.data.rows import Numbered
 from core.data.stream import Cursor, RowStream
-from core.spec.data import RowFormat
+from core.spec.axes.data import RowFormat
+from core.spec.axes.training import Packed
 from core.spec.job import JobSpec
-from core.spec.run import DataOrder
-from core.spec.training import Packed
+from core.spec.run.contract import DataOrder
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.spec.run import DataOrder, RunOrder
+from core.spec.run.contract import DataOrder, RunOrder
 from core.train.data.cache import TokenCache, Tokens
 from core.train.data.reader import count_of, rows_of
 from core.train.data.tokenise import (

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from core.spec.job import JobSpec
-from core.spec.run import ARTIFACTS
+from core.spec.run.contract import ARTIFACTS
 from core.spec.settled import method_of
-from core.train.events import EventWriter
+from core.train.base.events import EventWriter
+from core.train.base.files import sha256, sync
 from core.train.export.card import base_name, model_card
 from core.train.export.formats import write_formats
 from core.train.export.handed_back import check_saved
 from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
-from core.train.files import sha256, sync
 
 
 def write_artifacts(

@@ -8,9 +8,9 @@ from typing import Any, assert_never
 
 import yaml
 
+from core.spec.axes.training import Full, LoRA, Packed, QLoRA, Rows, Tokens
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
-from core.spec.training import Full, LoRA, Packed, QLoRA, Rows, Tokens
 
 CARD_SAMPLES, CARD_CHARS = 5, 600
 

@@ -17,18 +17,18 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
+from core.spec.axes.training import Merged
 from core.spec.job import JobSpec
-from core.spec.training import Merged
-from core.train.build import count_parameters
-from core.train.disk import disk_full
-from core.train.events import EventWriter
+from core.train.base.disk import disk_full
+from core.train.base.events import EventWriter
+from core.train.base.out_of_memory import is_out_of_memory
 from core.train.export.compare import Comparison, compare, logits_of
 from core.train.export.merge import write_merged
 from core.train.kernels.scratch import clear_scratch
-from core.train.load import load_model, saved_dtype
 from core.train.loop import StopRequested
 from core.train.memory.available import available_bytes
-from core.train.out_of_memory import is_out_of_memory
+from core.train.model.build import count_parameters
+from core.train.model.load import load_model, saved_dtype
 
 MERGED = "merged"
 

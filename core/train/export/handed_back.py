@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from core.errors import EftError
-from core.spec.training import Full, LoRA, QLoRA, SettledMethod
-from core.train.load import load_model
+from core.spec.axes.training import Full, LoRA, QLoRA, SettledMethod
+from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
-from core.train.model_files import inspect
+from core.train.model.load import load_model
 
 
 class ArtifactsDiffer(RuntimeError):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from core.train.load import stored_tensor
-from core.train.memory.stream import at_hand
+from core.train.memory.streaming.stream import at_hand
+from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
 
 SHARD_BYTES = 2 * 2**30

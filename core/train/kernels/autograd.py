@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
 from core.train.kernels.interface import Format, few_rows
-from core.train.memory.selective import dear
+from core.train.memory.checkpointing.selective import dear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.hardware.faults import Limits
+from core.hardware.tables.faults import Limits
 from core.train.kernels.autograd import Member, lora_linears
 
 TILE = 256

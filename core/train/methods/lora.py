@@ -10,8 +10,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from core.errors import SpecError
-from core.plan.shape import ATTENTION
-from core.spec.training import LowRank
+from core.plan.models.shape import ATTENTION
+from core.spec.axes.training import LowRank
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:

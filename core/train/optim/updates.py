@@ -1,5 +1,5 @@
 """Where what is trained is kept and updated: beside the model on the device (here), or in host memory
-(core/train/memory/offload.py)."""
+(core/train/memory/offload/optimizer.py)."""
 
 from __future__ import annotations
 

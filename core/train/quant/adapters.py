@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
 from core.train.kernels.parts import Parts
-from core.train.limits import PLAIN, operand
+from core.train.model.gemm_limits import PLAIN, operand
 from core.train.quant import dora
 from core.train.quant.linear import QuantLinear, compute_dtype
 
@@ -100,7 +100,7 @@ class QuantLoraLinear(PeftLinear):
     place: int = 0
     """In the group."""
     parts: Parts | None = None
-    """How many rows at once, where the card has a limit (core/train/limits.py)."""
+    """How many rows at once, where the card has a limit (core/train/model/gemm_limits.py)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = None if args or kwargs else self.fused_adapter()

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from core import caches
-from core.train.files import sha256, sync
+from core.train.base.files import sha256, sync
 
 if TYPE_CHECKING:
     from core.train.quant.model import QuantOptions

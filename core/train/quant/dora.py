@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, linear, lora_linear
 from core.train.kernels.parts import Parts
-from core.train.limits import PLAIN, operand
+from core.train.model.gemm_limits import PLAIN, operand
 from core.train.quant.linear import QuantLinear, compute_dtype
 
 

@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from core.errors import ModelError
-from core.train.out_of_memory import is_out_of_memory
+from core.train.base.out_of_memory import is_out_of_memory
+from core.train.base.reading import reading
 from core.train.quant.int8 import STATE_KEY as INT8_KEY
 from core.train.quant.int8 import int8_from_state, quantize_int8
 from core.train.quant.layout import SUFFIXES, nf4_from_state
 from core.train.quant.linear import PackedWeight, QuantLinear
 from core.train.quant.nf4 import quantize_nf4
 from core.train.quant.targets import SKIPPED, QuantOptions
-from core.train.reading import reading
 
 # --- the files -------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from core.errors import ModelError
-from core.train.reading import reading
+from core.train.base.reading import reading
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:

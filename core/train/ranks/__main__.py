@@ -9,10 +9,10 @@ import os
 import sys
 
 from core.train.__main__ import importing
-from core.train.arguments import run_folder
-from core.train.lifeline import arm_rank, leave
+from core.train.entry.arguments import run_folder
+from core.train.entry.fencing import arm_rank, leave
+from core.train.ranks.env import Seat
 from core.train.ranks.launch import LOOPBACK
-from core.train.ranks.words import Seat
 
 
 def main() -> int:

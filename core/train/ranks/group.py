@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from core.train.checkpoint.rng import seed_all
-from core.train.ranks.words import STORE, Seat
+from core.train.ranks.env import STORE, Seat
 
 T = TypeVar("T")
 NEVER = timedelta(days=14)
@@ -181,7 +181,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> int:
 @contextmanager
 def _joined() -> Iterator[None]:
     """What gloo and NCCL raise when a peer is gone, as PeerLost."""
-    from core.train.out_of_memory import is_out_of_memory
+    from core.train.base.out_of_memory import is_out_of_memory
 
     try:
         yield

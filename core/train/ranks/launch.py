@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from core import HOME
-from core.spec.run import (
+from core.spec.run.contract import (
     EVENTS_FILE,
     EXIT_CHECKPOINTED,
     EXIT_FAILED,
@@ -41,11 +41,11 @@ from core.spec.run import (
     RunOrder,
     heartbeat,
 )
-from core.train.events import EventWriter
-from core.train.lifeline import arm, boottime
-from core.train.log_lines import LogLines
-from core.train.ranks import words
-from core.train.ranks.words import LastWord
+from core.train.base.events import EventWriter
+from core.train.base.log_lines import LogLines
+from core.train.entry.fencing import arm, boottime
+from core.train.ranks import env
+from core.train.ranks.env import LastWord
 
 LEAVE_SECONDS = 2.0
 """For the others, once one rank has left with its checkpoint: there is nothing left for them to write."""
@@ -58,8 +58,8 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.plat
 
 
 def launch(run_dir: Path, order: RunOrder) -> int:
-    """Run the order's ranks to their end: the exit code (core/spec/run.py). Does not return where a rank was ended by
-    a signal: this process is ended by the same one then."""
+    """Run the order's ranks to their end: the exit code (core/spec/run/contract.py). Does not return where a rank was
+    ended by a signal: this process is ended by the same one then."""
     gang = Gang(run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at)
     hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}
     stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
@@ -145,10 +145,10 @@ class Gang:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world),
-                words.FOLDER: str(self.folder),
-                words.LAUNCHER: str(os.getpid()),
+                env.FOLDER: str(self.folder),
+                env.LAUNCHER: str(os.getpid()),
             }
-            | ({} if self.fence_seconds is None else {words.FENCE: f"{self.fence_seconds} {self.held_at}"})
+            | ({} if self.fence_seconds is None else {env.FENCE: f"{self.fence_seconds} {self.held_at}"})
         )
 
     def beat(self, held_at: float) -> None:
@@ -189,7 +189,7 @@ class Gang:
         left = False
         while len(self.codes) < self.world:
             ended = self._next(deadline)
-            bad = [End(rank, code, words.last_word(self.folder, rank)) for rank, code in ended.items() if code]
+            bad = [End(rank, code, env.last_word(self.folder, rank)) for rank, code in ended.items() if code]
             if fatal := [end for end in bad if end.code != EXIT_CHECKPOINTED]:
                 # Several at once are looked at together: whoever only lost a peer was not the first.
                 return min(fatal, key=_blame)

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 from core.errors import SpecError
-from core.spec.run import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE, RunOrder
-from core.train.disk import disk_full, print_traceback, tell_failure
-from core.train.events import EventWriter
-from core.train.placement import Placement
+from core.spec.run.contract import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE, RunOrder
+from core.train.base.disk import disk_full, print_traceback, tell_failure
+from core.train.base.events import EventWriter
+from core.train.model.placement import Placement
+from core.train.ranks.env import Seat, leave_word
 from core.train.ranks.group import PeerLost, Ranks
-from core.train.ranks.words import Seat, leave_word
 
 ALIKE = ("device", "arch", "precision", "weights_dtype", "attention", "tf32", "threads")
 """Of a placement: where these differ, the ranks would not compute the same sums."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from core.errors import DataError
 from core.train.render.families import FAMILIES
 from core.train.render.fields import AddedWords, Leaf, added_word, leaves_of, shape_of, usual_shape
-from core.train.render.template import Asked, ChatTemplate, Endless
+from core.train.render.jinja.template import Asked, ChatTemplate, Endless
 
 _KEPT_SHAPES = 4096
 _MOST_TRIES = 64

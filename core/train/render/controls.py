@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from core.errors import DataError
-from core.train.render.template import MARKS, Marks
+from core.train.render.jinja.template import MARKS, Marks
 
 
 class Controls:

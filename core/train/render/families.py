@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from core.spec.rendering import Family
+from core.spec.axes.rendering import Family
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -87,4 +87,4 @@ FAMILIES: dict[str, TemplateFamily] = {
         TemplateFamily("zephyr", "Zephyr, TinyLlama", (), extends=True, signs=("<|", "|>", "eos_token")),
     )
 }
-assert set(FAMILIES) == set(get_args(Family)), "core/spec/rendering.py names the families too"
+assert set(FAMILIES) == set(get_args(Family)), "core/spec/axes/rendering.py names the families too"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.train.render.template import Asked
+from core.train.render.jinja.template import Asked
 
 Kind = Literal["content", "reasoning", "name", "tool call", "tools", "order", "role"]
 

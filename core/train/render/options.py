@@ -7,7 +7,7 @@ from typing import Literal, assert_never
 
 from core.data.rows import RowFormat
 from core.errors import SpecError
-from core.spec.rendering import ModelTemplate, Rendering
+from core.spec.axes.rendering import ModelTemplate, Rendering
 
 LossOn = Literal["completions", "last", "turns", "all"]
 

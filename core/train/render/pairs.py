@@ -13,11 +13,11 @@ from typing import Any
 
 from core.data.rows import Message
 from core.errors import DataError, SpecError
-from core.spec.pairs import Way, way_of
-from core.spec.rendering import Rendering
+from core.spec.axes.pairs import Way, way_of
+from core.spec.axes.rendering import Rendering
 from core.train.render.controls import Controls
+from core.train.render.jinja.template import Asked
 from core.train.render.setup import Setup
-from core.train.render.template import Asked
 
 QUESTION = "How many?"
 """Of the trial that tells how a template ends a prompt."""

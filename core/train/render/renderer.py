@@ -4,7 +4,7 @@
   tokens, since the template writes its own BOS. Learned: the assistant's turns, each up to and with its end-of-turn
   token (`turns.py`). What the row's text spells of control tokens stays text (`controls.py`).
 - prompt_completion: a user and an assistant turn, or the prompt's tokens, the completion's tokens and EOS: what
-  `data.rendering.pairs` says (`core/spec/pairs.py`). Learned: what comes behind the prompt's own tokens.
+  `data.rendering.pairs` says (`core/spec/axes/pairs.py`). Learned: what comes behind the prompt's own tokens.
 - instruction: a user and an assistant turn if there is a chat template, else a pair with the Alpaca prompt.
 - text: the string and EOS; every token is learned.
 - preference, kto, prompt: the same two roads, with the prompt apart: `render_pair`, `render_labelled`, `render_prompt`.
@@ -35,15 +35,15 @@ from core.data.rows import (
     Text,
 )
 from core.errors import DataError, ModelError
+from core.spec.axes.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
 from core.spec.job import JobSpec
-from core.spec.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
 from core.train.render.controls import texts_of
 from core.train.render.encode import Encoded, Work
+from core.train.render.jinja.template import Asked
 from core.train.render.options import RenderOptions, loss_on_for
 from core.train.render.pairs import ChatsInStrings, chosen_way
 from core.train.render.setup import Setup, set_up
 from core.train.render.strings import Rendered, StringEncoder, Strings
-from core.train.render.template import Asked
 from core.train.render.turns import Turn
 
 ALPACA_WITH_INPUT = (

@@ -11,13 +11,13 @@ from jinja2 import TemplateError
 
 from core.data.rows import Message
 from core.errors import DataError, SpecError
-from core.spec.rendering import FamilyTemplate, GivenTemplate, ModelTemplate, Rendering
+from core.spec.axes.rendering import FamilyTemplate, GivenTemplate, ModelTemplate, Rendering
 from core.train.render.complete import Completeness
 from core.train.render.controls import Controls
 from core.train.render.encode import Encoder
 from core.train.render.families import FAMILIES, TemplateFamily
+from core.train.render.jinja.template import Asked, ChatTemplate, Endless, without_marks
 from core.train.render.options import RenderOptions
-from core.train.render.template import Asked, ChatTemplate, Endless, without_marks
 from core.train.render.turns import TurnFinder
 
 VERSION = 3

@@ -14,7 +14,7 @@ from typing import Any
 
 from core.errors import DataError
 from core.train.render.controls import Controls
-from core.train.render.template import Asked, ChatTemplate
+from core.train.render.jinja.template import Asked, ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 It writes one JSON line before each part and one after it, at once. A page fault, an abort or a hang takes this process
 and nobody else, and the last name in the journal says in what; whoever started it starts it again without that part
-(worker/selftest.py).
+(worker/gpus/selftest.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.train.__main__ import importing
-from core.train.lifeline import await_order, leave
+from core.train.entry.fencing import await_order, leave
 
 
 def main(arguments: list[str]) -> int:

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from core.hardware.arch import ROWS
 from core.hardware.selftest import MANY_ROWS, WIDE_RANK
+from core.hardware.tables.arch import ROWS
 from core.train.quant import fp8
 from core.train.selftest.measure import DTYPES, Check, Measured, difference, draw, rounded, rounding
 
 FP8 = {row.arch for row in ROWS if row.fp8 != "none"}
 TALL = MANY_ROWS + 2**10
-"""gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/faults.py)."""
+"""gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/tables/faults.py)."""
 
 
 def checks(device: torch.device) -> list[Check]:

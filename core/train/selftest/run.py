@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from core.train.out_of_memory import is_out_of_memory
+from core.train.base.out_of_memory import is_out_of_memory
 from core.train.selftest import attention, kernels, products
 from core.train.selftest.measure import Check, Unavailable
 

@@ -3,11 +3,11 @@
 `EFT_TEST_FAULTS` names a folder. While it holds a file `finish.prepare`, say, the next call of `finish` for that phase
 takes the file away and raises OverflowError; all else runs as it is. A file with `2` in it is good for two calls.
 
-- `claim.PHASE`: core.jobs.claims.claim, once it has claimed a job of that phase, before the commit
-- `take.PHASE`: core.jobs.claims._take, which writes down the claim of one job
-- `attempt.PHASE`: worker.attempt.Attempt, made of a claim that is committed
+- `claim.PHASE`: core.jobs.lifecycle.claims.claim, once it has claimed a job of that phase, before the commit
+- `take.PHASE`: core.jobs.lifecycle.claims._take, which writes down the claim of one job
+- `attempt.PHASE`: worker.attempt.attempt.Attempt, made of a claim that is committed
 - `with_shape.prepare`: worker.orders.with_shape
-- `finish.PHASE`: core.jobs.finish.finish
+- `finish.PHASE`: core.jobs.lifecycle.finish.finish
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def failing(real: Callable[..., Any], name: str, phase: Callable[..., str | None
 
 
 def _break(agent: Any) -> None:
-    claims, attempt, orders = agent.claims, sys.modules["worker.attempt"], sys.modules["worker.orders"]
+    claims, attempt, orders = agent.claims, sys.modules["worker.attempt.attempt"], sys.modules["worker.orders"]
     claims.claim = failing(claims.claim, "claim", lambda found, *_: None if found is None else found.kind, late=True)
     claims._take = failing(claims._take, "take", lambda _, session, job, worker, node, slots, lease: slots[0].phase)
     orders.with_shape = failing(orders.with_shape, "with_shape", lambda *_: "prepare")
@@ -54,7 +54,7 @@ def _break(agent: Any) -> None:
 
 def _watch(name: str, *rest: Any, **more: Any) -> Any:
     module = _import(name, *rest, **more)
-    agent = sys.modules.get("worker.agent")
+    agent = sys.modules.get("worker.agent.agent")
     if agent is not None and hasattr(agent, "_clock"):  # its last line
         builtins.__import__ = _import
         _break(agent)

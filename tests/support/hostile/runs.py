@@ -21,18 +21,27 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import EftError
-from core.jobs import fit, settle
-from core.jobs.finish import Failed
-from core.plan.shape import Shape
+from core.jobs.admission import auto_method, fit
+from core.jobs.lifecycle.finish import Failed
+from core.plan.models.shape import Shape
+from core.spec.axes.model import LocalModel
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
-from core.spec.model import LocalModel
 from core.spec.resolve import resolve
-from core.spec.run import EVENTS_FILE, EXIT_FAILED, EXIT_OK, ORDER_FILE, DataOrder, MemoryLimit, PrepareOrder, RunOrder
+from core.spec.run.contract import (
+    EVENTS_FILE,
+    EXIT_FAILED,
+    EXIT_OK,
+    ORDER_FILE,
+    DataOrder,
+    MemoryLimit,
+    PrepareOrder,
+    RunOrder,
+)
 from tests.support.hostile.cases import Case, cases
 from tests.support.trainer import chats, events, write_rows
-from worker import outcome
-from worker.attempt import LAST_WORDS
+from worker.attempt import outcome
+from worker.attempt.attempt import LAST_WORDS
 from worker.orders import with_shape
 
 CPU_SECONDS = 20
@@ -90,7 +99,8 @@ def order(model: Path, work: Path) -> RunOrder:
 
 
 def _through(told: Told, model: Path, work: Path) -> None:
-    from core.train import prepare, recipe
+    from core.train import recipe
+    from core.train.entry import prepare
 
     write_rows(work / "rows.jsonl", chats(2))
     asked = PrepareOrder(
@@ -120,7 +130,7 @@ def _plan(spec: JobSpec, about: dict[str, Any]) -> None:
     shape = Shape.from_dict(json.loads(json.dumps(about)))
     try:
         fit.sought(spec, shape, 64, [fit.GPU, fit.CPU])
-        settle.settle(spec, shape, 64, fit.CPU)
+        auto_method.settle(spec, shape, 64, fit.CPU)
     except EftError:
         pass  # told as the job's failure, in words
 
@@ -174,7 +184,7 @@ def main(folder: Path, tiny: Path, part: int, of: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what trainers and libraries print is none
     from core.train.__main__ import importing
-    from core.train.spare import imports
+    from core.train.entry.standby import imports
 
     with importing():
         imports()

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from core.hardware.arch import ArchRow, lookup
+from core.hardware.tables.arch import ArchRow, lookup
 from core.train.kernels.triton.compiled.table import Row
 
 SIMDS = 4
@@ -80,7 +80,7 @@ def nvidia(
 def _arch(target: str) -> ArchRow:
     row = lookup(target)
     if row is None:
-        raise ValueError(f"{target} is not in core/hardware/arch.py")
+        raise ValueError(f"{target} is not in core/hardware/tables/arch.py")
     return row
 
 

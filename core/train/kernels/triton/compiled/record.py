@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from core.hardware.arch import lookup
+from core.hardware.tables.arch import lookup
 from core.train.kernels.triton import gemv, int8, loss, nf4
 from core.train.kernels.triton.case import Case
 
@@ -87,7 +87,7 @@ def gpu_target(target: str) -> GPUTarget:
     """Triton's name of it."""
     row = lookup(target)
     if row is None:
-        raise ValueError(f"{target} is not in core/hardware/arch.py")
+        raise ValueError(f"{target} is not in core/hardware/tables/arch.py")
     if row.vendor == "nvidia":
         return GPUTarget("cuda", int(target.removeprefix("sm_")), row.wave_size)
     return GPUTarget("hip", target, row.wave_size)

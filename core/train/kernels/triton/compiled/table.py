@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from core.hardware.arch import lookup
+from core.hardware.tables.arch import lookup
 
 TRITON = "3.9.0"
 """The compiler that the table is of (locks/aot.in): another one allots registers otherwise."""
@@ -78,7 +78,7 @@ def faults(row: Row) -> list[str]:
     """What must not be in any row, in words."""
     arch = lookup(row.target)
     if arch is None:
-        raise ValueError(f"{row.target} is not in core/hardware/arch.py")
+        raise ValueError(f"{row.target} is not in core/hardware/tables/arch.py")
     where = f"{row.kernel} ({row.case}) on {row.target}"
     found = []
     if row.spills:

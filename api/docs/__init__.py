@@ -1,0 +1,1 @@
+"""The API's reference page and the generated tables of its routes."""

@@ -1,0 +1,1 @@
+"""eft under systemd: units, and the command that installs them."""

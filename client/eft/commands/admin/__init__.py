@@ -1,0 +1,1 @@
+"""The verbs of a box and its people: keys, quotas, GPUs, webhooks, workers."""

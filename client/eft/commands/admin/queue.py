@@ -1,0 +1,223 @@
+"""`eft queue`, `eft usage`, `eft quota …`: the order, who has used how much, and what each may use."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from eft.errors import UsageFault
+from eft.manual.source import manual
+from eft.session import JsonOption, UrlOption, session
+from eft.terminal.app import App
+from eft.terminal.output import Output, age, size
+from eft.times import clock, zone
+
+quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
+NONE = "none"
+"""What `eft quota set` takes for: no quota."""
+
+
+@manual(examples=[("eft queue", "Who is next, and why one waits.")])
+def queue(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 100,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What waits, in the order of its turns: why, and about when it will start."""
+    with session(as_json, url) as (client, output):
+        rows, more = client.queue.look(limit=limit)
+        if as_json:
+            output.json({"data": rows, "more": more})
+            return
+        table = Table(box=None, pad_edge=False)
+        for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", f"STARTS {zone()}", "WHY"):
+            table.add_column(name, no_wrap=name != "WHY", justify="right" if name in ("", "PRIORITY") else "left")
+        for row in rows:
+            place = str(row["position"]) if row["position"] is not None else "-"
+            job = row["job"] or "[dim]another project's[/]"
+            starts = clock(row["estimated_start"])
+            cells = [place, job, escape(row["owner"] or ""), str(row["priority"]), age(row["waiting_since"]), starts]
+            table.add_row(*cells, escape(row["reason"]))
+        output.data.print(table)
+        if more:
+            output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
+
+
+@manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "A month, for a spreadsheet.")])
+def usage(
+    since: Annotated[str | None, typer.Option(help="First day, 2026-11-15. Default: six days before the last.")] = None,
+    until: Annotated[str | None, typer.Option(help="Last day. Default: today (UTC).")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """GPU hours, jobs and disk by owner and project: your project's, and for an admin of the box all."""
+    if csv and as_json:
+        raise UsageFault("--csv or --json, not both")
+    with session(as_json, url) as (client, output):
+        if csv:
+            output.text(client.queue.usage_csv(since=since, until=until))
+            return
+        report = client.queue.usage(since=since, until=until)
+        if as_json:
+            output.json(report)
+            return
+        output.note(f"{report['since']} to {report['until']} (UTC)")
+        _table(
+            output,
+            ("OWNER", "PROJECT", "GPU HOURS", "CPU HOURS", "RUNNING", "QUEUED", "DISK", "COUNTS"),
+            [
+                (
+                    row["owner"],
+                    row["project"],
+                    f"{row['gpu_hours']:.2f}",
+                    f"{row['cpu_hours']:.2f}",
+                    str(row["running"]),
+                    str(row["queued"]),
+                    size(row["disk_bytes"]),
+                    f"{row['counted_hours']:.2f}",
+                )
+                for row in report["data"]
+            ],
+        )
+
+
+@manual(examples=[("eft gc --dry-run", "What would go, and why.")])
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let go what the rules of retention allow: checkpoints of jobs that ended long ago, old previews, files never
+    used. It happens once a day anyway. For admins of the box."""
+    with session(as_json, url) as (client, output):
+        answer = client.queue.collect(dry_run=dry_run)
+        if as_json:
+            output.json(answer)
+            return
+        for row in answer["data"]:
+            output.text(f"{row['kind']:<12} {row['id']}  {size(row['bytes']):>10}  {row['why']}\n")
+        output.note(f"{size(answer['bytes'])} {'would go' if dry_run else 'gone'}")
+
+
+@quota.command("list")
+@manual(examples=[("eft quota list", "What you may use.")])
+def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Your own and your project's; all of them for an admin of the box."""
+    with session(as_json, url) as (client, output):
+        rows = client.queue.limits()
+        if as_json:
+            output.json({"data": rows})
+            return
+        _table(
+            output,
+            (
+                "",
+                "NAME",
+                "SHARES",
+                "PRIORITY",
+                "RUNNING",
+                "QUEUED",
+                "PREVIEWS",
+                "GPU HOURS/WEEK",
+                "DISK",
+                "PREEMPTIBLE",
+            ),
+            [_quota(row) for row in rows],
+        )
+
+
+@quota.command("set")
+@manual(
+    examples=[
+        ("eft quota set project voice --max-running 2 --gpu-hours-week 100", "Two jobs at once, and a hundred hours."),
+        ("eft quota set owner ada --shares 2", "Twice the GPU time of others."),
+        ("eft quota set project voice --max-running none", "No limit any more."),
+    ]
+)
+def set_quota(
+    scope: Annotated[str, typer.Argument(help="project or owner.")],
+    name: Annotated[str, typer.Argument(help="Name of the project or user.")],
+    shares: Annotated[str | None, typer.Option(help="Of an owner: twice as many, twice the GPU time.")] = None,
+    max_priority: Annotated[str | None, typer.Option(help="Highest priority that jobs of a project may have.")] = None,
+    max_running: Annotated[str | None, typer.Option(help="Jobs that run at once.")] = None,
+    max_queued: Annotated[str | None, typer.Option(help="Jobs that stand in line at once.")] = None,
+    max_previews: Annotated[str | None, typer.Option(help="Previews that wait or run at once.")] = None,
+    gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
+    disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
+    preemptible: Annotated[
+        bool | None,
+        typer.Option(
+            "--preemptible/--no-preemptible",
+            help="Of a project: its running jobs may be paused, with a checkpoint, for those of a higher priority.",
+        ),
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set what is named; `none` takes a quota away. Quotas hold jobs in the queue, with their reasons; only
+    previews are refused."""
+    given: dict[str, str | None] = {
+        "shares": shares,
+        "max_priority": max_priority,
+        "max_running": max_running,
+        "max_queued": max_queued,
+        "max_previews": max_previews,
+        "gpu_hours_week": gpu_hours_week,
+        "disk_bytes": disk_gb,
+    }
+    values: dict[str, float | None] = {field: _figure(field, text) for field, text in given.items() if text is not None}
+    if preemptible is not None:
+        values["preemptible"] = preemptible
+    if not values:
+        raise UsageFault("say what to set, for example --max-running 2")
+    with session(as_json, url) as (client, output):
+        row = client.queue.set_limits(scope, name, **values)
+        output.json(row) if as_json else output.text(f"{row['scope']} {row['name']}: {_words(row)}\n")
+
+
+def _figure(field: str, text: str) -> float | None:
+    if text == NONE:
+        return None
+    try:
+        figure = float(text)
+    except ValueError:
+        figure = math.nan
+    if not math.isfinite(figure):
+        option = "--disk-gb" if field == "disk_bytes" else f"--{field.replace('_', '-')}"
+        raise UsageFault(f"{option}: {text!r} is not a number; `{NONE}` removes the quota")
+    if field == "disk_bytes":
+        return round(figure * 1e9)
+    return figure if field in ("shares", "gpu_hours_week") else round(figure)
+
+
+_COUNTS = ("shares", "max_priority", "max_running", "max_queued", "max_previews")
+
+
+def _quota(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = [row.get(name) for name in (*_COUNTS, "gpu_hours_week")]
+    disk = "" if row["disk_bytes"] is None else size(row["disk_bytes"])
+    return row["scope"], row["name"], *("" if figure is None else f"{figure:g}" for figure in figures), disk, _yes(row)
+
+
+def _yes(row: dict[str, Any]) -> str:
+    return "yes" if row.get("preemptible") else ""
+
+
+def _words(row: dict[str, Any]) -> str:
+    names = (*_COUNTS, "gpu_hours_week", "disk_bytes")
+    words = [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
+    return ", ".join([*words, *(["preemptible"] if row.get("preemptible") else [])]) or "no quotas"
+
+
+def _table(output: Output, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("", "NAME", "OWNER", "PROJECT") else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    output.data.print(table)

@@ -1,0 +1,172 @@
+"""`eft webhooks …`: be told what becomes of jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from eft.manual.source import manual
+from eft.session import JsonOption, UrlOption, session
+from eft.terminal.app import App
+from eft.terminal.output import Output
+from eft.times import shown
+
+app = App(no_args_is_help=True, help="Be told what becomes of a project's jobs.")
+
+HookArgument = Annotated[str, typer.Argument(metavar="HOOK", help="A webhook's id.")]
+STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
+
+
+@app.command("list")
+@manual(examples=[("eft webhooks list", "Where notices go, and which of them fail.")])
+def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """The project's webhooks, and which of them fail."""
+    with session(as_json, url) as (client, output):
+        rows = client.webhooks.all()
+        if as_json:
+            output.json({"data": rows})
+            return
+        table = _table("ID", "NAME", "KIND", "TARGET", "EVENTS", "JOBS", "STATE")
+        for row in rows:
+            events = ",".join(event.removeprefix("job.") for event in row["events"])
+            jobs = "all" if row["all_jobs"] else "named"
+            table.add_row(*map(escape, (row["id"], row["name"], row["kind"], row["origin"], events, jobs)), _state(row))
+        output.data.print(table)
+
+
+@app.command("create")
+@manual(
+    examples=[
+        ("eft webhooks create https://ci.lab/hooks/eft --event job.failed", "Signed JSON for each failure."),
+        ("eft webhooks create https://chat.lab/hooks/x --kind chat", "A line in a channel."),
+    ]
+)
+def create_webhook(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where to POST: http(s)://…")],
+    name: Annotated[str, typer.Option(help="To tell webhooks apart.")] = "webhook",
+    kind: Annotated[str, typer.Option(help="standard: signed JSON; chat: Slack, Mattermost, Discord.")] = "standard",
+    event: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="job.started, job.paused, job.succeeded, job.failed or job.cancelled; several times. "
+            "Default: succeeded and failed."
+        ),
+    ] = None,
+    named_only: Annotated[bool, typer.Option("--named-only", help="Only of jobs that name it in `notify`.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a webhook and print its secret, this once; for admins of the project."""
+    with session(as_json, url) as (client, output):
+        made = client.webhooks.create(target, name=name, kind=kind, events=event, all_jobs=not named_only)
+        _tell_secret(output, made)
+
+
+@app.command("rotate")
+@manual(
+    examples=[
+        ("eft webhooks rotate hook-01kar3v8x5m2h6n9qst4wyz0bc --overlap-hours 2", "Both secrets sign for two hours.")
+    ]
+)
+def rotate_webhook(
+    hook: HookArgument,
+    overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old secret signs, too.")] = 24.0,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a new secret and print it, this once."""
+    with session(as_json, url) as (client, output):
+        _tell_secret(output, client.webhooks.rotate(hook, overlap_hours=overlap_hours))
+
+
+@app.command("enable")
+@manual(examples=[("eft webhooks enable hook-01kar3v8x5m2h6n9qst4wyz0bc", "After days of failure.")])
+def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Send to a webhook again that was disabled."""
+    with session(as_json, url) as (client, output):
+        row = client.webhooks.enable(hook)
+        output.json(row) if as_json else output.text(f"{row['id']} enabled\n")
+
+
+@app.command("test")
+@manual(examples=[("eft webhooks test hook-01kar3v8x5m2h6n9qst4wyz0bc", "Does it arrive?")])
+def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Send a test; `eft webhooks deliveries` shows what became of it."""
+    with session(as_json, url) as (client, output):
+        row = client.webhooks.test(hook)
+        output.json(row) if as_json else output.text(f"{row['id']}\n")
+
+
+@app.command("deliveries")
+@manual(examples=[("eft webhooks deliveries hook-01kar3v8x5m2h6n9qst4wyz0bc --state dead", "What was given up.")])
+def deliveries(
+    hook: HookArgument,
+    state: Annotated[str | None, typer.Option(help="Only these: pending, delivered or dead.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, newest first.")] = 20,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What was sent, with the outcome of the last attempt; `--state dead`: what was given up."""
+    with session(as_json, url) as (client, output):
+        rows = client.webhooks.deliveries(hook, state=state, limit=limit)
+        if as_json:
+            output.json({"data": rows})
+            return
+        table = _table("ID", "TYPE", "JOB", "STATE", "ATTEMPTS", "NEXT", "LAST")
+        for row in rows:
+            styled = f"[{STATE_STYLE[row['state']]}]{row['state']}[/]"
+            last = row["last_error"] or (str(row["last_status"]) if row["last_status"] else "")
+            after = shown(row["next_at"])
+            table.add_row(row["id"], row["type"], row["job"] or "", styled, str(row["attempts"]), after, escape(last))
+        output.data.print(table)
+
+
+@app.command("resend")
+@manual(examples=[("eft webhooks resend hook-01kar3v8x5m2h6n9qst4wyz0bc msg-01kar3v8x5m2h6n9qst4wyz0bc", "Once more.")])
+def resend(
+    hook: HookArgument,
+    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="A delivery's id.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a notice again, under the same id."""
+    with session(as_json, url) as (client, output):
+        row = client.webhooks.resend(hook, delivery)
+        output.json(row) if as_json else output.text(f"{row['id']} {row['state']}\n")
+
+
+@app.command("delete")
+@manual(examples=[("eft webhooks delete hook-01kar3v8x5m2h6n9qst4wyz0bc", "No more notices.")])
+def delete_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Nothing is sent there any more."""
+    with session(as_json, url) as (client, output):
+        gone = client.webhooks.delete(hook)
+        output.json(gone) if as_json else output.text(f"{gone['id']} deleted\n")
+
+
+def _tell_secret(output: Output, made: dict[str, Any]) -> None:
+    """The secret alone on stdout, for pipes."""
+    if output.as_json:
+        output.json(made)
+        return
+    if made["secret"] is None:
+        output.note(f"{made['id']}: a line to {made['origin']} for each event")
+        return
+    output.note(f"{made['id']}: to {made['origin']}. The secret that signs, shown this once:")
+    output.text(f"{made['secret']}\n")
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["disabled_at"]:
+        return f"[red]disabled[/]: {escape(row['disabled_reason'])}"
+    return f"[yellow]fails[/] since {row['failing_since'][:19]}" if row["failing_since"] else "[green]works[/]"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=name not in ("STATE", "LAST"), overflow="fold")
+    return table

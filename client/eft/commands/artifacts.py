@@ -1,0 +1,139 @@
+"""`eft download` and `eft open`: what a job hands back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from eft.errors import UsageFault
+from eft.manual.source import manual
+from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.types import Artifact
+
+SHOWN_FIRST = ("loss.png", "README.md", "run_record.json")
+"""What `eft open JOB` opens: the first of these that is there."""
+
+
+@manual(
+    examples=[
+        (
+            "eft download job-01kar3v8x5m2h6n9qst4wyz0bc -o out",
+            "All of it; asked again, it goes on where it broke off.",
+        ),
+        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc adapter", "One folder of it."),
+        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc --list", "What there is, with checksums and sizes in bytes."),
+    ]
+)
+def download(
+    job_id: JobArgument,
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARTIFACT]...", help="Artifacts or folders of them. Default: all.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder. Default: one named after the job.")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the artifacts.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a job's artifacts here: checked, resumable, whole or not at all."""
+    with session(as_json, url) as (client, output):
+        chosen = _chosen(client.artifacts(job_id), paths or [])
+        if listing:
+            if as_json:
+                output.json({"data": [artifact.raw for artifact in chosen]})
+            for artifact in [] if as_json else chosen:
+                output.text(f"{artifact.sha256[:12]}  {artifact.bytes:>12}  {artifact.path}\n")
+            return
+        folder = into if into is not None else Path(job_id)
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=output.notes,
+            transient=True,
+            disable=not output.live,
+        ) as bar:
+            task = bar.add_task("download", total=sum(artifact.bytes for artifact in chosen))
+            targets = client.download(job_id, chosen, into=folder, advance=lambda count: bar.advance(task, count))
+        if as_json:
+            files = [
+                {"path": str(target), "bytes": artifact.bytes, "sha256": artifact.sha256}
+                for artifact, target in zip(chosen, targets, strict=True)
+            ]
+            output.json({"job": job_id, "files": files})
+        else:
+            output.text("".join(f"{target}\n" for target in targets))
+
+
+@manual(
+    examples=[
+        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc", "Its loss curve, in the desktop's viewer."),
+        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc README.md", "Its model card."),
+        ("eft open", "The server's own pages, with the reference of its API."),
+    ]
+)
+def open_it(
+    job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id. Default: the server.")] = None,
+    path: Annotated[
+        str | None, typer.Argument(metavar="[ARTIFACT]", help="One of its artifacts. Default: its loss curve.")
+    ] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the path or the address and open nothing, as without a desktop.")
+    ] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Open an artifact of a job, or the server's pages, with the desktop's program. The artifact is brought into a
+    folder below the temporary one first, since its address alone opens nothing without the key."""
+    with session(as_json, url) as (client, output):
+        if job_id is None:
+            target = f"{client.config.url}/docs"
+        else:
+            artifacts = client.artifacts(job_id)
+            names = [artifact.path for artifact in artifacts]
+            first = next((name for name in SHOWN_FIRST if name in names), None)
+            wanted = path or first
+            if wanted is None:
+                raise UsageFault(
+                    f"the job has none of {', '.join(SHOWN_FIRST)}: name an artifact (eft download --list)"
+                )
+            chosen = [artifact for artifact in _chosen(artifacts, [wanted]) if artifact.path == wanted.rstrip("/")]
+            if not chosen:
+                raise UsageFault(f"{wanted} is a folder; name one file of it")
+            folder = Path(tempfile.gettempdir()) / f"eft-{os.getuid()}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise UsageFault(f"{folder} is somebody else's")
+            target = str(client.download(job_id, chosen, into=folder / job_id)[0])
+        if as_json:
+            output.json({"target": target})
+        else:
+            output.text(f"{target}\n")
+        if not print_only and not as_json and sys.stdout.isatty() and _desktop():
+            typer.launch(target)
+
+
+def _desktop() -> bool:
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+
+
+def _chosen(artifacts: list[Artifact], paths: list[str]) -> list[Artifact]:
+    if not paths:
+        return artifacts
+    chosen: dict[str, Artifact] = {}
+    for path in paths:
+        plain = path.rstrip("/")
+        found = [a for a in artifacts if a.path == plain or a.path.startswith(f"{plain}/")]
+        if not found:
+            known = ", ".join(sorted({a.path.split("/")[0] for a in artifacts})) or "none yet"
+            raise UsageFault(f"the job has no artifact {path}; there are: {known}")
+        chosen |= {a.path: a for a in found}
+    return list(chosen.values())

@@ -1,0 +1,113 @@
+"""`eft data check|preview FILE`: look at data by hand; the application beside the client does it, without a server.
+And `eft samples JOB`, what became of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Annotated, Any
+
+import typer
+
+from eft.commands.admin.box import application_home, command
+from eft.errors import EftClientError, ExitCode, LocalError, UsageFault
+from eft.manual.source import manual
+from eft.session import JobArgument, JsonOption, UrlOption, outputs, session
+from eft.terminal.app import App
+from eft.terminal.datasheet import print_check, print_preview, print_samples
+from eft.terminal.output import Output
+
+app = App(no_args_is_help=True, help="Look at training data on this machine, without a server.")
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="An option as in a job, e.g. training.max_length=512."),
+]
+
+
+@app.command()
+@manual(
+    examples=[
+        ("eft data check rows.jsonl", "Every fault, before anything is sent."),
+        ("eft data check rows.csv --column prompt=question --column completion=answer", "Columns of other names."),
+    ],
+    exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
+)
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="JSONL, JSON, CSV or Parquet.")],
+    format: Annotated[str, typer.Option(help="What every row shall be; needed only where rows fit two.")] = "auto",
+    column: Annotated[
+        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="Our name for a column, e.g. prompt=question.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a file is, how many rows it has, and every fault in it. Exit code 2 when there is one."""
+    arguments = ["check", *files, "--format", format]
+    for pair in column or ():
+        arguments += ["--column", pair]
+    with outputs(as_json) as output:
+        _show(arguments, output, print_check)
+
+
+@app.command()
+@manual(
+    examples=[
+        (
+            "eft data preview rows.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct",
+            "What is learned of each row, and what is cut.",
+        )
+    ],
+    exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
+)
+def preview(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Training rows.")],
+    model: Annotated[str | None, typer.Option(help="Hub id, local folder or .gguf file.")] = None,
+    settings: SetOption = None,
+    spec: Annotated[str | None, typer.Option(help="A job file to take options from.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Never ask a hub.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What training would make of a file: tokens, cut and doubled rows, padding, and rows with what is learned of them.
+    Of the model only the tokenizer is needed."""
+    arguments = ["preview", file]
+    for name, value in (("--model", model), ("--spec", spec)):
+        arguments += [name, value] if value is not None else []
+    for setting in settings or ():
+        arguments += ["--set", setting]
+    with outputs(as_json) as output:
+        _show([*arguments, *(["--offline"] if offline else [])], output, print_preview)
+
+
+def _show(arguments: list[str], output: Output, draw: Any) -> None:
+    """Run the application, and show each of its documents."""
+    call, environment = command(application_home(), "core.train.data", arguments)
+    with subprocess.Popen(call, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            document = json.loads(line)
+            if "error" in document:
+                raise _failed(document["error"])
+            output.json(document) if output.as_json else draw(document, output.data)
+    if child.returncode == 1:
+        raise typer.Exit(ExitCode.USAGE)
+    if child.returncode != 0:
+        raise LocalError(f"the check ended with {child.returncode}")
+
+
+def _failed(error: dict[str, Any]) -> EftClientError:
+    found = UsageFault(error["message"], field=error.get("field"))
+    found.code = error["code"]
+    return found
+
+
+@manual(examples=[("eft samples job-01kar3v8x5m2h6n9qst4wyz0bc", "Before and after, prompt by prompt.")])
+def samples(
+    job: JobArgument,
+    step: Annotated[int | None, typer.Option(help="After this step. Default: the weights handed back.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a job's model answers, beside what the untrained one did (`evaluation.samples`)."""
+    with session(as_json, url) as (client, output):
+        found = client.samples(job, step=step)
+        output.json(found) if as_json else print_samples(found, output.data)

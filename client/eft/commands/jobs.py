@@ -1,0 +1,251 @@
+"""`eft submit|ls|show|check|pause|resume|retry|priority|cancel|delete`: the verbs of jobs."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eft.commands.plan import tell_notices
+from eft.errors import ExitCode, UsageFault
+from eft.jobfile import StandIns, apply_settings, checked_first, read_job, upload_data, uploader
+from eft.manual.source import manual
+from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.terminal.datasheet import print_notices
+from eft.terminal.output import Output, jobs_table, size
+from eft.types import File, Job
+from eft.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
+
+JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
+
+
+@manual(
+    examples=[
+        ("eft submit job.yaml", "Queue it; its id is printed."),
+        (
+            "eft submit job.yaml --data rows.jsonl --set training.max_steps=10 --wait",
+            "With data and a field of one's own, to its end.",
+        ),
+        (
+            "eft submit job.yaml --fail-if 'eval_loss > 1.2' --idempotency-key \"$CI_PIPELINE_ID\"",
+            "In a pipeline: one job however often it is run, and red when it is not good enough.",
+        ),
+        ("eft submit job.yaml --dry-run", "See every default; nothing is queued."),
+    ],
+    exits=(*ENDS, ExitCode.CONDITION),
+)
+def submit(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="Job file, YAML or JSON; - reads stdin.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field, e.g. training.max_steps=10.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Upload this file and train on it.")] = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="Upload this file and hold it out.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end; the exit code tells it.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the job and print it resolved; nothing is uploaded or enqueued.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="Submitting twice with one key makes one job. Default: a new key a call.")
+    ] = None,
+    fail_if: FailIfOption = None,
+    patience: PatienceOption = 300.0,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a job and print its id. Relative data paths in it are files beside the job file and are uploaded; one that
+    the project has already is not sent again. With --wait (which --fail-if implies) the job is followed to its end."""
+    with session(as_json, url) as (client, output):
+        asked = conditions(fail_if)
+        job_spec, folder = read_job(source)
+        job_spec = apply_settings(job_spec, settings or [])
+
+        def told(path: Path, file: File) -> None:
+            output.note(f"{path} is {file.id} ({file.rows} rows)")
+            print_notices(file.raw.get("report") or {}, output.notes)
+
+        given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
+        if dry_run:
+            stand_ins = StandIns(client)
+            answer = client.plan(upload_data(job_spec, folder, given, stand_ins))
+            for path in stand_ins.missing:
+                output.note(f"{path} would be uploaded; its rows are not checked here: eft data check {path}")
+            if (planned := answer.get("plan")) is not None and not planned["fits"]:
+                output.note(f"fits nowhere: {planned['reason']}")
+            tell_notices(output, answer)
+            resolved = answer["spec"]
+            output.json(resolved) if as_json else output.data.print_json(data=resolved)
+            return
+        job_spec = checked_first(client, job_spec, folder, given, uploader(client, told))
+        job = client.submit(job_spec, idempotency_key=idempotency_key or uuid.uuid4().hex)
+        tell_notices(output, job.raw)
+        if not (wait or asked):
+            output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+            place = client.get(job.id).queue or {}
+            if place.get("code") in ("requirements", "no_worker"):
+                output.note(f"it waits: {place['reason']}")
+            return
+        output.note(f"job {job.id}")
+        job = follow(client, output, job.id, patience)
+        end(client, output, job, asked, patience)
+
+
+@manual(
+    examples=[
+        ("eft ls --status running,queued", "What is going on."),
+        ("eft ls --json | jq -r '.data[].id'", "Ids, for a script."),
+    ]
+)
+def ls(
+    status: Annotated[str | None, typer.Option(help="Only this status, or several with commas.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    created_after: Annotated[str | None, typer.Option(help="ISO 8601 time.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many, newest first.")] = 20,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List jobs, newest first."""
+    with session(as_json, url) as (client, output):
+        jobs: list[Job] = []
+        after: str | None = None
+        while len(jobs) < limit:
+            page = client.jobs(
+                status=status.split(",") if status else None,
+                name=name,
+                created_after=created_after,
+                limit=min(limit - len(jobs), 100),
+                after=after,
+            )
+            jobs += page.jobs
+            after = page.next
+            if after is None or not page.jobs:
+                break
+        if as_json:
+            output.json({"data": [job.raw for job in jobs], "next": after})
+        else:
+            output.data.print(jobs_table(jobs, output.data.width))
+            if after is not None:
+                output.note(f"there are more than {limit}: --limit")
+
+
+@manual(examples=[("eft show job-01kar3v8x5m2h6n9qst4wyz0bc", "State, place in the queue, result or failure.")])
+def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """One job: its state, result or failure."""
+    with session(as_json, url) as (client, output):
+        job = client.get(job_id)
+        tell(output, job)
+
+
+@manual(
+    examples=[
+        ("eft check job-01kar3v8x5m2h6n9qst4wyz0bc --fail-if 'eval_loss > 1.2'", "Did it come out well enough?"),
+        (
+            "eft check job-01kar3v8x5m2h6n9qst4wyz0bc --wait --fail-if 'train_loss >= 2'",
+            "The same of a job that is still at work, for a second step of a pipeline.",
+        ),
+    ],
+    exits=(*ENDS, ExitCode.CONDITION),
+)
+def check(
+    job_id: JobArgument,
+    fail_if: FailIfOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end first.")] = False,
+    patience: PatienceOption = 300.0,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how a job has ended, with an exit code for pipelines. A job that has not ended is wrong usage without --wait;
+    so is a figure that the job does not have."""
+    with session(as_json, url) as (client, output):
+        asked = conditions(fail_if)
+        job = follow(client, output, job_id, patience) if wait else client.get(job_id)
+        if not job.finished:
+            raise UsageFault(f"the job is {job.status}; --wait waits for its end")
+        end(client, output, job, asked, patience)
+
+
+@manual(examples=[("eft pause job-01kar3v8x5m2h6n9qst4wyz0bc", "Make room; nothing done is lost.")])
+def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Free jobs' slots and keep what they have done: the trainer writes a checkpoint and leaves."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            _tell_status(output, client.pause(job_id))
+
+
+@manual(examples=[("eft resume job-01kar3v8x5m2h6n9qst4wyz0bc", "Go on.")])
+def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Queue paused jobs again. They go on from their checkpoints and end with the same weights."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            _tell_status(output, client.resume(job_id))
+
+
+@manual(examples=[("eft priority job-01kar3v8x5m2h6n9qst4wyz0bc --to 10", "Before others of the project.")])
+def priority(
+    job_ids: JobArguments,
+    to: Annotated[int, typer.Option("--to", min=-100, max=100, help="The new one; jobs of a higher one go first.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change jobs' places in the queue. What runs goes on; a project has a limit (`eft quota list`)."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            job = client.set_priority(job_id, to)
+            output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}, priority {to}\n")
+
+
+@manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Once more, from the newest checkpoint.")])
+def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Try a failed or cancelled job again: a new job that goes on from its newest checkpoint. Prints its id."""
+    with session(as_json, url) as (client, output):
+        job = client.retry(job_id)
+        output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+
+
+@manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Stop it and wait until it has stopped.")])
+def cancel(
+    job_ids: JobArguments,
+    wait: Annotated[bool, typer.Option("--wait", help="Until they have ended.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop jobs. A running one gets a signal, time for a checkpoint, then is killed."""
+    with session(as_json, url) as (client, output):
+        for job_id in job_ids:
+            job = client.cancel(job_id)
+            if wait and not job.finished:
+                job = client.wait(job_id)
+            _tell_status(output, job)
+
+
+@manual(
+    examples=[
+        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Free what it has left on the server."),
+        ("eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete", "All that failed."),
+    ]
+)
+def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Delete jobs that have ended, and free what they have left: checkpoints, adapters and models, logs, curves and
+    specs. There is no way back but a backup. Uploaded files and the record of GPU time stay. Retries go before the jobs
+    that they are retries of, in whatever order they are named."""
+    with session(as_json, url) as (client, output):
+        for job_id in sorted(job_ids, reverse=True):  # ids grow with time, and a retry is younger
+            answer = client.delete(job_id)
+            if as_json:
+                output.json(answer)
+            else:
+                output.text(f"{job_id} deleted: {_freed(answer['freed_bytes'])}\n")
+
+
+def _freed(count: dict[str, int]) -> str:
+    parts = [f"{name} {size(number)}" for name, number in count.items() if number and name != "other"]
+    total = sum(count.values())
+    if not total:
+        return "it had left nothing on the disk"
+    return f"{size(total)} freed" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _tell_status(output: Output, job: Job) -> None:
+    output.json(job.raw) if output.as_json else output.text(f"{job.id} {job.status}\n")

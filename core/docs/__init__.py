@@ -1,0 +1,1 @@
+"""The generated pages of docs/: `python -m core.docs` writes them."""

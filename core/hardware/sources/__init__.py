@@ -1,0 +1,1 @@
+"""Where GPUs are found: one module a source."""

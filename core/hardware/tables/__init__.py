@@ -1,0 +1,1 @@
+"""What is known of architectures, wheels and faults, as data with sources."""

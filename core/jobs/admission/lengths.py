@@ -1,0 +1,78 @@
+"""How long the rows of a job are, as far as anybody here has counted: previews have, else max_length bounds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session
+
+from core.db.tables import PREVIEWS, Job
+from core.jobs.lifecycle.states import Status
+from core.spec.axes.data import FileSource
+from core.spec.job import JobSpec
+
+NEWEST = 20
+"""Previews of a file that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is known of a job's rows before it runs."""
+
+    longest: int
+    """Tokens; no row of a batch has more."""
+    source: Literal["preview", "max_length"]
+    epoch_tokens: int | None = None
+    """Of all training rows, once."""
+    epoch_rows: int | None = None
+    """Training rows that are used."""
+
+
+def rows(session: Session, project_id: str, spec: JobSpec) -> Rows:
+    """A preview counts if its file, model, rendering and truncation are the job's."""
+    limit = spec.training.max_length
+    train = spec.data.train
+    if not isinstance(train, FileSource):
+        return Rows(limit, "max_length")
+    found = session.execute(
+        select(Job.spec, Job.result)
+        .where(
+            Job.project_id == project_id,
+            text(PREVIEWS),
+            Job.status == Status.SUCCEEDED.value,
+            Job.spec["data"]["train"]["id"].as_string() == train.id,
+        )
+        .order_by(Job.id.desc())
+        .limit(NEWEST)
+    )
+    wanted = _counted_by(spec.model_dump(mode="json"))
+    for previewed, result in found:
+        if _counted_by(previewed) != wanted or not (result or {}).get("ok"):
+            continue
+        epoch = result.get("epoch") or {}
+        # Rows held out of another file may be longer than any of these.
+        here = spec.data.eval is None
+        longest = min(limit, max(1, int(result["tokens"]["longest"]))) if here else limit
+        rows_used = int(result["rows"]["used"])
+        whole = spec.data.split is None  # of a part nobody has counted the tokens
+        return Rows(
+            longest,
+            "preview" if here else "max_length",
+            int(epoch["tokens"]) if whole and "tokens" in epoch else None,
+            rows_used if whole else None,
+        )
+    return Rows(limit, "max_length")
+
+
+def _counted_by(spec: dict[str, Any]) -> tuple[Any, ...]:
+    """What the tokens of a row depend on."""
+    training = spec["training"]
+    return (
+        spec["model"],
+        spec["data"]["train"],
+        spec["data"].get("rendering"),
+        training["max_length"],
+        training["truncation"],
+    )

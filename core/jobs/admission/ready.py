@@ -1,0 +1,70 @@
+"""A model has been prepared: its shape is known from now on, and with it what the job takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Job
+from core.errors import SpecError
+from core.jobs.admission import auto_method, fit, lengths, shapes
+from core.jobs.scheduling import cluster
+from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.slots import Key, Slot
+from core.plan.models.shape import Shape
+from core.spec.job import JobSpec
+
+SHAPE, WHOLE = "shape", "whole"
+"""In what a preparation answers: the model's shape, and whether it is that of its files (else of its configuration)."""
+SILENT_AFTER = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    prepared: dict[str, Any]
+    """As `jobs.prepared` keeps it."""
+    queue_key: str
+    refused: SpecError | None
+
+
+def ready(session: Session, job: Job, prepared: dict[str, Any], *, memory_check: bool) -> Ready:
+    """What follows for `job` from the end of its preparation."""
+    kept = {name: value for name, value in prepared.items() if name not in (SHAPE, WHOLE)}
+    about = prepared.get(SHAPE)
+    if about is None:
+        return Ready(kept, job.queue_key, None)
+    spec = auto_method.effective(job.spec, job.settled, job.adjusted or {})
+    shapes.remember(session, spec.model, about, replace=bool(prepared.get(WHOLE)))
+    if job.kind != "train" or not memory_check:
+        return Ready(kept, job.queue_key, None)
+    shape = Shape.from_dict(about)
+    longest = lengths.rows(session, job.project_id, spec).longest
+    here = seats(session)
+    try:
+        if (refused := fit.refusal(spec, shape, longest, here)) is not None:
+            return Ready(kept, job.queue_key, refused)
+        key = fit.planned(Key.parse(job.queue_key), spec, shape, longest, training(here))
+    except SpecError as error:
+        return Ready(kept, job.queue_key, error)
+    return Ready(kept, str(key), None)
+
+
+def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None) -> SpecError | None:
+    """The same before it is accepted; None where the shape of its model is not known yet. SpecError as of `plan`."""
+    if shape is None:
+        return None
+    return fit.refusal(spec, shape, lengths.rows(session, project_id, spec).longest, seats(session))
+
+
+def seats(session: Session) -> list[Seat]:
+    """Of all nodes that are registered, silent ones too."""
+    now = float(session.execute(select(db_now())).scalar_one())
+    return cluster.seats(session, now, SILENT_AFTER)
+
+
+def training(seats: list[Seat]) -> list[Slot]:
+    return [seat.slot for seat in seats if seat.slot.phase == "train"]

@@ -1,0 +1,49 @@
+"""The shapes of models that were prepared here, so that plans need none of their files: API and claims read them from
+the database, whatever the data root is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import ModelShape
+from core.plan.models.shape import Shape
+from core.spec.axes.model import Model
+
+log = logging.getLogger("eft.jobs")
+
+
+def key(model: Model) -> str:
+    """Of a model as jobs name it: a branch of a hub has the shape that it had when it was prepared last."""
+    return hashlib.sha256(json.dumps(model.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def remember(session: Session, model: Model, shape: dict[str, Any], *, replace: bool = True) -> None:
+    """`replace`: what is known of it may be older."""
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(ModelShape).values(key=key(model), shape=shape)
+    if replace:
+        changed = {"shape": statement.excluded.shape, "at": db_now()}
+        statement = statement.on_conflict_do_update(index_elements=["key"], set_=changed)
+    else:
+        statement = statement.on_conflict_do_nothing()
+    session.execute(statement)
+
+
+def known(session: Session, model: Model) -> Shape | None:
+    """None for a model that was never prepared here, or by a version that noted shapes in another way."""
+    shape = session.execute(select(ModelShape.shape).where(ModelShape.key == key(model))).scalar_one_or_none()
+    if shape is None:
+        return None
+    try:
+        return Shape.from_dict(shape)
+    except (TypeError, KeyError, ValueError) as error:
+        log.warning("the shape of a model cannot be read: %s: %s", type(error).__name__, error)
+        return None

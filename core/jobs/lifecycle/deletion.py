@@ -1,0 +1,128 @@
+"""The end of a job's rows: what a person deletes, and previews whose time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Text, case, cast, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from core.db.tables import Allocation, Artifact, Attempt, Audit, DeletedJobs, Event, Job, Metric, OutboxMessage
+from core.errors import Conflict, NotFound
+from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.lifecycle.submit import find
+from core.jobs.lifecycle.transitions import Actor
+from core.jobs.policies import audit, usage, volume
+from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
+from core.storage.store import Entry
+
+DELETED = "job.delete"
+WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
+"""Seconds: the buckets in which waits for the first start are counted. `deleted_jobs` has their places: only append."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Bytes that go with a job's run folder."""
+
+    checkpoints: int = 0
+    artifacts: int = 0
+    other: int = 0
+    """Logs, events, and what the trainer wrote beside them."""
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.artifacts + self.other
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Freed:
+        """From what lies below `runs/JOB`."""
+        found = {CHECKPOINTS: 0, ARTIFACTS: 0, "": 0}
+        for entry in entries:
+            part = (*entry.key.split("/"), "", "", "")[3]  # runs/JOB/attempt-N/PART
+            found[part if part in found else ""] += entry.bytes
+        return cls(found[CHECKPOINTS], found[ARTIFACTS], found[""])
+
+
+def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life: float) -> bool:
+    """Delete an ended job's rows; its time stays in the books of usage. False: it was deleted before.
+
+    Raises NotFound, and Conflict for a job that has not ended, or from whose checkpoints another one may go on.
+    """
+    job = require(session, actor, job_id, lock=True)
+    if job is None:
+        return False
+    usage.charge_job(session, job_id, half_life)
+    _count(session, job)
+    session.execute(
+        update(Job).where(Job.retry_of == job_id).values(retry_of=None).execution_options(synchronize_session=False)
+    )
+    told = {"name": job.name, "status": job.status, "bytes": freed.total}
+    rows(session, job)
+    audit.record(session, actor, DELETED, job_id, told)
+    return True
+
+
+def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job | None:
+    """The job, if it may be deleted; None: it was deleted before. Raises NotFound, Conflict."""
+    try:
+        job = find(session, actor, job_id, lock=lock)
+    except NotFound:
+        if _was_deleted(session, actor, job_id):
+            return None
+        raise
+    if Status(job.status) not in FINAL:
+        words = f"the job is {job.status}; only one that has ended can be deleted: cancel it, or wait for its end"
+        raise Conflict(words, field="job_id", code="not_ended")
+    retry = _built_on(session, job)
+    if retry is not None:
+        words = f"`{retry}` is a retry of this job and may go on from its checkpoints: delete that one first"
+        raise Conflict(words, field="job_id", code="job_in_use")
+    return job
+
+
+def wait_bucket() -> ColumnElement[Any]:
+    """The place in WAITS of a job's wait, in a query of jobs; null: it never started."""
+    wait = Job.started_at - Job.created_at
+    places = ((wait <= bound, place) for place, bound in enumerate(WAITS))
+    return case(*places, (wait.is_(None), None), else_=len(WAITS))
+
+
+def _count(session: Session, job: Job) -> None:
+    bucket = session.execute(select(func.coalesce(wait_bucket(), -1)).where(Job.id == job.id)).scalar_one()
+    waited = 0.0 if job.started_at is None else job.started_at - job.created_at
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    row = {"project_id": job.project_id, "status": job.status, "bucket": bucket, "jobs": 1, "waited": waited}
+    statement = dialect.insert(DeletedJobs).values(**row)
+    more = {"jobs": DeletedJobs.jobs + 1, "waited": DeletedJobs.waited + waited}
+    keys = ["project_id", "status", "bucket"]
+    session.execute(statement.on_conflict_do_update(index_elements=keys, set_=more))
+
+
+def rows(session: Session, job: Job) -> None:
+    """Delete a job with everything that tells of it alone. The caller holds its lock and knows that it may go."""
+    for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage):
+        session.execute(delete(table).where(table.job_id == job.id))
+    volume.drop(session, job.project_id, job.spec)
+    session.execute(delete(Job).where(Job.id == job.id).execution_options(synchronize_session=False))
+
+
+def _was_deleted(session: Session, actor: Actor, job_id: str) -> bool:
+    query = select(Audit.id).where(
+        Audit.target == job_id, Audit.project_id == actor.project_id, Audit.action == DELETED
+    )
+    return session.execute(query.limit(1)).first() is not None
+
+
+def _built_on(session: Session, job: Job) -> str | None:
+    """The newest retry that goes on from this job's checkpoints, or would if it was tried again."""
+    query = select(Job.id).where(
+        Job.project_id == job.project_id,
+        Job.retry_of.is_not(None),
+        Job.status != Status.SUCCEEDED.value,
+        cast(Job.resume_from, Text).contains(job.id),
+    )
+    return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()

@@ -1,0 +1,207 @@
+"""Birth of a job, and a user's wish to stop it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Event, Job, User
+from core.errors import Conflict, NotFound
+from core.ids import new_id
+from core.jobs.lifecycle import outbox
+from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.lifecycle.transitions import Actor, move
+from core.jobs.policies import audit, disk_room, quotas, volume
+from core.jobs.policies.volume import NO_BOUNDS, Bounds
+from core.jobs.scheduling.slots import Key, Needs
+from core.spec.job import JobSpec
+
+__all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
+
+
+def submit(
+    session: Session,
+    actor: Actor,
+    spec: JobSpec,
+    *,
+    kind: Literal["train", "preview"] = "train",
+    retry_of: Job | None = None,
+    bounds: Bounds = NO_BOUNDS,
+) -> Job:
+    """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
+
+    With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
+    Raises SpecError for a priority above the project's limit, and QueueFull or SpecsFull beyond `bounds`.
+    """
+    priority = 0 if kind == "preview" else spec.priority
+    if retry_of is None:
+        quotas.check_priority(session, actor.project_id, priority)
+    else:  # accepted once; the limit may have been lowered since
+        priority = min(retry_of.priority, quotas.max_priority(session, actor.project_id))
+    document = spec.model_dump(mode="json")
+    volume.add(session, actor.project_id, document, bounds)
+    if kind == "train":
+        volume.require_room(session, actor.project_id, bounds)
+    else:
+        volume.require_preview(session, actor.project_id, actor.user_id, bounds)
+    job_id = new_id("job" if kind == "train" else "preview")
+    session.add(
+        Job(
+            id=job_id,
+            kind=kind,
+            owner_id=actor.user_id,
+            project_id=actor.project_id,
+            name=spec.name,
+            spec=document,
+            accelerator=spec.resources.accelerator,
+            priority=priority,
+            bound_seconds=spec.resources.max_runtime_seconds,
+            queue_key=str(Key(Needs.of(spec.resources), actor.project_id, actor.user_id, priority)),
+            request_id=actor.request_id,
+            retry_of=None if retry_of is None else retry_of.id,
+            resume_from=[]
+            if retry_of is None
+            else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
+            adjusted=None if retry_of is None else retry_of.adjusted,
+            settled=None if retry_of is None else retry_of.settled,
+            status=Status.QUEUED.value,
+            reason=disk_room.WAITS_FOR_MODEL,
+            event_seq=1,
+        )
+    )
+    session.flush()
+    session.execute(
+        insert(Event).values(
+            job_id=job_id,
+            owner_id=actor.user_id,
+            project_id=actor.project_id,
+            seq=1,
+            attempt=0,
+            type="status",
+            data={
+                "from": None,
+                "to": "queued",
+                "reason": "submitted" if retry_of is None else f"submitted as a retry of {retry_of.id}",
+                "actor": actor.user_id,
+                "request_id": actor.request_id,
+            },
+        )
+    )
+    told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
+    audit.record(session, actor, "job.submit" if kind == "train" else "preview.ask", job_id, told)
+    outbox.ring(session, job_id)
+    return session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
+
+
+def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
+    """A job of the actor's project. Raises NotFound for anybody else's, as for one that does not exist."""
+    query = select(Job).where(Job.id == job_id, Job.project_id == actor.project_id, Job.kind == "train")
+    job = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
+    if job is None:
+        raise NotFound(f"there is no job `{job_id[:60]}` in this project", field="job_id")
+    return job
+
+
+def cancel(session: Session, actor: Actor, job_id: str) -> Job:
+    """Stop a job for good: at once while it waits, else its worker is told and ends the trainer.
+
+    Asking twice is fine. Raises Conflict for a job that has succeeded or failed.
+    """
+    job = find(session, actor, job_id, lock=True)
+    match Status(job.status):
+        case Status.CANCELLED | Status.STOPPING:
+            return job
+        case Status.QUEUED | Status.PAUSED:
+            _ask(session, actor, "cancel", job, Status.CANCELLED, f"cancelled by {_who(session, actor, job)}")
+        case status if status in FINAL:
+            raise Conflict(f"the job has already {status.value}; there is nothing to cancel", code="already_final")
+        case _:
+            _ask(
+                session,
+                actor,
+                "cancel",
+                job,
+                Status.STOPPING,
+                f"cancelled by {_who(session, actor, job)}",
+                stop="cancel",
+            )
+    session.refresh(job)
+    return job
+
+
+def pause(session: Session, actor: Actor, job_id: str) -> Job:
+    """Free what a job holds and keep what it has done: its trainer writes a checkpoint and leaves.
+
+    Asking twice is fine. Raises Conflict for a job that has ended or is being cancelled.
+    """
+    job = find(session, actor, job_id, lock=True)
+    match Status(job.status):
+        case Status.PAUSED | Status.PAUSING:
+            return job
+        case Status.QUEUED:
+            _ask(session, actor, "pause", job, Status.PAUSED, f"paused by {_who(session, actor, job)}")
+        case Status.PREPARING | Status.STARTING | Status.RUNNING:
+            _ask(session, actor, "pause", job, Status.PAUSING, f"paused by {_who(session, actor, job)}", stop="pause")
+        case status:
+            raise Conflict(f"the job is {status.value}; there is nothing to pause", code="not_pausable")
+    session.refresh(job)
+    return job
+
+
+def resume(session: Session, actor: Actor, job_id: str) -> Job:
+    """Queue a paused job again; it goes on from its newest checkpoint. Raises Conflict for one that is not paused."""
+    job = find(session, actor, job_id, lock=True)
+    match Status(job.status):
+        case Status.PAUSED:
+            _ask(
+                session,
+                actor,
+                "resume",
+                job,
+                Status.QUEUED,
+                f"resumed by {_who(session, actor, job)}; waits for a slot",
+            )
+            outbox.ring(session, job_id)
+        case Status.PAUSING:
+            raise Conflict("the job is still writing its checkpoint; resume it once it is paused", code="still_pausing")
+        case Status.QUEUED | Status.PREPARING | Status.STARTING | Status.RUNNING:
+            return job
+        case status:
+            raise Conflict(f"the job is {status.value}; only a paused one can be resumed", code="not_paused")
+    session.refresh(job)
+    return job
+
+
+def retry(session: Session, actor: Actor, job_id: str, bounds: Bounds = NO_BOUNDS) -> Job:
+    """A new job with the spec of one that failed or was cancelled, going on from that one's newest checkpoint.
+
+    A new job, since an end is an end: whoever saw the old one fail, saw right. Asked again while that one has not
+    failed too, it answers the same. Raises Conflict for a job in any other state, QueueFull and SpecsFull.
+    """
+    old = find(session, actor, job_id, lock=True)
+    if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
+        raise Conflict(f"the job is {old.status}; only a failed or cancelled one can be tried again", code="not_ended")
+    query = select(Job).where(Job.retry_of == job_id, Job.status.not_in((Status.FAILED, Status.CANCELLED)))
+    going = session.execute(query.limit(1)).scalar_one_or_none()
+    if going is not None:
+        return going
+    return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old, bounds=bounds)
+
+
+def _ask(
+    session: Session, actor: Actor, verb: str, job: Job, after: Status, reason: str, *, stop: str | None = None
+) -> None:
+    data = {"actor": actor.user_id, "request_id": actor.request_id}
+    # Who leaves the queue gives up the slots that are kept for it, and comes back without them.
+    values = {"reserved_at": None, "reserved_node": None} if stop is None else {"stop_requested": stop}
+    told = {"from": job.status, "to": after.value}
+    if move(session, job, after, reason=reason, data=data, values=values):
+        audit.record(session, actor, f"job.{verb}", job.id, told)
+
+
+def _who(session: Session, actor: Actor, job: Job) -> str:
+    if actor.user_id == job.owner_id:
+        return "its owner"
+    return session.execute(select(User.name).where(User.id == actor.user_id)).scalar_one()

@@ -1,0 +1,1 @@
+"""The rules that people set: quotas, holds, maintenance, retention, budgets, and the audit trail."""

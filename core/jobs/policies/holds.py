@@ -1,0 +1,396 @@
+"""People on the box: slots that are held or drained, and times in which nothing runs on a node.
+
+A hold on a busy slot counts from the end of its job on; with `now` the job is asked to leave: it writes a checkpoint,
+waits in the queue again and goes on elsewhere, as after the drain of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, false, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
+from core.errors import Conflict, EftError, Fault, Forbidden, NotFound
+from core.ids import new_id
+from core.jobs.lifecycle import outbox
+from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.transitions import Actor
+from core.jobs.policies import audit
+from core.jobs.scheduling.scheduler_lock import take_turn
+
+HOLD: Literal["hold"] = "hold"
+"""In `jobs.stop_requested`: its slot is held or drained; checkpoint and leave, to go on elsewhere."""
+MAINTENANCE = "maintenance"
+"""The same: its node's maintenance begins."""
+
+
+class BadTime(EftError):
+    """A hold or a maintenance that would be over before it begins."""
+
+    code = "bad_time"
+    status = 422
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot of a node, by a name that people use."""
+
+    node: str
+    slot: str
+    label: str
+    """`box-1/3` for the GPU with index 3, `box-1/cpu`."""
+
+
+class TooManyHolds(EftError):
+    """Somebody who is not an admin of the box holds as many slots as they may."""
+
+    code = "too_many_holds"
+    status = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the holds of one user who is not an admin of the box."""
+
+    seconds: float
+    """Longest time of one hold, which has an end."""
+    slots: int
+    """Slots held at once; 0: only admins of the box hold any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A hold as it is shown."""
+
+    hold: Hold
+    user: str
+    """Name of who asked."""
+
+
+# -- which slot
+
+
+def places(session: Session) -> list[Place]:
+    """The slots that train, of all nodes."""
+    found = []
+    for name, slots in session.execute(select(Node.name, Node.slots).order_by(Node.name)):
+        for entry in slots:
+            if entry["kind"] in ("gpu", "cpu"):
+                gpu = entry.get("gpu")
+                found.append(Place(name, entry["id"], f"{name}/{entry['id'] if gpu is None else gpu['index']}"))
+    return found
+
+
+def labels(session: Session) -> dict[tuple[str, str], str]:
+    """(node, slot) → its name, in the order of the nodes and their slots."""
+    return {(one.node, one.slot): one.label for one in places(session)}
+
+
+def place(session: Session, name: str, field: str = "gpus") -> Place:
+    """By `NODE/INDEX`, `NODE/UUID`, `NODE/cpu-0`, or the part behind the slash where only one node has it.
+
+    Raises NotFound, and Conflict for a name that several have.
+    """
+    known = places(session)
+    found = [one for one in known if name in (one.label, f"{one.node}/{one.slot}")]
+    if not found:
+        found = [one for one in known if name in (one.label.rpartition("/")[2], one.slot)]
+    if len(found) > 1:
+        words = ", ".join(one.label for one in found)
+        raise Conflict(f"`{name[:80]}` may be any of {words}: name the node too", field=field, code="ambiguous_gpu")
+    if not found:
+        there = ", ".join(one.label for one in known) or "none"
+        raise NotFound(f"there is no GPU `{name[:80]}`; there are: {there}", field=field)
+    return found[0]
+
+
+# -- hold and drain
+
+
+def hold(
+    session: Session,
+    actor: Actor,
+    names: Sequence[str],
+    *,
+    held_for: str,
+    why: str,
+    until: float | None = None,
+    kind: Literal["hold", "drain"] = "hold",
+    now: bool = False,
+    others_jobs: bool = False,
+    bounds: Bounds | None = None,
+) -> list[Held]:
+    """Nothing is claimed on these slots until then, or until `release`. All of them or none.
+
+    `now`: their jobs leave at once; those of another project only with `others_jobs`. `bounds`: None for an admin of
+    the box, whose holds may be without end; with bounds a hold has an end, by default the latest that it may have.
+    Raises NotFound, Conflict for a slot that is held already, BadTime, Forbidden, TooManyHolds.
+    """
+    moment = take_turn(session)
+    if bounds is not None:
+        until = _bounded(until, moment, bounds)
+    if until is not None and until <= moment:
+        message = "`until` is over already; give a time to come, with its date and its offset from UTC"
+        raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
+    found = list({(one.node, one.slot): one for one in (place(session, name) for name in names)}.values())
+    _let_go_of_expired(session, moment)
+    made: list[Held] = []
+    for one in found:
+        row = {
+            "id": new_id("hold"),
+            "node": one.node,
+            "slot": one.slot,
+            "kind": kind,
+            "held_for": held_for,
+            "why": why,
+            "user_id": actor.user_id,
+            "until": until,
+        }
+        try:
+            with session.begin_nested():
+                session.execute(insert(Hold).values(**row))
+        except IntegrityError:
+            raise _held_already(session, one) from None
+        made.append(_shown(session, session.get_one(Hold, row["id"])))
+        data = {"for": held_for, "why": why, "until": None if until is None else iso(until), "now": now}
+        audit.record(session, actor, f"gpu.{kind}", one.label, data, project_id=None)
+        if now:
+            _hand_back(session, actor, one, others_jobs)
+    if bounds is not None:
+        _require_few(session, actor, moment, bounds)
+    return made
+
+
+def _bounded(until: float | None, moment: float, bounds: Bounds) -> float:
+    """The end of a hold. Raises BadTime for one that is too late, Forbidden where only admins of the box hold slots."""
+    if bounds.slots < 1:
+        raise Forbidden("only admins of the box hold GPUs here (EFT_HOLD_SLOTS is 0): ask one of them", field="gpus")
+    latest = moment + bounds.seconds
+    if until is None:
+        return latest
+    if until > latest:
+        message = (
+            f"a hold lasts at most {bounds.seconds / 3600:g} hours here (EFT_HOLD_HOURS), until {clock(latest, moment)}"
+            "; give an earlier time, or ask an admin of the box"
+        )
+        raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
+    return until
+
+
+def _require_few(session: Session, actor: Actor, moment: float, bounds: Bounds) -> None:
+    held = select(func.count()).select_from(Hold).where(Hold.user_id == actor.user_id, Hold.kind == HOLD)
+    count = session.execute(held.where(*_counts(moment))).scalar_one()
+    if count > bounds.slots:
+        slots = "1 GPU" if bounds.slots == 1 else f"{bounds.slots} GPUs"
+        raise TooManyHolds(
+            f"you may hold {slots} at once (EFT_HOLD_SLOTS), and this would make {count}: `eft gpu release` one first, "
+            "or ask an admin of the box",
+            field="gpus",
+        )
+
+
+def _held_already(session: Session, one: Place) -> Conflict:
+    held = session.execute(_active(one)).scalar_one()
+    by = session.execute(select(User.name).where(User.id == held.user_id)).scalar_one()
+    words = f"GPU {one.label} is {_KINDS[held.kind]} already for {held.held_for or by}"
+    return Conflict(f"{words}; `eft gpu release {one.label}` first", field="gpus", code="already_held")
+
+
+_KINDS: Mapping[str, str] = {"hold": "held", "drain": "drained"}
+
+
+def _shown(session: Session, row: Hold) -> Held:
+    return Held(row, session.execute(select(User.name).where(User.id == row.user_id)).scalar_one())
+
+
+def _active(one: Place) -> Any:
+    return select(Hold).where(Hold.node == one.node, Hold.slot == one.slot, Hold.released_at.is_(None))
+
+
+def _hand_back(session: Session, actor: Actor, one: Place, others_jobs: bool) -> None:
+    query = select(Job).join(Allocation, Allocation.job_id == Job.id)
+    query = query.where(Allocation.node == one.node, Allocation.slot == one.slot, Allocation.released_at.is_(None))
+    for job in session.execute(query.with_for_update(of=Job)).scalars():
+        if job.project_id != actor.project_id and not others_jobs:
+            raise Forbidden(
+                f"on GPU {one.label} a job of another project runs; only an admin of the box may ask it to leave. "
+                "Without `now` the hold counts from the end of that job on",
+                field="now",
+            )
+        if Status(job.status) in (Status.STARTING, Status.RUNNING) and job.stop_requested is None:
+            session.execute(update(Job).where(Job.id == job.id).values(stop_requested=HOLD))
+
+
+def _let_go_of_expired(session: Session, moment: float) -> None:
+    over = update(Hold).where(Hold.released_at.is_(None), Hold.until <= moment)
+    session.execute(over.values(released_at=Hold.until).execution_options(synchronize_session=False))
+
+
+def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: bool = False) -> list[Held]:
+    """End the holds on these slots. Their maker may, and with `anybodys` an admin of the box.
+
+    Raises NotFound, and Conflict for a slot that is not held or is somebody else's.
+    """
+    moment = take_turn(session)
+    _let_go_of_expired(session, moment)
+    done = []
+    for one in [place(session, name) for name in names]:
+        held: Hold | None = session.execute(_active(one).with_for_update()).scalar_one_or_none()
+        if held is None:
+            raise Conflict(f"GPU {one.label} is not held", field="gpus", code="not_held")
+        if held.user_id != actor.user_id and not anybodys:
+            by = session.execute(select(User.name).where(User.id == held.user_id)).scalar_one()
+            words = f"GPU {one.label} is held by {by}, who may release it; so may an admin of the box"
+            raise Conflict(words, field="gpus", code="held_by_another")
+        session.execute(update(Hold).where(Hold.id == held.id).values(released_at=db_now()))
+        session.refresh(held)
+        audit.record(session, actor, "gpu.release", one.label, {"hold": held.id}, project_id=None)
+        done.append(_shown(session, held))
+    _ring(session)
+    return done
+
+
+def active(session: Session, moment: float) -> list[Held]:
+    """Holds that count now, by node and slot."""
+    query = select(Hold, User.name).join(User, User.id == Hold.user_id).where(*_counts(moment))
+    return [Held(row, user) for row, user in session.execute(query.order_by(Hold.node, Hold.slot))]
+
+
+def _counts(moment: float) -> list[ColumnElement[bool]]:
+    return [Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > moment)]
+
+
+# -- maintenance
+
+
+def plan(session: Session, actor: Actor, node: str | None, starts_at: float, ends_at: float, why: str) -> Maintenance:
+    """Nothing runs on `node` (None: on any) from `starts_at` to `ends_at`: a job whose time limit reaches into it is
+    not started, and what still runs then is handed back with a checkpoint. Raises NotFound, BadTime."""
+    moment = take_turn(session)
+    if ends_at <= max(starts_at, moment):
+        message = "a maintenance ends after it begins, and after now"
+        raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
+    if node is not None and session.get(Node, node) is None:
+        raise NotFound(f"there is no node `{node[:60]}`; `eft nodes` lists them (`GET /nodes`)", field="node")
+    row = {"id": new_id("maint"), "node": node, "starts_at": starts_at, "ends_at": ends_at, "why": why}
+    session.execute(insert(Maintenance).values(**row, user_id=actor.user_id))
+    audit.record(
+        session,
+        actor,
+        "maintenance.plan",
+        node or "all nodes",
+        row | {"starts_at": iso(starts_at), "ends_at": iso(ends_at)},
+        project_id=None,
+    )
+    return session.get_one(Maintenance, row["id"])
+
+
+def cancel(session: Session, actor: Actor, maintenance_id: str) -> Maintenance:
+    """It does not take place, or is over now. Asking twice is fine. Raises NotFound."""
+    take_turn(session)
+    found = session.get(Maintenance, maintenance_id, with_for_update=True)
+    if found is None:
+        raise NotFound("there is no such maintenance; `GET /maintenance` lists them", field="maintenance_id")
+    if found.cancelled_at is None:
+        session.execute(update(Maintenance).where(Maintenance.id == found.id).values(cancelled_at=db_now()))
+        session.refresh(found)
+        audit.record(session, actor, "maintenance.cancel", found.node or "all nodes", {"id": found.id}, project_id=None)
+        _ring(session)
+    return found
+
+
+def planned(session: Session, moment: float) -> list[Maintenance]:
+    """Those that are not over, in the order of their beginnings."""
+    query = select(Maintenance).where(Maintenance.ends_at > moment, Maintenance.cancelled_at.is_(None))
+    return list(session.execute(query.order_by(Maintenance.starts_at, Maintenance.id)).scalars())
+
+
+def begins(session: Session) -> bool:
+    """Whether `begin` would ask anybody: looked at every few seconds, and mostly not the case."""
+    return session.execute(select(Job.id).where(*_in_the_way(session)).limit(1)).first() is not None
+
+
+def _in_the_way(session: Session) -> list[ColumnElement[bool]]:
+    """What runs on nodes whose maintenance has begun and was not asked to leave yet."""
+    moment = float(session.execute(select(db_now())).scalar_one())
+    begun = [window.node for window in planned(session, moment) if window.starts_at <= moment]
+    if not begun:
+        return [false()]
+    running: list[ColumnElement[bool]] = [
+        Job.status.in_((Status.PREPARING, Status.STARTING, Status.RUNNING)),
+        Job.stop_requested.is_(None),
+    ]
+    return running if None in begun else [*running, Job.node.in_([node for node in begun if node is not None])]
+
+
+def begin(session: Session) -> int:
+    """Ask what runs on nodes whose maintenance has begun to leave. Returns how many were asked; the housekeeper's."""
+    asked = session.execute(
+        update(Job)
+        .where(*_in_the_way(session))
+        .values(stop_requested=MAINTENANCE)
+        .returning(Job.id)
+        .execution_options(synchronize_session=False)
+    )
+    return len(asked.all())
+
+
+# -- for a claim
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Whether a slot may be claimed now: `closed` says why not. Until `ends_before` what is started must be over, as
+    far as its time limit says."""
+
+    closed: str | None
+    ends_before: float | None
+
+
+def opening(session: Session, node: str, slot: str, moment: float) -> Opening:
+    held = session.execute(select(Hold).where(Hold.node == node, Hold.slot == slot, *_counts(moment)).limit(1))
+    windows = [window for window in planned(session, moment) if window.node in (None, node)]
+    return opening_of(held.scalar_one_or_none(), windows, moment)
+
+
+def opening_of(held: Hold | None, windows: Sequence[Maintenance], moment: float) -> Opening:
+    """The same from what is known already: a claim and an explanation ask this one function."""
+    ends_before = next((window.starts_at for window in windows if window.starts_at > moment), None)
+    if held is not None:
+        return Opening(held_words(held, moment), ends_before)
+    if windows and windows[0].starts_at <= moment:
+        return Opening(f"maintenance until {clock(windows[0].ends_at, moment)}: {windows[0].why}", ends_before)
+    return Opening(None, ends_before)
+
+
+def held_words(held: Hold, moment: float) -> str:
+    """E.g. `held until 18:00 UTC for bob (notebook)`."""
+    until = f" until {clock(held.until, moment)}" if held.until is not None else ""
+    whose = f" for {held.held_for}" if held.held_for else ""
+    return f"{_KINDS[held.kind]}{until}{whose}{f' ({held.why})' if held.why else ''}"
+
+
+def iso(time: float) -> str:
+    """E.g. `2026-11-22T18:00:00Z`, as the audit has it."""
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def clock(time: float, moment: float) -> str:
+    """`18:00 UTC`, with the date where that is not today."""
+    then, today = datetime.fromtimestamp(time, UTC), datetime.fromtimestamp(moment, UTC).date()
+    return f"{then:%H:%M} UTC" if then.date() == today else f"{then:%Y-%m-%d %H:%M} UTC"
+
+
+def _ring(session: Session) -> None:
+    waiting = session.execute(
+        select(Job.id).where(Job.status == Status.QUEUED.value).order_by(Job.created_at, Job.id).limit(1)
+    ).scalar_one_or_none()
+    if waiting is not None:
+        outbox.ring(session, waiting)

@@ -1,0 +1,43 @@
+"""Another priority for a job that has been submitted: its place in the order changes, and nothing else."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import Job
+from core.errors import Conflict
+from core.jobs.lifecycle import outbox
+from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.lifecycle.submit import find
+from core.jobs.lifecycle.transitions import Actor, append_events
+from core.jobs.policies import audit, quotas
+from core.jobs.scheduling.slots import Key
+
+
+def change(session: Session, actor: Actor, job_id: str, priority: int) -> Job:
+    """Set it, with an event and an entry in the audit. What runs goes on; a waiting job has its new place at once, any
+    other when it waits again. Asking for the priority that it has changes nothing.
+
+    Raises SpecError for one above the project's limit, Conflict for a job that has ended, NotFound.
+    """
+    job = find(session, actor, job_id, lock=True)
+    if Status(job.status) in FINAL:
+        raise Conflict(f"the job has already {job.status}; it waits for nothing any more", code="already_final")
+    if priority == job.priority:
+        return job
+    quotas.check_priority(session, actor.project_id, priority)
+    before = job.priority
+    key = Key.parse(job.queue_key)
+    told = {"from": before, "to": priority}
+    data = {**told, "actor": actor.user_id, "request_id": actor.request_id}
+    values = {"priority": priority, "queue_key": str(Key(key.needs, key.project_id, key.owner_id, priority))}
+    values |= {"reserved_at": None, "reserved_node": None}  # it had come to its turn among others
+    now = float(session.execute(select(db_now())).scalar_one())
+    append_events(session, job, [], [("priority", now, data)], values)
+    audit.record(session, actor, "job.priority", job_id, told)
+    if job.status == Status.QUEUED.value:
+        outbox.ring(session, job_id)
+    session.refresh(job)
+    return job

@@ -1,0 +1,1 @@
+"""Which job runs next, and where: order, gangs, preemption, shares."""

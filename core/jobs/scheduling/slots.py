@@ -1,0 +1,255 @@
+"""A place to run one child, and whether it has what a job needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+from core.hardware.tables.arch import lookup
+from core.spec.axes.runtime import Resources
+
+Phase = Literal["prepare", "train", "preview"]
+"""What a waiting job waits for a slot to do."""
+SlotKind = Literal["gpu", "cpu", "prepare", "preview"]
+MB = 1_000_000
+GPU_BILLING, CPU_BILLING = 1.0, 0.1
+"""What a second of training counts in fair share: on a box without GPUs all slots count alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place to run one child: a GPU, the CPU of a box without one, or the place for tasks that need neither."""
+
+    id: str
+    """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`; `preview-0`."""
+    kind: SlotKind
+    """`preview` is for both halves of a preview, so that it waits neither for a download nor for a training."""
+    vendor: str = ""
+    arch: str = ""
+    memory_bytes: int = 0
+    """Of the GPU."""
+    labels: frozenset[str] = frozenset()
+    """Of its node."""
+    share_bytes: int = 0
+    """Of a CPU slot: what its jobs may count on; 0: nobody has said."""
+    host_bytes: int = 0
+    """Memory of the box; 0: nobody has said."""
+
+    @property
+    def phase(self) -> Phase:
+        match self.kind:
+            case "gpu" | "cpu":
+                return "train"
+            case "prepare" | "preview":
+                return self.kind
+            case _ as never:
+                assert_never(never)
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """What the slots of one job have in common: the same build of PyTorch, the same kernels."""
+        return self.kind, self.vendor, self.arch
+
+    @property
+    def billing(self) -> float:
+        """What a second of it counts in fair share."""
+        return {"gpu": GPU_BILLING, "cpu": CPU_BILLING}.get(self.kind, 0.0)
+
+    @property
+    def bf16(self) -> bool:
+        row = lookup("cpu" if self.kind == "cpu" else self.arch)
+        return row is not None and row.bf16
+
+    @classmethod
+    def described(cls, entry: Mapping[str, Any], labels: Collection[Any]) -> Slot:
+        """From a node's row (worker/agent/agent.py writes it)."""
+        gpu = entry.get("gpu") or {}
+        return cls(
+            str(entry["id"]),
+            entry["kind"],
+            gpu.get("vendor", ""),
+            gpu.get("arch", ""),
+            int(gpu.get("memory_bytes") or 0),
+            frozenset(map(str, labels)),
+            int(entry.get("share_bytes") or 0),
+            int(entry.get("host_bytes") or 0),
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """What a job has for all that lies on its device; 0: nobody knows."""
+        return self.memory_bytes if self.kind == "gpu" else self.share_bytes
+
+
+LEAST = "at its smallest batch"
+"""Behind the figure of PlanNeeds, which is another one than that of the plan of the job as it stands."""
+NEARLY = 1.1
+"""A plan that takes no more than so much of the least is not told beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNeeds:
+    """Memory in MB (10^6 bytes, rounded up) of the least that a job can come to, by its plan
+    (core/jobs/admission/fit.py)."""
+
+    gpu: int
+    """On the card."""
+    cpu: int
+    """Where device and host are one memory."""
+    host: int
+    """Of the box, beside a GPU."""
+
+    @property
+    def certain(self) -> PlanNeeds:
+        """What of it is certain, since a plan is an estimate (bench/plan.py: within 10 % on a GPU, 20 % on a CPU)."""
+        return PlanNeeds(self.gpu * 9 // 10, self.cpu * 8 // 10, self.host * 9 // 10)
+
+    @property
+    def word(self) -> str:
+        return f"plan={self.gpu},{self.cpu},{self.host}"
+
+    @classmethod
+    def parse(cls, word: str) -> PlanNeeds:
+        gpu, cpu, host = map(int, word.split(","))
+        return cls(gpu, cpu, host)
+
+    def missing(self, slot: Slot) -> list[str]:
+        """What a slot lacks of it; nothing where nobody knows what the slot has."""
+        device = self.gpu if slot.kind == "gpu" else self.cpu
+        lacks = [f"{_gb(device)} {LEAST}"] if 0 < slot.device_bytes < device * MB else []
+        if slot.kind == "gpu" and 0 < slot.host_bytes < self.host * MB:
+            lacks.append(f"{_gb(self.host)} of host memory {LEAST}")
+        return lacks
+
+    def words(self, slot: Slot, whole: int | None = None) -> str:
+        """On such a slot, e.g. `24 GB (18.2 GB at its smallest batch)`. `whole`: bytes by the plan of the job as it
+        stands; None: nobody knows."""
+        least = self.gpu if slot.kind == "gpu" else self.cpu
+        if whole is None:
+            return f"{_gb(least)} {LEAST}"
+        return _gb(whole / MB) if whole <= NEARLY * least * MB else f"{_gb(whole / MB)} ({_gb(least)} {LEAST})"
+
+
+def _gb(megabytes: float) -> str:
+    return f"{megabytes / 1000:.3g} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a job asks of each of its slots, and how many it needs. Its `key` is the first part of `jobs.queue_key`."""
+
+    accelerator: str
+    memory_mb: int = 0
+    bf16: bool = False
+    vendor: str = ""
+    arch: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    gpus: int = 1
+    """Slots of one node and one family (Slot.family) that it trains on at once."""
+    plan: PlanNeeds | None = None
+    """What the plan of its memory says that it takes (core/jobs/admission/fit.py); None: nobody has planned it."""
+
+    @classmethod
+    def of(cls, resources: Resources) -> Needs:
+        asks = resources.requirements
+        return cls(
+            resources.accelerator,
+            0 if asks.min_memory_gb is None else round(asks.min_memory_gb * 1000),
+            asks.bf16,
+            "" if asks.vendor == "any" else asks.vendor,
+            tuple(sorted(set(asks.arch))),
+            tuple(sorted(set(asks.labels))),
+            resources.gpus,
+        )
+
+    @property
+    def key(self) -> str:
+        """One spelling for one meaning; `parse` reads it back."""
+        # A version that knows no jobs of several GPUs reads `4*gpu` as a kind of slot that it does not have.
+        words = [f"{self.gpus}*{self.accelerator}" if self.gpus > 1 else self.accelerator]
+        if self.memory_mb:
+            words.append(f"mb={self.memory_mb}")
+        if self.bf16:
+            words.append("bf16")
+        if self.vendor:
+            words.append(f"vendor={self.vendor}")
+        words += [f"arch={arch}" for arch in self.arch]
+        words += [f"label={label}" for label in self.labels]
+        if self.plan is not None:
+            words.append(self.plan.word)
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, key: str) -> Needs:
+        first, *words = key.split(" ")
+        gpus, _, accelerator = first.rpartition("*")
+        pairs = [word.partition("=")[::2] for word in words]
+
+        def named(name: str) -> tuple[str, ...]:
+            return tuple(value for key, value in pairs if key == name)
+
+        (memory,) = named("mb") or ("0",)
+        (vendor,) = named("vendor") or ("",)
+        arches, labels = named("arch"), named("label")
+        plan = next((PlanNeeds.parse(word) for word in named("plan")), None)
+        return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, arches, labels, int(gpus or 1), plan)
+
+    def width(self, phase: Phase) -> int:
+        """Slots that it takes for this: a model is prepared on one, however many train."""
+        return self.gpus if phase == "train" else 1
+
+    def missing(self, slot: Slot) -> list[str]:
+        """What `slot` does not have of it, in words; empty where it fits."""
+        if slot.kind not in ("gpu", "cpu"):
+            return []  # work without a GPU needs nothing of its slot
+        if self.accelerator not in ("any", slot.kind):
+            return ["a GPU" if self.accelerator == "gpu" else "a CPU slot"]
+        missing = ["a GPU that is no MIG slice"] if self.gpus > 1 and slot.id.startswith("MIG-") else []
+        if self.memory_mb * 1_000_000 > slot.memory_bytes:
+            missing.append(f"{self.memory_mb / 1000:g} GB")
+        if self.bf16 and not slot.bf16:
+            missing.append("bf16")
+        if self.vendor and self.vendor != slot.vendor:
+            missing.append(_VENDORS.get(self.vendor, self.vendor))
+        if self.arch and slot.arch not in self.arch:
+            missing.append(" or ".join(self.arch))
+        missing += [f"label {label}" for label in self.labels if label not in slot.labels]
+        return missing + ([] if self.plan is None else self.plan.missing(slot))
+
+    def words(self, memory: str = "") -> str:
+        """E.g. `1 GPU with bf16 and 40 GB`, `4 AMD GPUs`. `memory`: what the job takes, where it waits for that."""
+        kind = {"gpu": "GPU", "cpu": "CPU slot"}.get(self.accelerator, "slot")
+        if self.vendor:
+            kind = f"{_VENDORS.get(self.vendor, self.vendor)} GPU"
+        place = f"{self.gpus} {kind}{'s' if self.gpus > 1 else ''}"
+        asks = ["bf16"] if self.bf16 else []
+        asks += [f"{self.memory_mb / 1000:g} GB"] if self.memory_mb else []
+        asks += [" or ".join(self.arch)] if self.arch else []
+        asks += [f"label {label}" for label in self.labels]
+        asks += [memory] if memory else []
+        if not asks:
+            return place
+        return f"{place} with {' and '.join([', '.join(asks[:-1]), asks[-1]] if len(asks) > 1 else asks)}"
+
+
+_VENDORS = {"amd": "AMD", "nvidia": "NVIDIA"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`jobs.queue_key`, taken apart."""
+
+    needs: Needs
+    project_id: str
+    owner_id: str
+    priority: int
+
+    def __str__(self) -> str:
+        # Two digits and a third: 000 is priority 100, 200 is -100, so that a higher one is listed first.
+        return f"{self.needs.key}|{self.project_id}|{self.owner_id}|{100 - self.priority:03d}"
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        needs, project_id, owner_id, level = text.split("|")
+        return cls(Needs.parse(needs), project_id, owner_id, 100 - int(level))

@@ -1,0 +1,1 @@
+"""What people read of the queue: explanations, forecasts, listings. Nothing here writes."""

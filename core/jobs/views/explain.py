@@ -1,0 +1,367 @@
+"""Why a job waits, how many are before it, and about when it will start.
+
+Positions are counted by the claim's own choice (core/jobs/scheduling/queue_order.py): for every kind of slot there is,
+its next job and the one after that, until the job in question comes. What keeps a job out of the line is asked of the
+functions that a claim asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+
+from core.db.engine import db_now
+from core.db.tables import WAITS_FOR, Job
+from core.jobs.admission import auto_method
+from core.jobs.lifecycle.states import Status
+from core.jobs.policies import disk_room as room
+from core.jobs.policies.budget import NO_BUDGET, Budget, Over
+from core.jobs.policies.holds import clock
+from core.jobs.policies.quotas import names
+from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
+from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
+from core.jobs.scheduling.slots import Key, Phase, Slot
+from core.jobs.views.forecast import Forecast
+
+Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
+MOST = 1000
+"""Jobs that are counted in a line; further back, nobody knows the exact place anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one waiting job."""
+
+    job: Job
+    key: Key
+    phase: Phase
+    position: int | None
+    """In the line of the slots that can serve it; None: it is not in line, or more than MOST are before it."""
+    code: Code
+    """turn: others are before it, or all slots are busy; closed: slots are held, drained, silent or used by others."""
+    reason: str
+    estimated_start: float | None
+    aside: str | None = None
+    """What else its own project is told: for whom it made room, or that others make room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What an installation is set up with, as far as the queue depends on it."""
+
+    free: int | None = None
+    """Bytes on the data root; None: nobody has looked."""
+    reserve: int = 0
+    half_life: float = HALF_LIFE_SECONDS
+    silent_after: float = 90.0
+    """Seconds without a heartbeat."""
+    budget: Budget = NO_BUDGET
+    over: Sequence[Over] = ()
+    """Budgets of the data root that are used up; `free` is then so much less than the reserve."""
+    leave_seconds: float = gang_scheduling.LEAVE_SECONDS
+    """How long after its time limit a job may still hold its slots."""
+
+    @property
+    def room(self) -> int | None:
+        return None if self.free is None else self.free - self.reserve
+
+
+def queue(session: Session, desk: Desk, limit: int = 100) -> list[Explanation]:
+    """What waits: those in line first, by their positions, then what is held; at most `limit` of each phase.
+
+    Training stands before preparing. Previews are not listed: nobody waits for one in this line.
+    """
+    clerk = _Clerk(session, desk)
+    phases: tuple[Phase, ...] = ("train", "prepare")
+    return [one for phase in phases for one in clerk.explain(phase, limit)]
+
+
+def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
+    """How many more wait than `queue` has told of, up to `limit` of each phase, in this transaction."""
+    more = 0
+    for phase, prepared in (("train", True), ("prepare", False)):
+        shown = sum((one.job.prepared is not None) is prepared for one in told)
+        if shown >= limit:
+            counted = select(func.count()).select_from(Job).where(text(WAITS_FOR[phase]))
+            more += session.execute(counted).scalar_one() - shown
+    return more
+
+
+def job(session: Session, desk: Desk, waiting: Job) -> Explanation | None:
+    """Of one job as read in this transaction; None for one that does not wait."""
+    if waiting.status != Status.QUEUED.value:
+        return None
+    phase: Phase = "preview" if waiting.kind == "preview" else "prepare" if waiting.prepared is None else "train"
+    return _Clerk(session, desk).explain_one(phase, waiting)
+
+
+class _Clerk:
+    """One reading of the whole state."""
+
+    def __init__(self, session: Session, desk: Desk) -> None:
+        self._session, self._desk = session, desk
+        self.now = float(session.execute(select(db_now())).scalar_one())
+        self._seats = cluster.seats(session, self.now, desk.silent_after)
+        self._running = cluster.running(session, self._seats)
+        self._forecast = Forecast(session, self.now, self._seats, self._running, desk.leave_seconds)
+        self._order: queue_order.Order | None = None
+        self._kept_for: dict[tuple[str, str], gang_scheduling.Kept] | None = None
+        self._ends: list[queue_order.Order] = []
+        """Of the positions counted last: the state after the last job of each line, where what is left is held."""
+
+    def explain(self, phase: Phase, limit: int) -> list[Explanation]:
+        positions = self._positions(phase, limit)
+        in_line = sorted(positions, key=lambda job_id: positions[job_id])[:limit]
+        jobs = self._jobs(in_line)
+        rows: list[tuple[Job, int | None]] = [(jobs[job_id], positions[job_id]) for job_id in in_line]
+        if len(rows) < limit:  # else the lines go on, and nobody has asked who is in none
+            rows += [(row, None) for row in self._others(phase, positions, limit - len(rows))]
+        in_turn = [row for row, position in rows if position is not None]
+        starts = self._forecast.starts(in_turn) if phase == "train" else {}
+        return [self._words(phase, row, position, starts.get(row.id)) for row, position in rows]
+
+    def explain_one(self, phase: Phase, row: Job) -> Explanation:
+        positions = self._positions(phase, MOST, until=row.id)
+        position = positions.get(row.id)
+        start = None
+        if position is not None and phase == "train":
+            ahead = sorted((job_id for job_id in positions), key=lambda job_id: positions[job_id])
+            jobs = self._jobs(ahead)
+            start = self._forecast.starts([jobs[job_id] for job_id in ahead if job_id in jobs]).get(row.id)
+        return self._words(phase, row, position, start)
+
+    # -- positions
+
+    def _fitting(self, phase: Phase, key: Key) -> list[Seat]:
+        return [
+            seat
+            for seat in self._seats
+            if seat.slot.phase == phase and queue_order.serves(seat.slot, self._peers(seat.node))(key)
+        ]
+
+    def _peers(self, node: str) -> list[Slot]:
+        return [seat.slot for seat in self._seats if seat.node == node and seat.slot.phase == "train"]
+
+    def _positions(self, phase: Phase, most: int, until: str | None = None) -> dict[str, int]:
+        """Of the first `most` jobs of each kind of slot; a job that several kinds serve has its best one.
+
+        With `until` nobody is counted who comes after that job.
+        """
+        found: dict[str, int] = {}
+        self._ends = []
+        for fits, billing, ends_before in self._kinds(phase):
+            conditions = queue_order.ready(self.now, self._desk.room, ends_before if phase == "train" else None)
+            order = queue_order.look(
+                self._session, phase, self.now, conditions, half_life=self._desk.half_life, deep=most
+            )
+            for position, waiting in enumerate(order.all(fits, billing), 1):
+                found[waiting.id] = min(position, found.get(waiting.id, position))
+                if position == most or waiting.id == until:
+                    break
+            else:
+                self._ends.append(order)
+        return found
+
+    def _kinds(self, phase: Phase) -> list[tuple[Callable[[Key], bool], float, float | None]]:
+        """Slots that serve the same jobs choose alike: one of each kind. Without any, what would be the line."""
+        kinds: dict[tuple[object, ...], tuple[Callable[[Key], bool], float, float | None]] = {}
+        here = [seat for seat in self._seats if seat.slot.phase == phase]
+        # A box that has gone promises nothing, unless there are no others.
+        for seat in [seat for seat in here if not seat.gone] or here:
+            slot, peers = seat.slot, self._peers(seat.node)
+            beside = tuple(sorted((one.family, one.memory_bytes, one.share_bytes) for one in peers))
+            memory = (slot.memory_bytes, slot.share_bytes, slot.host_bytes)
+            mark = (slot.family, memory, slot.labels, beside, seat.ends_before)
+            kinds[mark] = (queue_order.serves(slot, peers), slot.billing, seat.ends_before)
+        return list(kinds.values()) or [(lambda key: True, 1.0, None)]
+
+    def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+        found: dict[str, Job] = {}
+        for start in range(0, len(ids), 500):  # SQLite has a limit of parameters
+            rows = self._session.execute(select(Job).where(Job.id.in_(ids[start : start + 500]))).scalars()
+            found.update({row.id: row for row in rows})
+        return found
+
+    def _others(self, phase: Phase, known: Iterable[str], limit: int) -> list[Job]:
+        """What waits and is in no line, oldest first."""
+        in_line = set(known)
+        query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind == "train")
+        query = query.where(Job.prepared.is_(None) if phase == "prepare" else Job.prepared.is_not(None))
+        rows = self._session.execute(query.order_by(Job.created_at, Job.id).limit(len(in_line) + limit)).scalars()
+        return [row for row in rows if row.id not in in_line][:limit]
+
+    # -- words
+
+    def _words(self, phase: Phase, row: Job, position: int | None, start: float | None) -> Explanation:
+        key = Key.parse(row.queue_key)
+        code, reason = self._why(phase, row, key, position)
+        return Explanation(row, key, phase, position, code, reason, start, self._aside(row))
+
+    def _aside(self, row: Job) -> str | None:
+        if row.preempted is not None:
+            when = clock(row.preempted["at"], self.now)
+            return f"made room at {when}: {preempt.words(row.preempted, row.project_id)}"
+        leaving = [
+            job
+            for job in self._running.values()
+            if job.stop_requested == preempt.PREEMPT and job.preempted is not None and job.preempted["job"] == row.id
+        ]
+        if not leaving:
+            return None
+        count = "1 running job of a lower priority makes" if len(leaving) == 1 else f"{len(leaving)} running jobs make"
+        return f"{count} room for it"
+
+    def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
+        left = self._desk.room
+        if left is not None and self._desk.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
+            return "disk", room.words(self._desk.free, self._desk.reserve, row.needs_bytes or 0, self._desk.over)
+        if row.not_before is not None and row.not_before > self.now:
+            return "later", f"{row.reason}; looked at again at {clock(row.not_before, self.now)}"
+        seats = self._fitting(phase, key)
+        if not [seat for seat in self._seats if seat.state != "silent"]:
+            return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
+        if not seats and phase == "train":
+            return "requirements", self._unmet(row, key)
+        turn = f"; {ordinal(position)} in line" if position is not None else ""
+        if phase == "prepare" and not self._fitting("train", key) and any(s.slot.phase == "train" for s in self._seats):
+            return "requirements", f"{self._unmet(row, key)}; its model is prepared meanwhile"
+        if phase != "train":
+            return "model", f"{room.WAITS_FOR_MODEL}{turn}"
+        held = self._out_of_line(row, key, seats, turn)
+        if held is not None:
+            return held
+        if position is None:
+            turn = f"; more than {MOST} jobs are before it"
+        where = self._nearest(row, key, seats)
+        notes = [f"{seat.label} {seat.closed}" for seat in where if seat.closed is not None]
+        closed, free = len(notes), sum(seat.free for seat in where)
+        notes += self._reserved(row, where)
+        count = f"needs {key.needs.words(self._memory(row, key))}; {free} of {len(where)} free"
+        if key.needs.gpus > 1 and len({seat.node for seat in seats}) > 1:
+            count += f" on {where[0].node}"
+        if notes:
+            count += f" ({'; '.join(notes[:3])}{f'; {len(notes) - 3} more' if len(notes) > 3 else ''})"
+        return "closed" if closed > len(where) - key.needs.gpus else "turn", count + turn
+
+    def _nearest(self, row: Job, key: Key, seats: Sequence[Seat]) -> Sequence[Seat]:
+        """All that could serve it; for a job of several those of the node and kind where the most are open and free, or
+        where slots are kept for it already."""
+        if key.needs.gpus == 1:
+            return seats
+        groups: dict[tuple[str, tuple[str, str, str]], list[Seat]] = {}
+        for seat in seats:
+            groups.setdefault((seat.node, seat.slot.family), []).append(seat)
+        mine = {where for where, kept in self._kept().items() if kept.waiting.id == row.id}
+
+        def nearness(group: list[Seat]) -> tuple[int, int, int]:
+            kept = sum((seat.node, seat.slot.id) in mine for seat in group)
+            return kept, sum(seat.free for seat in group), sum(seat.closed is None for seat in group)
+
+        return max(groups.values(), key=nearness)
+
+    def _reserved(self, row: Job, seats: Sequence[Seat]) -> list[str]:
+        """What is free and left to a job that needs more."""
+        notes = []
+        for seat in seats:
+            kept = self._kept().get((seat.node, seat.slot.id))
+            if kept is None or not seat.free:
+                continue
+            if kept.waiting.id == row.id:
+                notes.append(f"{seat.label} kept for it")
+                continue
+            start = kept.group.start
+            until = f" until {clock(start, self.now)}" if start is not None and start > self.now else ""
+            notes.append(f"{seat.label} kept{until} for a job of {kept.waiting.key.needs.gpus}")
+        return notes
+
+    def _kept(self) -> dict[tuple[str, str], gang_scheduling.Kept]:
+        """What a claim would say of every free slot: for whom it is kept."""
+        if self._kept_for is None:
+            self._kept_for = {}
+            hall = gang_scheduling.hall_of(self._session, self.now, self._seats)
+            for seat in hall.seats:
+                if not seat.free:
+                    continue
+                conditions = queue_order.ready(self.now, self._desk.room, seat.ends_before)
+                half_life = self._desk.half_life
+                deep = gang_scheduling.MOST_KEPT
+                order = queue_order.look(self._session, "train", self.now, conditions, half_life=half_life, deep=deep)
+                if not any(one.key.needs.gpus > 1 for one in order.lines):
+                    break
+                beside = [one.slot for one in hall.seats if one.node == seat.node and one.free]
+                leave = self._desk.leave_seconds
+                for kept in gang_scheduling.choose(order, seat.node, seat.slot, beside, lambda: hall, leave).kept:
+                    for number in kept.group.seats:
+                        place = hall.seats[number]
+                        self._kept_for.setdefault((place.node, place.slot.id), kept)
+        return self._kept_for
+
+    def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat], turn: str) -> tuple[Code, str] | None:
+        """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
+        if self._order is None:
+            self._order = queue_order.look(self._session, "train", self.now, half_life=self._desk.half_life)
+        waiting = queue_order.Waiting(row.id, key, row.created_at)
+        quota = self._order.held(waiting)
+        if quota is not None:
+            return "quota", quota.words(names(self._session, [quota.subject_id])) + turn
+        if turn:
+            return None
+        for order in self._ends:
+            if order.phase == "train" and (quota := order.held(waiting)) is not None:
+                words = quota.words(names(self._session, [quota.subject_id]))
+                return "quota", f"{words} once those before it have started"
+        for seat in seats:
+            if seat.ends_before is not None:
+                when = clock(seat.ends_before, self.now)
+                if row.bound_seconds is not None:
+                    limit = row.spec["resources"].get("max_runtime_seconds")
+                    takes = f"time limit ({duration(limit)})" if limit is not None else "own pace"
+                    return "maintenance", f"its {takes} reaches into the maintenance of {seat.node} at {when}"
+        return None
+
+    def _memory(self, row: Job, key: Key) -> str:
+        """What the job takes, where a slot that has all else has too little memory for it; else nobody waits for it."""
+        takes = key.needs.plan
+        if takes is None:
+            return ""
+        asks = replace(key.needs, plan=None)
+        slots = [seat.slot for seat in self._seats if seat.slot.phase == "train" and not asks.missing(seat.slot)]
+        small = [slot for slot in slots if takes.missing(slot)]
+        if not small:
+            return ""
+        largest = max(small, key=lambda slot: slot.device_bytes)
+        return takes.words(largest, auto_method.planned_bytes(self._session, row, largest))
+
+    def _unmet(self, row: Job, key: Key) -> str:
+        """Which slot comes nearest, and what it lacks."""
+        there = [seat for seat in self._seats if seat.slot.phase == "train"]
+        needs = key.needs.words(self._memory(row, key))
+        if not there:
+            return f"needs {needs}; there is no slot for training here"
+        able = [seat for seat in there if not key.needs.missing(seat.slot)]
+        if able:
+            counts = Counter((seat.node, seat.slot.family) for seat in able)
+            (node, _), most = min(counts.items(), key=lambda item: (-item[1], item[0]))
+            return f"needs {needs} of one node; the most that one has is {most} ({node})"
+        nearest = min(there, key=lambda seat: len(key.needs.missing(seat.slot)))
+        lacks = " and ".join(key.needs.missing(nearest.slot))
+        return f"needs {needs}; none of the {len(there)} slots here has it ({nearest.label} lacks {lacks})"
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th …"""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `20 min`, `2 h`, `1.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

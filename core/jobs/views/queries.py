@@ -1,0 +1,199 @@
+"""What is asked of jobs and never changes them. Every function here reads, inside the caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from sqlalchemy import Text, cast, func, select
+from sqlalchemy.orm import Session, defer
+
+from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
+from core.errors import EftError, NotFound
+from core.jobs.lifecycle.states import FINAL, Status
+
+T = TypeVar("T")
+
+
+class UnknownCursor(EftError):
+    """`after` names nothing in this list: page one would be a wrong answer, and an endless loop for some clients."""
+
+    code = "unknown_cursor"
+    status = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Newest first. `has_more` says whether a next page exists."""
+
+    items: Sequence[T]
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How far a job is: what a watcher must know to see whether there is news."""
+
+    status: Status
+    event_seq: int
+
+
+def jobs_page(
+    session: Session,
+    project_id: str,
+    *,
+    statuses: Collection[Status] = (),
+    name: str | None = None,
+    created_after: float | None = None,
+    after: str | None = None,
+    limit: int = 20,
+) -> Page[Job]:
+    """Jobs of a project, their specs unread. Raises UnknownCursor when `after` is no job of it."""
+    query = select(Job).options(defer(Job.spec)).where(Job.project_id == project_id, Job.kind == "train")
+    if after is not None:
+        known = session.execute(select(Job.id).where(Job.id == after, Job.project_id == project_id)).one_or_none()
+        if known is None:
+            raise UnknownCursor("`after` is not the id of a job in this project", field="after")
+        query = query.where(Job.id < after)
+    if statuses:
+        query = query.where(Job.status.in_([status.value for status in statuses]))
+    if name is not None:
+        query = query.where(Job.name == name)
+    if created_after is not None:
+        # Times are shown in microseconds: a job is not younger than its own time as shown.
+        query = query.where(Job.created_at > created_after + 1e-6)
+    rows = session.execute(query.order_by(Job.id.desc()).limit(limit + 1)).scalars().all()
+    return Page(rows[:limit], len(rows) > limit)
+
+
+def files_page(
+    session: Session, project_id: str, *, sha256: str | None = None, after: str | None = None, limit: int = 20
+) -> Page[File]:
+    """Files of a project. Raises UnknownCursor when `after` is no file of it."""
+    query = select(File).where(File.project_id == project_id)
+    if sha256 is not None:
+        query = query.where(File.sha256 == sha256)
+    if after is not None:
+        known = session.execute(select(File.id).where(File.id == after, File.project_id == project_id)).one_or_none()
+        if known is None:
+            raise UnknownCursor("`after` is not the id of a file in this project", field="after")
+        query = query.where(File.id < after)
+    rows = session.execute(query.order_by(File.id.desc()).limit(limit + 1)).scalars().all()
+    return Page(rows[:limit], len(rows) > limit)
+
+
+def find_file(
+    session: Session,
+    project_id: str,
+    file_id: str,
+    *,
+    field: str = "file_id",
+    lock: Literal["share", "delete"] | None = None,
+) -> File:
+    """A file of the project. Raises NotFound for another project's as for none.
+
+    `share` keeps it from being deleted until the transaction ends; jobs that share files do not wait for one another.
+    """
+    query = select(File).where(File.id == file_id, File.project_id == project_id)
+    if lock is not None:
+        query = query.with_for_update(read=lock == "share")  # SQLite has one writer anyway
+    row = session.execute(query).scalar_one_or_none()
+    if row is None:
+        raise NotFound(f"there is no file `{file_id[:60]}` in this project; `GET /files` lists them", field=field)
+    return row
+
+
+def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int = 10) -> Sequence[str]:
+    """Jobs that are not over yet and train or evaluate on the file."""
+    return (
+        session.execute(
+            select(Job.id)
+            .where(
+                Job.project_id == project_id,
+                Job.status.not_in([status.value for status in FINAL]),
+                # Anywhere among the sources, however they are nested; an id is too long to stand there by chance.
+                cast(Job.spec["data"], Text).contains(file_id),
+            )
+            .limit(limit)
+        )
+        .scalars()
+        .all()
+    )
+
+
+def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:
+    """Events behind number `seq`, in their order."""
+    return (
+        session.execute(select(Event).where(Event.job_id == job_id, Event.seq > seq).order_by(Event.seq).limit(limit))
+        .scalars()
+        .all()
+    )
+
+
+def heads(session: Session, job_ids: Collection[str]) -> dict[str, Head]:
+    """Status and newest event of many jobs at once; a job that is gone is left out."""
+    found: dict[str, Head] = {}
+    ids = list(job_ids)
+    for start in range(0, len(ids), 500):  # SQLite has a limit of parameters
+        rows = session.execute(select(Job.id, Job.status, Job.event_seq).where(Job.id.in_(ids[start : start + 500])))
+        found.update({row.id: Head(Status(row.status), row.event_seq) for row in rows})
+    return found
+
+
+def training_attempts(session: Session, job_ids: Collection[str]) -> dict[str, int]:
+    """How often each job was begun to train; one that never was is left out."""
+    query = select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(list(job_ids)), Attempt.kind == "train")
+    return {row[0]: row[1] for row in session.execute(query.group_by(Attempt.job_id))}
+
+
+def metric_series(session: Session, job_id: str, names: Collection[str] = ()) -> dict[str, list[tuple[int, float]]]:
+    """Per name the values by step. Where several attempts did a step, the latest one's value stands."""
+    query = select(Metric.name, Metric.step, Metric.value).where(Metric.job_id == job_id)
+    if names:
+        query = query.where(Metric.name.in_(list(names)))
+    series: dict[str, list[tuple[int, float]]] = {}
+    for name, step, value in session.execute(query.order_by(Metric.name, Metric.step, Metric.attempt)):
+        points = series.setdefault(name, [])
+        if points and points[-1][0] == step:
+            points[-1] = (step, value)
+        else:
+            points.append((step, value))
+    return series
+
+
+def artifacts(session: Session, job_id: str) -> Sequence[Artifact]:
+    """What the job has handed back."""
+    return session.execute(select(Artifact).where(Artifact.job_id == job_id).order_by(Artifact.path)).scalars().all()
+
+
+def find_artifact(session: Session, job_id: str, path: str) -> Artifact:
+    """Raises NotFound for a path that the job did not list, whatever may lie on the disk."""
+    row = session.execute(select(Artifact).where(Artifact.job_id == job_id, Artifact.path == path)).scalar_one_or_none()
+    if row is None:
+        raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
+    return row
+
+
+def thin_out(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """At most `most` points that keep first, last and the extremes: min-max buckets.
+
+    The points between first and last are cut into (most - 2) / 2 runs of equal length; of each the smallest and
+    the largest value stay, in the order of their steps. Neither a spike nor a dip is lost.
+    """
+    if len(points) <= most:
+        return list(points)
+    if most <= 2:
+        return [points[0], points[-1]][:most]
+    inner, buckets = points[1:-1], max(1, (most - 2) // 2)
+    kept = [points[0]]
+    for bucket in range(buckets):
+        run = inner[bucket * len(inner) // buckets : (bucket + 1) * len(inner) // buckets]
+        low = min(range(len(run)), key=lambda index: run[index][1])
+        high = max(range(len(run)), key=lambda index: run[index][1])
+        if most == 3:
+            kept.append(run[high])
+        else:
+            kept.extend(run[index] for index in sorted({low, high}))
+    kept.append(points[-1])
+    return kept

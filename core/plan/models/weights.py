@@ -1,0 +1,167 @@
+"""What of a plan lies somewhere for the whole run: the bytes of base weights, packed or not, and of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import assert_never
+
+from core.plan.device import Device
+from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
+from core.spec.axes.runtime import HostOffload
+from core.spec.axes.training import NF4, Full, Int8, NoQuantization
+from core.spec.job import JobSpec
+from core.spec.settled import method_of
+
+ALIGNMENT = 256
+"""Between the streamed tensors of a block (core/train/memory/streaming/blocks.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of what lies somewhere for the whole run."""
+
+    outside: int
+    """Base weights in no block."""
+    frozen: tuple[int, ...]
+    """Of each block, the base weights that would be streamed."""
+    aligned: tuple[int, ...]
+    """The same as they lie in a slot."""
+    still: int
+    """Of all blocks, the base weights that would not: norms, biases, tables of packed layers."""
+    adapter: int
+    """Adapter weights in float32."""
+    tensors: int
+    """Trained tensors: each has a counter of steps."""
+    trained: int
+    """Trained parameters."""
+    dense: int
+    """Packed weights, unpacked into the precision of products."""
+    largest_dense: int
+    """The largest of them."""
+    adapted: tuple[frozenset[str], ...]
+    """Of each block, the linear layers with an adapter."""
+    head: bool
+    """The output head has one: its logits are made whole."""
+
+    @property
+    def gradients(self) -> int:
+        """In float32."""
+        return 4 * self.trained
+
+    @property
+    def stays(self) -> int:
+        return self.outside + self.still
+
+    @property
+    def weights(self) -> int:
+        """All base weights."""
+        return self.stays + sum(self.frozen)
+
+    @property
+    def largest(self) -> int:
+        return max(self.aligned, default=0)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Bytes of the base weights of a block, or of what is in none."""
+
+    frozen: int = 0
+    aligned: int = 0
+    still: int = 0
+    dense: int = 0
+    largest_dense: int = 0
+
+
+def weigh(spec: JobSpec, shape: Shape, device: Device) -> Held:
+    """SpecError where the spec names modules that the model does not have."""
+    method = method_of(spec)
+    full = isinstance(method, Full)
+    width = 4 if full or device.precision(spec.training) == "fp32" else 2
+    pack, packed = _packing(spec, shape), _packed(spec, shape)
+    halved = full and isinstance(spec.memory.offload_optimizer, HostOffload) and spec.training.precision != "fp8"
+    linear = 2 if halved and device.precision(spec.training) != "fp32" else width
+    outside = _measure(shape.outside, packed[0], pack, width, width)
+    blocks = [_measure(block, names, pack, width, linear) for block, names in zip(shape.blocks, packed[1], strict=True)]
+    targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
+    count = tensors = 0
+    if not isinstance(method, Full):
+        targets = shape.targets(method)
+        for part, names in zip((shape.outside, *shape.blocks), (targets[0], *targets[1]), strict=True):
+            for weight in part:
+                if weight.kind in ADAPTABLE and weight.module in names:
+                    count += method.r * (weight.inputs + weight.outputs) + (weight.outputs if method.use_dora else 0)
+                    tensors += 3 if method.use_dora else 2
+    return Held(
+        outside=outside.frozen + outside.still,
+        frozen=tuple(block.frozen for block in blocks),
+        aligned=tuple(block.aligned for block in blocks),
+        still=sum(block.still for block in blocks),
+        adapter=4 * count,
+        tensors=len(shape.outside) + sum(len(block) for block in shape.blocks) if full else tensors,
+        trained=shape.parameters if full else count,
+        dense=sum(part.dense for part in (outside, *blocks)),
+        largest_dense=max(part.largest_dense for part in (outside, *blocks)),
+        adapted=targets[1],
+        head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
+    )
+
+
+def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _Part:
+    """Bytes of a number that is not packed: `linear` of a linear layer's weight, else `other`. With the optimizer's
+    state on the host the device has what products are made of (core/train/memory/offload/optimizer.py)."""
+    found = _Part()
+    for weight in part:
+        width = linear if weight.kind == "linear" else other
+        if pack is not None and weight.kind == "linear" and weight.module in packed:
+            tensors, beside = pack.bytes(weight.numel)
+            found.still += beside
+            found.dense += weight.numel * width
+            found.largest_dense = max(found.largest_dense, weight.numel * width)
+        elif len(weight.shape) >= 2:
+            tensors = (weight.numel * width,)
+        else:
+            tensors = ()
+            found.still += weight.numel * width
+        found.frozen += sum(tensors)
+        found.aligned += sum(-(-size // ALIGNMENT) * ALIGNMENT for size in tensors)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    bits: int
+    block: int
+    double: bool
+
+    def bytes(self, numel: int) -> tuple[tuple[int, ...], int]:
+        """(of elements and scales, each a tensor; of the table and offset beside them): `core.train.quant.layout`."""
+        elements, scales = -(-numel * self.bits // 8), -(-numel // self.block)
+        if self.double:
+            return (elements, scales, 4 * -(-scales // 256)), 4 * 256 + 4
+        return (elements, 4 * scales), 0
+
+
+def _packing(spec: JobSpec, shape: Shape) -> _Packing | None:
+    match spec.quantization:
+        case NF4(double=double):
+            return _Packing(4, 64, shape.packed_double if shape.packed else double)
+        case Int8(block_size=block):
+            return _Packing(8, block, False)
+        case None | NoQuantization():
+            return _Packing(4, 64, shape.packed_double) if shape.packed else None
+        case _ as never:
+            assert_never(never)
+
+
+def _packed(spec: JobSpec, shape: Shape) -> Selected:
+    """The linear layers with packed weights."""
+    if isinstance(spec.quantization, NF4 | Int8) and not shape.packed:
+        return shape.packable(spec.quantization.skip_modules)
+    if not shape.packed:
+        return frozenset(), (frozenset(),) * shape.layers
+    return (
+        frozenset(weight.module for weight in shape.outside if weight.dtype == "NF4"),
+        tuple(frozenset(weight.module for weight in block if weight.dtype == "NF4") for block in shape.blocks),
+    )

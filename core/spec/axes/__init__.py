@@ -1,0 +1,1 @@
+"""The axes of a job: one tagged union each."""

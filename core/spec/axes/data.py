@@ -1,0 +1,219 @@
+"""The data axis: where rows come from and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, assert_never, get_args
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from core.spec.axes.model import HubId, LocalPath, Revision
+from core.spec.axes.rendering import ModelTemplate, Rendering
+from core.spec.base import SpecModel, short_form
+
+RowFormat = Literal["messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "prompt"]
+FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
+"""What a row can be (docs/data.md); `auto` is settled from the rows themselves, never guessed."""
+
+Format = Literal[
+    "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "prompt"
+]
+Column = Literal[
+    "messages", "conversations", "tools", "system", "instruction", "input", "prompt", "completion", "output", "text",
+    "chosen", "rejected", "label", "reference",
+]  # fmt: skip
+"""Names that a mapping can give to columns."""
+
+UNSENT = "file-0000000000000000000000"
+"""Ids that begin so stand, in a dry run, for files that are still to be uploaded; no file ever gets one."""
+FileId = Annotated[str, StringConstraints(pattern=r"^file-[0-9a-z]{26}$")]
+ColumnName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Columns = Annotated[dict[Column, ColumnName], Field(max_length=len(get_args(Column)))]
+HubFile = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,299}$")]
+
+
+class Readable(SpecModel):
+    """What every source of rows has."""
+
+    format: Format = "auto"
+    """What a row is (docs/data.md): `messages`, `sharegpt`, `instruction`, `prompt_completion`, `text`, `preference`,
+    `kto` or `prompt`. Needed only where rows fit two of them."""
+    columns: Columns = Field(default={})
+    """Our name: the name in the rows. `{prompt: question, completion: answer}`."""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Readable:
+        theirs = list(self.columns.values())
+        if double := next((name for name in theirs if theirs.count(name) > 1), None):
+            raise ValueError(f"`columns` gives the column `{double[:40]}` two names")
+        return self
+
+
+class FileSource(Readable):
+    """A file uploaded with `POST /files`."""
+
+    type: Literal["file"] = "file"
+    id: FileId
+    """As `POST /files` answered. What the upload was told of `format` and `columns` need not be said again."""
+
+
+class PathSource(Readable):
+    """A JSONL, JSON, CSV or Parquet file on the worker, below one of the roots the administrator allows."""
+
+    type: Literal["path"] = "path"
+    path: LocalPath
+    """Full path of the file."""
+
+
+class HubDataset(Readable):
+    """A data set on the Hugging Face hub: its data files are brought to the data root before a GPU is held, and none of
+    its code is run."""
+
+    type: Literal["hub"] = "hub"
+    id: HubId
+    """Repository id, e.g. `openai/gsm8k`."""
+    revision: Revision = "main"
+    """Branch, tag or commit. Pinned to a commit when the job is prepared; the run record names that commit."""
+    config: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] | None = None
+    """Which of its subsets; needed where it has more than one."""
+    split: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] = "train"
+    """Which of its splits, by the names of files or as its card says."""
+    files: Annotated[list[HubFile], Field(max_length=1000)] = Field(default=[])
+    """Names or patterns (`data/*.parquet`) of its files, in their order, in place of `config` and `split`."""
+
+
+def _expand_source(value: str) -> dict[str, Any]:
+    return {"type": "file", "id": value} if value.startswith("file-") else {"type": "path", "path": value}
+
+
+EXAMPLE_FILE = "file-01kar3v8x5m2h6n9qst4wyz0bc"
+
+Single = FileSource | PathSource | HubDataset
+SingleField = Annotated[Single, Field(discriminator="type"), short_form(_expand_source, EXAMPLE_FILE)]
+
+
+class Weighted(SpecModel):
+    """One source of a mixture."""
+
+    source: SingleField
+    """Where its rows come from."""
+    weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """How often a row is drawn from it, against the other sources. All sources have one, or none has."""
+
+
+class Mixture(SpecModel):
+    """Several sources as one. Without weights every row is there once. With weights the next row is drawn from a source
+    by its weight; the rows of each keep their order until training shuffles them."""
+
+    type: Literal["mixture"] = "mixture"
+    sources: Annotated[list[Weighted], Field(min_length=1, max_length=64)]
+    """The sources; a plain source stands for one without a weight."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """With weights: an epoch is over when the first source is, or when every source was read once (those that end
+    before begin anew). As `datasets.interleave_datasets` calls them."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of the drawing."""
+
+    @model_validator(mode="after")
+    def _weighted(self) -> Mixture:
+        if len({one.weight is None for one in self.sources}) > 1:
+            raise ValueError("give every source of a mixture a `weight`, or none")
+        return self
+
+
+def _expand_weighted(value: Any) -> Any:
+    return value if isinstance(value, dict) and "source" in value else {"source": value}
+
+
+def _expand_mixture(value: Any) -> Any:
+    """A list of sources is a mixture; sources inside need not say `source`."""
+    if isinstance(value, list):
+        value = {"type": "mixture", "sources": value}
+    if isinstance(value, dict) and value.get("type") == "mixture" and isinstance(value.get("sources"), list):
+        value = value | {"sources": [_expand_weighted(one) for one in value["sources"]]}
+    return _expand_source(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class written_as:  # noqa: N801 -- reads as a word inside Annotated[…]
+    """Other ways to write a value, told in the JSON schema of the input."""
+
+    expand: Callable[[Any], Any]
+    schema: Callable[[dict[str, Any]], list[dict[str, Any]]]
+    """From the schema of the value to those of the other ways."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.expand, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        whole = handler(schema)
+        return whole if handler.mode == "serialization" else {"anyOf": [*self.schema(whole), whole]}
+
+
+_SHORT = {"type": "string", "description": "Short form.", "examples": [EXAMPLE_FILE]}
+_LIST = {"type": "array", "description": "Several sources: a mixture.", "items": {"type": ["string", "object"]}}
+
+Source = Annotated[
+    FileSource | PathSource | HubDataset | Mixture,
+    Field(discriminator="type"),
+    written_as(_expand_mixture, lambda whole: [_SHORT, _LIST]),
+]
+
+
+class HashSplit(SpecModel):
+    """Hold rows out by a hash of what is in them: the same row is on the same side in every file, order and format,
+    and equal rows are never on both."""
+
+    type: Literal["hash"] = "hash"
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Which part of the rows is held out."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Another seed holds out other rows."""
+
+
+class Data(SpecModel):
+    """What to train on, and optionally what to hold out."""
+
+    train: Source
+    """Training rows. A list of sources is a mixture."""
+    eval: Source | None = None
+    """Held-out rows for the evaluation; never trained on."""
+    split: HashSplit | None = None
+    """Hold out a part of `train` in place of `eval`."""
+    streaming: bool = False
+    """Read and tokenise the training rows while the run goes on, 10,000 at a time, shuffled among themselves: for files
+    larger than memory and cache. Needs training.max_steps, since nobody has counted the rows."""
+    rendering: Rendering = ModelTemplate()
+    """How a row becomes text and tokens. A plain string names a template family."""
+
+    @model_validator(mode="after")
+    def _one_eval(self) -> Data:
+        if self.eval is not None and self.split is not None:
+            raise ValueError("held-out rows come from `eval` or from `split`, not from both")
+        return self
+
+
+def _expand_data(value: Any) -> Any:
+    return {"train": value} if isinstance(value, str | list) else value
+
+
+DataField = Annotated[Data, written_as(_expand_data, lambda whole: [_SHORT, _LIST])]
+
+
+def singles(source: Source, field: str) -> list[tuple[str, Single]]:
+    """The sources that a source is made of, each with its field's path."""
+    match source:
+        case Mixture():
+            return [(f"{field}.sources[{at}].source", one.source) for at, one in enumerate(source.sources)]
+        case FileSource() | PathSource() | HubDataset():
+            return [(field, source)]
+        case _ as never:
+            assert_never(never)
+
+
+def format_of(source: Source) -> Format:
+    """The format of all rows of a source if the spec says it, else `auto`."""
+    formats = {one.format for _, one in singles(source, "")}
+    return formats.pop() if len(formats) == 1 else "auto"

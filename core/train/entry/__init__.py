@@ -1,0 +1,1 @@
+"""The child processes: what each does from its start to its exit code."""

@@ -1,0 +1,282 @@
+"""Bring a model onto this machine before a GPU is held: `python -m core.train.entry.prepare RUN_DIR`
+(core/spec/run/contract.py).
+
+Torch is imported only when a GGUF file must be converted. SIGTERM ends it at once with EXIT_CHECKPOINTED: whatever is
+complete on the disk stays, and the next try goes on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, assert_never
+
+from core.errors import EftError, ModelError, NoSpace
+from core.spec.axes.model import GGUFModel, HubModel, LocalModel, Model
+from core.spec.run.contract import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, FailureClass, PrepareOrder
+from core.train.base.disk import tell_failure
+from core.train.base.events import EventWriter
+from core.train.base.log_lines import LogLines
+from core.train.entry import memory_limit
+from core.train.entry.arguments import run_folder
+from core.train.entry.fencing import arm, leave
+from core.train.hub import download, gguf, model_files
+from core.train.hub.datasets import prepare_dataset
+from core.train.hub.model_cache import MODEL, Entry, ModelCache
+
+OnProgress = Callable[[str, int, int | None], None]
+"""(phase, bytes done, bytes in all or None); phase: "downloading", "converting", "waiting" (for another job at it)."""
+
+PROGRESS_SECONDS = 0.5
+CONVERSION_TIMES = 40
+"""Bytes of memory for each of a GGUF file: 2 bits become 32, and there are two copies while they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A folder in Hugging Face format that is complete, safe to load, and stays as it is."""
+
+    model_dir: Path
+    source: dict[str, Any]
+    """{"type": "hub", "id", "revision", "commit"} | {"type": "local", "path", "sha256"} | {"type": "gguf", "sha256",
+    "path" or "id", "file" and "commit", "dtype", …}."""
+    parameters: int
+    summary: dict[str, Any]
+    """model_files.Summary as a dict."""
+
+
+def prepare_tokenizer(
+    model: Model, models_dir: Path, roots: list[Path] | None, offline: bool, on_progress: OnProgress
+) -> Prepared:
+    """The same for what only wants to render rows: no weights are downloaded or read, unless they are in one file with
+    the tokenizer (GGUF)."""
+    cache = ModelCache(models_dir)
+    match model:
+        case HubModel():
+            return _prepared(download.prepare_hub_tokenizer(model, cache, offline, on_progress))
+        case LocalModel():
+            folder = _local_folder(model, roots)
+            names = [path.name for path in folder.iterdir() if path.is_file() and download.is_small_file(path.name)]
+            for name in names:
+                allowed_path(str(folder / name), roots, field="model.path")
+            model_files.check_config(
+                model_files.read_json(folder / "config.json", field="model.path"), field="model.path"
+            )
+            model_files.check_tokenizer(names, field="model.path")
+            return Prepared(folder, {"type": "local", "path": str(folder)}, 0, {})
+        case GGUFModel():
+            return prepare_model(model, models_dir, roots, offline, on_progress)
+        case _ as never:
+            assert_never(never)
+
+
+def prepare_model(
+    model: Model, models_dir: Path, roots: list[Path] | None, offline: bool, on_progress: OnProgress
+) -> Prepared:
+    """Download, convert or check `model`. `roots` are the folders local models may lie below; None allows every path.
+
+    Raises ModelError (the user's to solve; names the field), hub.HubUnreachable and NoSpace (the machine's).
+    """
+    cache = ModelCache(models_dir)
+    cache.sweep()
+    match model:
+        case HubModel():
+            return _prepared(download.prepare_hub(model, cache, offline, on_progress))
+        case LocalModel():
+            return _prepare_local(model, cache, roots)
+        case GGUFModel():
+            return _prepared(_prepare_gguf(model, cache, roots, offline, on_progress))
+        case _ as never:
+            assert_never(never)
+
+
+def _prepare_local(model: LocalModel, cache: ModelCache, roots: list[Path] | None) -> Prepared:
+    """Used where it lies. The hash over its files is remembered, so that a large model is read once."""
+    field, folder = "model.path", _local_folder(model, roots)
+    used = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.endswith(download.NEVER)]
+    for path in used:
+        allowed_path(str(path), roots, field=field)
+    summary = model_files.inspect(folder, field=field)
+    hashes = [(path.name, cache.digest(path.resolve())) for path in used if download.is_model_file(path.name)]
+    together = sha256("".join(f"{digest}  {name}\n" for name, digest in hashes).encode()).hexdigest()
+    source = {"type": "local", "path": str(folder), "sha256": together}
+    return Prepared(folder, source, summary.parameters, summary.as_dict())
+
+
+def _local_folder(model: LocalModel, roots: list[Path] | None) -> Path:
+    folder = allowed_path(model.path, roots, field="model.path")
+    if not folder.is_dir():
+        raise ModelError(
+            f"{model.path} is a file; give the model's folder, or a file that ends in .gguf", field="model.path",
+            code="model_unreadable",
+        )  # fmt: skip
+    return folder
+
+
+def _prepare_gguf(
+    model: GGUFModel, cache: ModelCache, roots: list[Path] | None, offline: bool, on_progress: OnProgress
+) -> Entry:
+    def waiting() -> None:
+        on_progress("waiting", 0, None)
+
+    if model.path is not None:
+        path = allowed_path(model.path, roots, field="model.path")
+        if not path.is_file():
+            raise ModelError(f"{model.path} is not a file", field="model.path", code="model_not_found")
+        gguf.check_magic(path, field="model.path")
+        digest = cache.digest(path)
+        source = {"type": "gguf", "path": str(path), "sha256": digest}
+        return _converted(path, source, cache, on_progress, field="model.path")
+
+    pinned = download.pin_gguf(model, cache, offline)
+    entry = cache.entry(_gguf_key(pinned["sha256"])) if pinned["sha256"] else None
+    if entry is not None:
+        entry = _from({"type": "gguf"} | {key: pinned[key] for key in ("id", "file", "commit", "sha256")}, entry)
+    if entry is None:
+        if download.is_offline(offline):
+            raise download.not_cached(f"{model.file} of {model.id}", "model.file")
+        with cache.lock(f"gguf-download/{model.id}/{pinned['commit']}/{model.file}", waiting) as work:
+            path, digest = download.download_gguf(pinned, cache, work, on_progress)
+            pinned = pinned | {"sha256": digest}
+            source = {"type": "gguf"} | {key: pinned[key] for key in ("id", "file", "commit", "sha256")}
+            entry = _converted(path, source, cache, on_progress, field="model.file")
+            shutil.rmtree(work)
+    download.remember_gguf(model, pinned, cache)
+    return entry
+
+
+def _converted(path: Path, source: dict[str, Any], cache: ModelCache, on_progress: OnProgress, *, field: str) -> Entry:
+    key = _gguf_key(source["sha256"])
+    if entry := cache.entry(key):
+        return _from(source, entry)
+    with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+        if entry := cache.entry(key):
+            return _from(source, entry)
+        on_progress("converting", 0, None)
+        memory_limit.allow_more(CONVERSION_TIMES * path.stat().st_size)
+        shutil.rmtree(work / MODEL, ignore_errors=True)  # half a conversion is of no use
+        record = gguf.convert(path, work / MODEL, field=field)
+        summary = model_files.inspect(work / MODEL, field=field)
+        return cache.commit(key, work, source | {"converter": gguf.CONVERTER} | record, summary)
+
+
+def _from(source: dict[str, Any], entry: Entry) -> Entry:
+    """The same bytes may have been converted from another place; say where they came from this time."""
+    kept = {key: entry.source[key] for key in ("converter", "dtype", "tensor_types", "transformers")}
+    return Entry(entry.model_dir, source | kept, entry.summary)
+
+
+def _gguf_key(digest: str) -> str:
+    return f"gguf/{digest}-c{gguf.CONVERTER}"
+
+
+def allowed_path(path: str, roots: list[Path] | None, *, field: str) -> Path:
+    """The real path, symlinks followed, if it exists below one of `roots` (every path is allowed when that is None)."""
+    real = Path(path).expanduser().resolve()
+    if roots is not None and not any(real.is_relative_to(root.expanduser().resolve()) for root in roots):
+        named = ", ".join(str(root) for root in roots)
+        raise ModelError(
+            f"{path} does not lie below a folder models may be read from ({named or 'none is set'}); move it there, "
+            "or let the administrator add its folder to EFT_MODEL_ROOTS",
+            field=field,
+            code="model_path_not_allowed",
+        )
+    if not real.exists():
+        raise ModelError(f"{path} does not exist on this machine", field=field, code="model_not_found")
+    return real
+
+
+def _prepared(entry: Entry) -> Prepared:
+    return Prepared(entry.model_dir, entry.source, entry.summary["parameters"], entry.summary)
+
+
+def failure_class(error: Exception) -> FailureClass:
+    match error:
+        case MemoryError():
+            return "memory"
+        case OSError() if error.errno == errno.ENOMEM:
+            return "memory"
+        case RuntimeError() if "allocate memory" in str(error):  # torch's, which is not to be imported for this
+            return "memory"
+        case download.HubUnreachable() | NoSpace() | OSError():
+            return "machine"
+        case EftError():
+            return "user"
+        case _:
+            return "internal"
+
+
+class _Progress:
+    """Phases as they change, bytes at most twice a second."""
+
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self._phase = ""
+        self._last = 0.0
+        self._whole = False
+
+    def __call__(self, phase: str, done: int, total: int | None) -> None:
+        if phase != self._phase:
+            self._events.write("phase", phase=phase)
+            self._phase = phase
+            self._last = 0.0
+        now = time.monotonic()
+        first_whole = done == total and not self._whole
+        if phase == "downloading" and (now - self._last >= PROGRESS_SECONDS or first_whole):
+            self._events.write("progress", bytes=done, total_bytes=total)
+            self._last = now
+            self._whole = done == total
+
+
+def main(arguments: list[str]) -> int:
+    run_dir = run_folder("core.train.entry.prepare", "Bring a model, and hub data sets, onto the data root.", arguments)
+    order = PrepareOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+    arm(order.fence_seconds, held_at=order.held_at, on_stop=lambda: os._exit(EXIT_CHECKPOINTED))
+    events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
+    try:
+        memory_limit.hold(order.memory_limit)
+        progress = _Progress(events)
+        prepare = prepare_model if order.weights else prepare_tokenizer
+        prepared = prepare(
+            order.model,
+            Path(order.models_dir),
+            [Path(root) for root in order.model_roots],
+            order.offline,
+            progress,
+        )
+        cache = ModelCache(Path(order.models_dir))
+        datasets = []
+        for one in order.datasets:
+            paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)
+            datasets.append({"field": one.field, "paths": [str(path) for path in paths], "source": origin})
+    except Exception as error:
+        failure = failure_class(error)
+        code = error.code if isinstance(error, EftError) else failure
+        message = error.message if isinstance(error, EftError) else f"{type(error).__name__}: {error}"
+        if failure == "memory":
+            code, message = "memory_limit", f"out of memory while the model is prepared; {memory_limit.ways()}"
+        field = error.field if isinstance(error, EftError) else None
+        told: dict[str, Any] = {"failure": failure, "code": code, "message": message, "field": field}
+        if isinstance(error, NoSpace) and error.needs_bytes is not None:
+            told["needs_bytes"] = error.needs_bytes
+        return tell_failure(error, events, told)
+    result = {
+        "model_dir": str(prepared.model_dir),
+        "source": prepared.source,
+        "parameters": prepared.parameters,
+        "summary": prepared.summary,
+        "datasets": datasets,
+    }
+    events.write("result", result=result, artifacts=[])
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""`python -m core.train.entry.standby`: a trainer that has imported everything and waits for its run
+(core/spec/run/contract.py).
+
+Importing torch, transformers and peft is nearly all of a cold start. The spare is a process of its own, not a fork of
+one that has imported: a parent that ever ran an OpenMP region leaves its forked children hanging in a futex.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import sys
+from pathlib import Path
+
+from core.hardware import device_mask
+from core.spec.run.contract import EXIT_FENCED, LOG_FILE, SPARE_READY, SpareOrder
+from core.train import __main__ as trainer
+from core.train.entry.fencing import STDIN, await_order, leave
+
+STDOUT, STDERR = 1, 2
+
+
+def main() -> int:
+    words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run/contract.py)."
+    parser = argparse.ArgumentParser(prog="python -m core.train.entry.standby", description=words)
+    parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder (_rename)")
+    parser.parse_args()
+    await_order()
+    with trainer.importing():
+        imports()
+        gc.collect()  # it has the time
+    os.write(STDOUT, SPARE_READY)
+    line = _read_line()
+    if line is None:  # the worker is gone; there is nothing to tidy up, and torch's own goodbye takes a while
+        os._exit(EXIT_FENCED)
+    order = SpareOrder.model_validate_json(line)
+    _write_to_log(Path(order.run_dir))
+    arguments = [sys.executable, "-m", "core.train", order.run_dir]
+    _rename(arguments)
+    if not _change_environment(order.environment):
+        print("a library had read the GPU's number before it was set: starting cold", file=sys.stderr, flush=True)
+        os.execv(sys.executable, arguments)  # noqa: S606 -- the same process goes on, with the same stdin
+    sys.argv = [trainer.__file__, order.run_dir]
+    return trainer.main()
+
+
+def imports() -> None:
+    """All that a run on the way to its first step imports."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.llama import modeling_llama
+
+    import core.train.methods.full
+    import core.train.methods.lora
+    import core.train.quant.adapters
+    import core.train.quant.model
+    import core.train.recipe
+
+    # transformers' names are lazy: taking them is what imports them.
+    assert all((peft.LoraModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast))
+    assert all((modeling_llama, core.train.methods.full, core.train.methods.lora, core.train.recipe))
+    assert all((core.train.quant.adapters, core.train.quant.model))
+
+
+def _read_line() -> bytes | None:
+    """The order; None at end of file. What came behind it are heartbeats; the order says as well when the lease was
+    held, and the next one comes."""
+    line = b""
+    while b"\n" not in line:
+        if not (part := os.read(STDIN, 65536)):
+            return None
+        line += part
+    return line.partition(b"\n")[0]
+
+
+def _write_to_log(folder: Path) -> None:
+    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for stream in (STDOUT, STDERR):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def _rename(arguments: list[str]) -> None:
+    """Let `ps`, and a worker that looks for its predecessor's children, see which run this is.
+
+    The kernel reads a command line from the memory of the process (proc_pid_stat(5), arg_start and arg_end).
+    """
+    stat = Path("/proc/self/stat").read_text()
+    fields = stat[stat.rindex(")") + 2 :].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+    if not start or len(text) > end - start:
+        raise ValueError(f"no room for this command line: {len(text)} bytes in {end - start}")
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _change_environment(changes: dict[str, str | None]) -> bool:
+    """False when a driver library did not heed the change, because it had read the old value already.
+
+    The spare of a box with several GPUs starts with all of them hidden; which one it may see comes with the order. It
+    is heeded when torch sees one now.
+    """
+    if not set(changes) <= set(device_mask.ALL):
+        raise ValueError(f"a spare cannot take changes of {sorted(set(changes) - set(device_mask.ALL))}")
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if all(value is None or value == device_mask.NO_GPU for value in changes.values()):
+        return True
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,1 @@
+"""Getting models and data sets: downloads, GGUF, the cache of models."""

@@ -1,0 +1,195 @@
+"""Data sets from a Hugging Face hub: pinned to a commit, data files only, cached as models are.
+
+Which files: those that `files` names; else those of the subset and split that the data set's card declares (`configs`,
+https://huggingface.co/docs/hub/datasets-manual-configuration); else those with the split's name in their path. Where
+that leaves a choice, the job has to make it. No code of a repository is run, and `datasets` is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.errors import DataError, ModelError
+from core.spec.axes.data import HubDataset
+from core.train.hub import download
+from core.train.hub.download import COMMIT, OnProgress
+from core.train.hub.model_cache import MODEL, Entry, ModelCache
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import DatasetInfo
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_ABOUT = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
+"""JSON files that describe a data set and hold none of its rows."""
+SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a cache entry holds."""
+
+    files: list[str]
+    """Names in the repository, in the order of the rows."""
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prepare_dataset(
+    source: HubDataset, field: str, cache: ModelCache, offline: bool, on_progress: OnProgress
+) -> tuple[list[Path], dict[str, Any]]:
+    """The files of a data set, downloaded when they are not there, and where they came from. Needs no network when they
+    are and `revision` is a commit.
+
+    Raises DataError (the user's to solve), hub.HubUnreachable and NoSpace.
+    """
+    selection = [source.config, source.split, source.files]
+    chosen = hashlib.sha256(json.dumps(selection).encode()).hexdigest()[:16]
+    ref = f"data/{source.id}@{source.revision}/{chosen}"
+    known = cache.read_ref(ref)
+    if known is not None and (COMMIT.fullmatch(source.revision) or download.is_offline(offline)):
+        entry = cache.entry(known["key"])
+        if entry is not None:
+            return _found(entry)
+    if download.is_offline(offline):
+        words = f"{source.id} at {source.revision} is not on the data root, and this installation works offline"
+        raise DataError(
+            f"{words} (EFT_OFFLINE); prepare it once with a network", field=field, code="dataset_not_cached"
+        )
+    info = _info(source, field)
+    commit = str(info.sha)
+    key = f"hub-data/{source.id.replace('/', '--')}/{commit}-{chosen}"
+    entry = cache.entry(key)
+    if entry is None:
+        with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+            entry = cache.entry(key) or _download(source, field, info, key, cache, work, on_progress)
+    cache.write_ref(ref, {"key": key, "commit": commit})
+    return _found(entry)
+
+
+def _found(entry: Entry) -> tuple[list[Path], dict[str, Any]]:
+    return sorted(entry.model_dir.iterdir()), entry.source
+
+
+def _info(source: HubDataset, field: str) -> DatasetInfo:
+    from huggingface_hub import HfApi
+
+    with _data_errors(field), download.hub_errors(source.id, source.revision):
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=download.token())
+        return api.dataset_info(source.id, revision=source.revision, files_metadata=True, timeout=download.TIMEOUT)
+
+
+def _download(
+    source: HubDataset, field: str, info: DatasetInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
+) -> Entry:
+    sizes = {file.rfilename: file for file in info.siblings or []}
+    card = info.card_data.to_dict() if info.card_data is not None else {}
+    names = choose(source, list(sizes), card.get("configs"), field)
+    total = sum(sizes[name].size or 0 for name in names)
+    download.check_room(cache.root, total, "data set")
+    download.forget_halves(work / "download")
+    meter = download.Meter(total or None, on_progress)
+    folder = work / MODEL
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    hashes = {}
+    for at, name in enumerate(names):
+        with _data_errors(field):
+            path = download.fetch(source.id, str(info.sha), name, work / "download", cache, meter, kind="dataset")
+        lfs = sizes[name].lfs
+        digest = download.verified(path, lfs.sha256 if lfs is not None else None)
+        flat = f"{at:05d}{Path(name).suffix}"  # the cache holds flat folders; the order of names is that of the rows
+        path.rename(folder / flat)
+        hashes[flat] = digest
+    origin = {"type": "hub", "id": source.id, "revision": source.revision, "commit": str(info.sha), "files": names}
+    return cache.commit(key, work, origin, Contents(names, total), hashes)
+
+
+def choose(source: HubDataset, names: list[str], configs: Any, field: str) -> list[str]:
+    """Which files of a repository the rows are in. Raises DataError when there are none, or more than one way."""
+    data = sorted(name for name in names if name.endswith(SUFFIXES) and Path(name).name not in _ABOUT)
+    if not data:
+        raise _refused(source, f"has no {', '.join(SUFFIXES)} file", names, f"{field}.id")
+    if source.files:
+        found: list[str] = []
+        for pattern in source.files:
+            matching = [name for name in data if fnmatch(name, pattern) and name not in found]
+            if not matching:
+                raise _refused(source, f"has no data file `{pattern}`", data, f"{field}.files")
+            found += matching
+        return found
+    if configs:
+        return _declared(source, data, configs, field)
+    below = [name for name in data if source.config is None or name.startswith(f"{source.config}/")]
+    if not below:
+        raise _refused(source, f"has no folder `{source.config}`", data, f"{field}.config")
+    word = re.compile(rf"(?:^|[/._-]){re.escape(source.split)}(?:[/._-]|$)")
+    found = [name for name in below if word.search(name)]
+    if not found:
+        raise _refused(
+            source, f"has no file of the split `{source.split}`; name them as `files`", below, f"{field}.split"
+        )
+    tops = {name.partition("/")[0] if "/" in name else "" for name in found}
+    if source.config is None and len(tops) > 1:
+        subsets = ", ".join(sorted(top or "(the top)" for top in tops))
+        words = f"{source.id} has files of `{source.split}` in several folders ({subsets}); choose one as `config`"
+        raise DataError(words, field=f"{field}.config", code="dataset_ambiguous")
+    return found
+
+
+def _declared(source: HubDataset, data: list[str], configs: Any, field: str) -> list[str]:
+    """As the card says."""
+    by_name = {str(one.get("config_name", "default")): one for one in configs if isinstance(one, dict)}
+    name = source.config or ("default" if "default" in by_name and len(by_name) > 1 else None)
+    if name is None and len(by_name) == 1:
+        name = next(iter(by_name))
+    if name is None:
+        words = f"{source.id} has several subsets ({', '.join(by_name)}); choose one as `config`"
+        raise DataError(words, field=f"{field}.config", code="dataset_ambiguous")
+    if name not in by_name:
+        words = f"{source.id} has no subset `{name}`; it has {', '.join(by_name)}"
+        raise DataError(words, field=f"{field}.config", code="dataset_not_found")
+    files = by_name[name].get("data_files")
+    splits: dict[str, list[str]] = {}
+    for one in files if isinstance(files, list) else [files]:
+        if isinstance(one, dict):
+            paths = one.get("path")
+            splits.setdefault(str(one.get("split", "train")), []).extend(
+                [paths] if isinstance(paths, str) else paths or []
+            )
+        elif isinstance(one, str):
+            splits.setdefault("train", []).append(one)
+    if source.split not in splits:
+        words = f"`{name}` of {source.id} has no split `{source.split}`; it has {', '.join(splits) or 'none'}"
+        raise DataError(words, field=f"{field}.split", code="dataset_not_found")
+    found = [file for pattern in splits[source.split] for file in data if fnmatch(file, str(pattern))]
+    if not found:
+        raise _refused(source, f"has none of the files its card names ({splits[source.split]})", data, f"{field}.split")
+    return list(dict.fromkeys(found))
+
+
+def _refused(source: HubDataset, words: str, names: list[str], field: str) -> DataError:
+    there = f"{', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''}" or "nothing"
+    return DataError(f"{source.id} {words}; there is {there}", field=field, code="dataset_not_found")
+
+
+@contextmanager
+def _data_errors(field: str) -> Iterator[None]:
+    """The hub's answers about a repository, in the words of the data axis."""
+    try:
+        yield
+    except ModelError as error:
+        message = error.message.replace("no model", "no data set")
+        place = f"{field}.revision" if (error.field or "").endswith("revision") else f"{field}.id"
+        raise DataError(message, field=place, code=error.code.replace("model", "dataset")) from error

@@ -1,0 +1,1 @@
+"""Activation checkpointing: what a block keeps between forward and backward."""

@@ -1,0 +1,405 @@
+"""Optimizer offload: what is trained has its float32 weights, gradients and optimizer state in host memory, and is
+updated there by torch's own CPU kernel (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840; here every step is exact).
+
+    backward   each gradient leaves the device as soon as it is whole (a post-accumulate hook), and is added up in
+               float32 on the host
+    step       norm and clipping over the host's gradients; then unit after unit, in the order in which the next forward
+               needs them, a thread steps the host's weights and copies them to the device in the device's dtype
+    forward    each block waits for its own update, and for no other
+
+A unit is a block of the model; what is outside of the blocks is updated first, the output head last. The norm needs all
+gradients and the first block the norm, so that much of a step no exact update can hide.
+
+The engine works on the host's parameters (`parameters`): a checkpoint holds what the one of a resident run holds, and
+each can be gone on with as the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import ModelError
+from core.train.failures import is_out_of_memory
+from core.train.memory.available import available_bytes
+from core.train.memory.narrow_dtypes import narrow_parameters
+from core.train.memory.streaming.blocks import find_blocks, reached_past
+from core.train.memory.transfer.link import link_to
+
+FIELD = "memory.offload_optimizer"
+HOST_BYTES = 16
+"""Of a trained parameter: float32 weight and gradient, AdamW's two moments."""
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What is updated at once, and waited for at once."""
+
+    name: str
+    members: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    """(of the model, of the host)."""
+    update: Future[None] | None = None
+    """Its last update, until somebody has waited for it."""
+    sent: Any = None
+    """When the device has what came of it (link.py)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of its parameters on the device."""
+        return sum(parameter.nbytes for parameter, _ in self.members)
+
+
+class Offload:
+    """See the module; `core.train.optim.updates.Updates` says what the engine asks of it.
+
+    It works on the model that it is given, which may still be on the host: what is trained goes to `device`, all else
+    stays where it is. Hooks lie on the model until `hand_back` or `close`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        narrow: torch.dtype | None = None,
+        pinned: bool = True,
+        beside: bool | None = None,
+    ) -> None:
+        """`narrow`: what the device holds weights of linear layers in, where the result is the same (held.py); None:
+        float32. `beside`: update in a thread while the device goes on; None: on a GPU. A CPU has no hands free for it.
+
+        ModelError when the host has no memory for it, PinnedRefused when it is not to be locked.
+        """
+        if device.type == "cuda" and device.index is None:  # the thread would not know which
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._model = model
+        self._pinned = pinned and device.type == "cuda"
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        blocks = _blocks(model)
+        narrowed = set() if narrow is None else narrow_parameters(model, blocks)
+        self.narrow = None if narrow is None else str(narrow).removeprefix("torch.")
+        self._check_room(list(trained.values()))
+        self._failed: BaseException | None = None
+        self._lock = threading.Condition()
+        self._under_way = 0
+        """Bytes of gradients that the device holds until they are copied."""
+        self._spare: dict[nn.Parameter, Tensor] = {}
+        """Buffers of gradients, between two windows: fresh ones would cost page faults."""
+        self._leaving: list[Future[None]] = []
+        with _in_words():
+            masters = {p: _master(p) for p in trained.values()}
+            for p in trained.values():
+                p.data = masters[p].detach().to(device, narrow if p in narrowed else torch.float32, copy=True)
+        self.parameters: Mapping[str, nn.Parameter] = {name: masters[p] for name, p in trained.items()}
+        self.narrowed = sum(p.numel() for p in trained.values() if p in narrowed)
+        self.units = _units(model, blocks, masters)
+        self._at_once = max((unit.nbytes for unit in self.units if unit.name not in (_OUTSIDE, _HEAD)), default=0)
+        with _in_words():
+            self._link = link_to(device, pinned=pinned)
+        if beside is None:
+            beside = device.type == "cuda"
+        threads = torch.get_num_threads()  # the bits of a step depend on it: those of the thread that trains
+        self._thread = ThreadPoolExecutor(1, "eft-offload", partial(_begin, device, threads))
+        if beside or device.type == "cuda":
+            self._thread.submit(int).result()  # one that cannot begin is told here: a backward would wait for it
+        self._beside = beside
+        self._hooks = [*self._gradient_hooks(masters), *self._waiting_hooks(model, blocks)]
+
+    # --- gradients leave ---------------------------------------------------------------------------------
+
+    def _gradient_hooks(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Any]:
+        for parameter, master in masters.items():
+            hook = partial(self._leave, master)
+            yield parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _leave(self, master: nn.Parameter, parameter: Tensor) -> None:
+        """The gradient of a parameter is whole: it is the host's from here on."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:  # a function that answers none for what it was given
+            return
+        if self.device.type != "cuda":
+            with _in_words():
+                self._add(master, gradient, None)
+            return
+        nbytes, after = gradient.nbytes, self._link.now()
+        with self._lock:  # more than a block's would be the memory that is to be saved
+            self._lock.wait_for(lambda: not self._under_way or self._under_way + nbytes <= self._at_once)
+            self._under_way += nbytes
+        held = [gradient]
+        del gradient
+        self._leaving.append(self._thread.submit(self._take, master, held, after))
+
+    def _take(self, master: nn.Parameter, held: list[Tensor], after: Any) -> None:
+        nbytes = held[0].nbytes
+        try:
+            with _in_words():
+                self._add(master, held[0], after)
+        finally:
+            held.clear()  # copied: the device's memory may be used again
+            with self._lock:
+                self._under_way -= nbytes
+                self._lock.notify()
+
+    @torch.no_grad()
+    def _add(self, master: nn.Parameter, gradient: Tensor, after: Any) -> None:
+        if master.grad is None and gradient.device == master.device and gradient.dtype == master.dtype:
+            master.grad = gradient
+            return
+        first = master.grad is None
+        if first:
+            spare = self._spare.pop(master, None)
+            master.grad = torch.empty_like(master) if spare is None else spare
+        total = master.grad.view(-1)  # type: ignore[union-attr]
+        for where, what in self._link.fetch(gradient.reshape(-1), after):
+            if first:
+                total[where].copy_(what)
+            else:
+                total[where].add_(what)
+
+    # --- updates -----------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        wait(leaving)  # all, before the first that went wrong is told: none may arrive in the next window
+        for one in leaving:
+            one.result()
+        for unit in self.units:
+            self._wait(unit)
+        if self._failed is not None:
+            raise self._failed
+
+    def skips(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
+        return False
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float | None) -> None:
+        self.gather()
+        gradients = {master: master.grad for master in self.parameters.values() if master.grad is not None}
+        for master in gradients:
+            master.grad = None  # each unit gets its own back: an optimizer steps what has a gradient
+        after = self._link.now()
+        for unit in self.units:
+            step = partial(self._update, unit, optimizer, gradients, norm, max_norm, after)
+            if self._beside:
+                unit.update = self._thread.submit(step)
+            else:
+                step()
+
+    def _update(
+        self,
+        unit: Unit,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[nn.Parameter, Tensor],
+        norm: Tensor,
+        max_norm: float | None,
+        after: Any,
+    ) -> None:
+        if self._failed is not None:
+            raise self._failed
+        mine = [(p, master) for p, master in unit.members if master in gradients]
+        try:
+            with _in_words():
+                for _, master in mine:
+                    master.grad = gradients.pop(master)
+                if max_norm is not None:
+                    torch.nn.utils.clip_grads_with_norm_([master for _, master in mine], max_norm, norm)
+                optimizer.step()
+                for parameter, master in mine:
+                    self._put_by(parameter, master)
+                    self._send(parameter, master, after)
+            unit.sent = self._link.sent()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _put_by(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        """Keep the buffer of its gradient, unless the next backward brings one that can be taken as it is."""
+        if master.grad is not None and (parameter.device, parameter.dtype) != (master.device, master.dtype):
+            self._spare[master] = master.grad
+        master.grad = None
+
+    def _send(self, parameter: nn.Parameter, master: nn.Parameter, after: Any) -> None:
+        self._link.send(master.detach().view(-1), parameter.detach().view(-1), after)
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Also what an error in a hook has left behind: the next window starts from the same weights."""
+        for one in self._leaving:
+            one.exception()
+        self._leaving = []
+        self.gather()
+        for unit in self.units:
+            for parameter, master in unit.members:
+                parameter.grad = None
+                self._put_by(parameter, master)
+
+    def written(self) -> None:
+        self.gather()
+        after = self._link.now()
+        with torch.no_grad():
+            for unit in self.units:
+                for parameter, master in unit.members:
+                    self._send(parameter, master, after)
+                unit.sent = self._link.sent()
+                self._link.wait(unit.sent)
+
+    # --- the next pass -----------------------------------------------------------------------------------
+
+    def before_pass(self) -> None:
+        self._wait(self.units[0])
+
+    def _waiting_hooks(self, model: nn.Module, blocks: list[nn.Module]) -> Iterator[Any]:
+        yield model.register_forward_pre_hook(lambda *_: self.before_pass())
+        by_name = {unit.name: unit for unit in self.units}
+        for number, block in enumerate(blocks):
+            if (unit := by_name.get(_block(number))) is not None:
+                yield block.register_forward_pre_hook(partial(_waits, self._wait, unit))
+        if (head := by_name.get(_HEAD)) is not None:
+            # Not every loss calls the head: some read its weight, once the last block has computed.
+            yield blocks[-1].register_forward_hook(partial(_waits, self._wait, head))
+            yield _head(model).register_forward_pre_hook(partial(_waits, self._wait, head))
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.update is None:
+            return
+        unit.update.result()
+        unit.update = None
+        self._link.wait(unit.sent)
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def hand_back(self) -> None:
+        """The model's trained parameters are the host's, in float32, and nothing of this is left on it. A model of
+        which the device held less than that is on the host from then on."""
+        self.gather()
+        self.close()
+        if self.narrowed:
+            for unit in self.units:
+                for parameter, master in unit.members:
+                    parameter.data = master.detach()
+            self._model.to("cpu")
+
+    def close(self) -> None:
+        """Waits for what is under way. Afterwards the model is an ordinary one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._thread.shutdown(wait=True)
+        self._link.close()
+        self._spare = {}
+
+    def about(self) -> dict[str, Any]:
+        """For the run record."""
+        trained = sum(master.numel() for master in self.parameters.values())
+        return {
+            "where": "host",
+            "pinned": self._pinned,
+            "units": len(self.units),
+            "beside": self._beside,
+            "trained": trained,
+            "narrowed": self.narrowed,
+            "narrow_dtype": self.narrow if self.narrowed else None,
+            "host_bytes": trained * HOST_BYTES,
+        }
+
+    def _check_room(self, trained: list[nn.Parameter]) -> None:
+        new = sum(p.numel() * (HOST_BYTES - (4 if _serves(p) else 0)) for p in trained)
+        if self.device.type == "cpu":
+            new += sum(p.nbytes for p in trained)  # what the device is to hold lies there, too
+        if (free := available_bytes()) is not None and free < new:
+            raise _no_room(f"{-(-new >> 20)} MiB are needed, and {free >> 20} are free")
+
+
+# --- units -----------------------------------------------------------------------------------------------
+
+_OUTSIDE, _HEAD = "outside of the blocks", "output head"
+
+
+def _block(number: int) -> str:
+    return f"block {number}"
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """In the order of a forward; none where they cannot be found: then all is updated before the next pass begins."""
+    try:
+        return [module for _, module in find_blocks(model)]
+    except ModelError:
+        return []
+
+
+def _units(model: nn.Module, blocks: list[nn.Module], masters: Mapping[nn.Parameter, nn.Parameter]) -> list[Unit]:
+    """In the order in which they are updated. A parameter that several share is of the first of them; one that can be
+    reached past the blocks, too, is of what is outside."""
+    head = _head(model) if blocks else None
+    of_head = set() if head is None else set(head.parameters())
+    inside = {p for block in blocks for p in block.parameters()}
+    elsewhere = {
+        p for module in model.modules() if head is None or module is not head for p in module.parameters(recurse=False)
+    }
+    apart = of_head - elsewhere - inside
+    early = set(reached_past(model, blocks)) - apart
+    outside = Unit(_OUTSIDE, [(p, m) for p, m in masters.items() if p in early])
+    units, taken = [outside], {p for p, _ in outside.members}
+    for number, block in enumerate(blocks):
+        unit = Unit(_block(number), [(p, masters[p]) for p in block.parameters() if p in masters and p not in taken])
+        taken |= {p for p, _ in unit.members}
+        units.append(unit)
+    units.append(Unit(_HEAD, [(p, masters[p]) for p in masters if p in apart]))
+    return [outside, *(unit for unit in units[1:] if unit.members)]
+
+
+def _head(model: Any) -> nn.Module:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found: nn.Module = base.get_output_embeddings()
+    return found
+
+
+def _waits(wait: Callable[[Unit], None], unit: Unit, *_: Any) -> None:
+    wait(unit)
+
+
+# --- host memory -----------------------------------------------------------------------------------------
+
+
+def _serves(parameter: Tensor) -> bool:
+    """Whether the host's weight can be the tensor that is there."""
+    return parameter.device.type == "cpu" and parameter.dtype == torch.float32 and parameter.is_contiguous()
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if _serves(parameter):
+        return nn.Parameter(parameter.detach())
+    return nn.Parameter(parameter.detach().to("cpu", torch.float32, memory_format=torch.contiguous_format))
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What the host runs out of here is not what smaller batches would leave free."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise _no_room("it was refused more") from error
+
+
+def _no_room(why: str) -> ModelError:
+    return ModelError(
+        f"this box has no memory left for what the optimizer keeps in it, {HOST_BYTES} bytes for every trained "
+        f"parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters (`method: lora`)",
+        field=FIELD,
+        code="offload_does_not_fit",
+    )
+
+
+def _begin(device: torch.device, threads: int) -> None:
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

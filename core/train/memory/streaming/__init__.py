@@ -1,0 +1,1 @@
+"""Layer streaming: frozen blocks pass through a few slots on the device."""

@@ -1,0 +1,170 @@
+"""Matrix products within what the libraries of this card are known to do right (core/hardware/tables/faults.py,
+`Limits`).
+
+LoRA's narrow operands are padded with zeros where they must be: zero rows of A and zero columns of B add nothing, and
+the gradient of what is trained is cut out of the padded one. Products of more rows than the libraries compute rightly
+are made in parts (core/train/kernels/parts.py), through the same operators.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
+
+from core.errors import SpecError
+from core.hardware.tables.faults import Limits
+from core.plan.memory import training_pass
+from core.spec.job import JobSpec
+from core.train.kernels.parts import Parts
+
+# --- ranks -----------------------------------------------------------------------------------------------
+
+
+class PaddedA(nn.Linear):
+    """A LoRA's A [r, K], used as if it had `padded_rank` rows."""
+
+    padded_rank: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, operand(self), self.bias)
+
+
+class PaddedB(nn.Linear):
+    """A LoRA's B [N, r], used as if it had `padded_rank` columns."""
+
+    padded_rank: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, operand(self), self.bias)
+
+
+PLAIN = (nn.Linear, PaddedA, PaddedB)
+"""Classes of A and B whose `operand` says all there is to them."""
+
+
+def operand(layer: nn.Module) -> Tensor:
+    """The matrix that products with this A or B take: its weight, padded with zeros where it is one of the above."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    match layer:
+        case PaddedA():
+            return functional.pad(weight, (0, 0, 0, layer.padded_rank - weight.shape[0]))
+        case PaddedB():
+            return functional.pad(weight, (0, layer.padded_rank - weight.shape[1]))
+        case _:
+            return weight
+
+
+def pad_ranks(model: nn.Module, multiple: int) -> int:
+    """Let every LoRA of `model` compute with a rank that is a multiple of this; how many layers that changes. What is
+    trained, saved and merged stays as it is."""
+    changed = 0
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for name, rank in module.r.items():
+            if name not in module.lora_A:  # an embedding's
+                continue
+            a, b = module.lora_A[name], module.lora_B[name]
+            if type(a) is not nn.Linear or type(b) is not nn.Linear or rank % multiple == 0:
+                continue
+            padded = -(-rank // multiple) * multiple
+            a.__class__, b.__class__ = PaddedA, PaddedB
+            a.__dict__["padded_rank"] = b.__dict__["padded_rank"] = padded
+            changed += 1
+    return changed
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def split_products(model: nn.Module, limits: Limits) -> None:
+    """Let every linear layer of `model`, packed or dense, with an adapter or without, keep to `limits`. Call it when
+    the model is whole. Parameters, their names, state and classes stay as they are."""
+    from core.train.quant.adapters import QuantLoraLinear
+
+    if limits.fp32_rows is None and limits.output_bytes is None:
+        return
+    for module in model.modules():
+        match module:
+            case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
+                module.parts = Parts(limits, max(module.in_features, module.out_features))
+            case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
+                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+            case nn.Linear():
+                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+            case Conv1D():
+                _in_parts(module, Parts(limits, max(module.weight.shape)))
+            case _:
+                pass
+
+
+def _in_parts(module: nn.Module, parts: Parts) -> None:
+    module.__dict__["forward"] = partial(_forward, module, parts)
+
+
+def _forward(module: nn.Module, parts: Parts, x: Tensor, *args: Any, **more: Any) -> Tensor:
+    # By the class that it has now: layers in 8-bit floats become plain ones at the end (core/train/quant/fp8.py).
+    return parts.call(lambda rows: type(module).forward(module, rows, *args, **more), x)
+
+
+def tell_parts(
+    spec: JobSpec, model: nn.Module, limits: Limits, dtype: torch.dtype, longest: int, whole: bool
+) -> str | None:
+    """What to tell of a job whose passes are larger than `limits`; None: no pass of it is. SpecError where a product of
+    them is that of no linear layer, so that `split_products` does not reach it.
+
+    `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
+    """
+    tokens, field = training_pass(spec, longest)
+    if limits.fp32_rows is not None and dtype is torch.float32 and tokens > limits.fp32_rows:
+        _require_layers(model, field)
+        return (
+            f"a forward pass of {tokens:,} tokens in float32 ({field}): on this card products of more than "
+            f"{limits.fp32_rows:,} rows are silently wrong (docs/hardware.md), so they are made in parts; `bf16` needs "
+            "none"
+        )
+    if limits.output_bytes is None:
+        return None
+    width = widest(model, head=whole)
+    size = tokens * width * dtype.itemsize
+    if size <= limits.output_bytes:
+        return None
+    _require_layers(model, field)
+    fits = limits.output_bytes // (width * dtype.itemsize)
+    return (
+        f"a forward pass of {tokens:,} tokens ({field}) makes a matrix of {size / (1 << 30):.1f} GiB ({width:,} wide): "
+        f"on this card stores beyond {limits.output_bytes >> 30} GiB are lost (docs/hardware.md), so products of more "
+        f"than {fits:,} rows are made in parts"
+    )
+
+
+def _require_layers(model: nn.Module, field: str) -> None:
+    for name, module in model.named_modules():
+        own = [] if isinstance(module, _ConvNd) else module.parameters(recurse=False)
+        if any(parameter.dim() > 2 for parameter in own):
+            raise SpecError(
+                f"the products of {name} (fused experts) would be larger than this card's libraries compute rightly "
+                "(docs/hardware.md), and cannot be made in parts; take a smaller micro-batch with more "
+                "gradient_accumulation_steps",
+                field=field,
+            )
+
+
+def widest(model: nn.Module, *, head: bool) -> int:
+    """Width of the widest matrix that a linear layer makes, forwards or backwards; `head`: the output head counts."""
+    skipped = None if head else model.get_output_embeddings()  # type: ignore[operator]
+    sizes = [
+        max(module.in_features, module.out_features) if isinstance(module, nn.Linear) else max(module.weight.shape)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not skipped
+    ]
+    return max(sizes, default=0)

@@ -1,0 +1,109 @@
+"""A model and its tokenizer from a local folder: safetensors only, no code of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import initialization as init
+from transformers.utils import logging
+
+from core.errors import ModelError
+from core.plan.models.headers import unreadable
+from core.plan.models.shape import Shape
+from core.train.base.reading import reading
+from core.train.hub.model_files import refuse_adapter
+from core.train.model.noise import hush
+
+MOST_TIMES = 2
+"""A tied output head counts twice here, and may be all there is."""
+SMALL = 1 << 20
+"""Parameters of which nobody runs out."""
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """ModelError when transformers cannot read it."""
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {folder}", field="model")
+    with reading("the model's tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> nn.Module:
+    """A causal language model on the CPU, in `dtype`; with `device_map="meta"` its shapes alone. ModelError when
+    transformers cannot read it."""
+    with reading("the model"):
+        refuse_adapter([path.name for path in folder.iterdir()], field="model")
+        hold_against_files(folder)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map=device_map,
+            output_loading_info=True,
+        )
+    if lacks := sorted(info["missing_keys"]):  # transformers makes them up
+        more = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
+        raise unreadable(f"the weight files lack {lacks[0]}{more}", "model")
+    return model  # type: ignore[no-any-return]
+
+
+def hold_against_files(folder: Path) -> None:
+    """ModelError where config.json describes a model of more than MOST_TIMES the weights that the files hold: what is
+    missing would be made up, and take memory that no plan knows of. Built without memory for its parameters."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    described = sum(parameter.numel() for parameter in model.parameters())
+    held = Shape.of_folder(folder).parameters
+    if described > MOST_TIMES * held + SMALL:
+        raise unreadable(
+            f"config.json describes a model of {described:,} parameters, and the weight files hold {held:,}: they do "
+            "not belong together",
+            "model",
+        )
+
+
+def stored_tensor(folder: Path, name: str) -> Tensor:
+    """One tensor of the model's files, as it is there."""
+    index = folder / "model.safetensors.index.json"
+    file = json.loads(index.read_bytes())["weight_map"][name] if index.is_file() else "model.safetensors"
+    with safe_open(folder / file, framework="pt") as shard:
+        tensor: Tensor = shard.get_tensor(name)
+    return tensor
+
+
+def packed_as(folder: Path) -> str | None:
+    """How the weights in the model's files are packed, in words; None when they are dense."""
+    about = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if about is None:
+        return None
+    kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
+    return " ".join(str(word) for word in (kind, "by", about.get("quant_method", "an unknown method")) if word)
+
+
+def quiet() -> None:
+    """No progress bars in a log file, no advice that is not for the user."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hush()
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Positions the model was built for, if its configuration says so."""
+    value = getattr(model.config, "max_position_embeddings", None)
+    return int(value) if isinstance(value, int) and value > 0 else None
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the model's own files are in; a fully trained model is handed back in the same."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,0 +1,1 @@
+"""Chat templates, run in a sandbox with bounds on time and memory."""

@@ -1,0 +1,1 @@
+"""The agent of a box, and its standby trainer."""

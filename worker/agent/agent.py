@@ -1,0 +1,469 @@
+"""The agent of a box: registers it, claims for its free slots, keeps its leases, and leaves in good order.
+
+Kinds of threads: the pool's, each running at most one child (serve); the heartbeat, the one place that renews leases;
+the one that takes leave, since a signal handler may not do that itself; housekeeping; and the one that keeps a spare.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from core import __version__
+from core.db.engine import Database
+from core.hardware.discover import Gpu, discover
+from core.hardware.memory import box_bytes
+from core.hardware.tables import faults
+from core.ids import new_id
+from core.jobs import installation
+from core.jobs.lifecycle import claims, lease_expiry
+from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.policies import nodes
+from core.jobs.policies.budget import Budget
+from core.settings import Settings
+from core.storage.bucket import Bucket
+from core.storage.layout import Layout
+from core.storage.store import open_store
+from worker.agent.standby import Spares
+from worker.attempt.attempt import DATABASE_AWAY, Attempt, Site
+from worker.environment import child_environment
+from worker.gpus.foreign_processes import Others
+from worker.gpus.gpu_memory import Quarantine
+from worker.gpus.gpu_stats import Figures
+from worker.gpus.selftest import SelfTests
+from worker.gpus.selftest_runner import Device
+from worker.preflight import joining, node
+from worker.store.local_cache import Copies
+from worker.upkeep.disk_room import Room
+from worker.upkeep.housekeeping import BrokerAway, Housekeeper
+
+log = logging.getLogger("eft.worker")
+
+PREPARE_SLOT = Slot("prepare-0", "prepare")
+PREVIEW_SLOT = Slot("preview-0", "preview")
+CLAIM_TRIES = 4
+"""Jobs that cannot be claimed, and are put aside, before a slot waits for the next ring."""
+STARTING_SECONDS = 30.0
+"""A job is left alone by the next spare until its first step, or for this long."""
+
+
+class Agent:
+    """Raises node.Refused or HardwareError when it may not serve this box."""
+
+    def __init__(self, settings: Settings) -> None:
+        box = discover(sysfs=settings.sysfs, gpus=None if settings.gpus is None else list(settings.gpus))
+        self.settings = settings
+        self.worker = new_id("worker")
+        self.notes = list(box.notes)
+        for arch in sorted({gpu.arch for gpu in box.gpus}):
+            self.notes += [f"{arch}: {change.words}" for change in faults.route(os.environ, arch).changes]
+        gpus: dict[str, Gpu] = {gpu.uuid: gpu for gpu in box.gpus}
+        labels = frozenset(settings.node_labels)
+        host = box_bytes() or 0
+        train_slots = [
+            Slot(uuid, "gpu", gpu.vendor, gpu.arch, gpu.memory_bytes, labels, host_bytes=host)
+            for uuid, gpu in gpus.items()
+        ] or cpu_slots(settings, labels, host)
+        if gpus and settings.cpu_slots > 1:
+            self.notes.append(
+                f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
+            )
+        self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT]
+        layout, store = Layout(settings.root), open_store(settings)
+        if not settings.database_url:
+            layout.create()  # the embedded database lies there
+        database = Database(settings.sqlalchemy_url)
+        self._lock_file = -1
+        try:
+            node.check_schema(database)
+            self.notes += joining.join(database, store, settings)  # before anything is made in a folder not ours
+            layout.create()
+            (layout.root / "home").mkdir(mode=0o700, exist_ok=True)
+            self._lock_file = node.lock(layout.root, settings.node)
+            node.probe(layout, settings.node)
+            if isinstance(store, Bucket):
+                joining.check_name(database, settings)
+        except BaseException:
+            database.dispose()
+            if self._lock_file >= 0:
+                os.close(self._lock_file)
+            raise
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
+        self.site = Site(settings, database, layout, settings.node, gpus, threads)
+        if isinstance(store, Bucket):
+            self.site.copies = Copies(store, layout, settings.work_bytes, settings.min_free_bytes)
+        devices = [
+            Device(slot.id, gpu, child_environment("train", gpu=gpu, threads=threads, root=layout.root))
+            for slot in train_slots
+            for gpu in [gpus.get(slot.id)]
+        ]
+        self._selftests = SelfTests(devices, settings.node, layout.cache, settings.selftest_seconds)
+        self.site.selftests = self._selftests
+        self._train_slots = train_slots
+        self._room = Room(database, layout.root, settings.min_free_bytes, Budget.of(settings))
+        self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
+        self._others = Others(gpus, settings.sysfs)
+        self._figures = Figures(gpus, settings.sysfs)
+        self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
+        """What the node's row says, as far as it changes."""
+        self._showing = threading.Lock()
+        self._claiming = threading.Lock()
+        self._unheard = False
+        """A claim may have been won without our hearing of it."""
+        self._astray = False
+        """The database may say that a slot is taken under which nothing runs here."""
+        self._unfit = ""
+        """Why this version may claim nothing any more, in words."""
+        self._busy: dict[str, Attempt] = {}
+        self._idle = threading.Condition()
+        self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._housekeeper: Housekeeper | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self, publish: Callable[[str], None], backlog: Callable[[], int]) -> None:
+        """Take the box over. `publish` rings the workers' bell, `backlog` counts rings that nobody has heard yet."""
+        database, name = self.site.database, self.settings.node
+        node.clear_orphans(database, self.site.layout, name, self.worker, node.loss_policy(self.settings))
+        self._others.look()
+        self._figures.look()
+        with database.write() as session:
+            self._quarantine.restore(nodes.slots(session, name))
+            notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
+            labels = self.settings.node_labels
+            drained = nodes.register(session, name, self.worker, __version__, slots, self.notes + notes, labels)
+            self._row = (notes, slots)
+        if self.site.copies is not None:
+            joining.remember_worker(self.settings, self.worker)
+        if drained:
+            log.warning("node %s is drained: it claims nothing until `eft worker undrain %s`", name, name)
+        for note in self.notes + self._selftests.notes():
+            log.warning("%s", note)
+        self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
+        targets = {
+            "leases": self._keep_leases,
+            "sweep": self._sweep,
+            "leave": self._take_leave,
+            "housekeeping": self._housekeeper.run,
+        }
+        if self._selftests.complete:
+            self._keep_a_spare()
+        else:
+            targets["selftest"] = lambda: self._selftests.keep(lambda: self._learned(publish))
+        for what, target in targets.items():
+            self._begin(what, target)
+        log.info("node %s serves %s", name, ", ".join(slot.id for slot in self.slots))
+        self._look_first(publish)
+
+    def _begin(self, what: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"eft-{what}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _learned(self, publish: Callable[[str], None]) -> None:
+        """The self-test of a device is done: its slot is offered now, or the node's row says why not."""
+        try:
+            with self._showing:
+                if self._selftests.complete:
+                    self._keep_a_spare()
+            self._show()
+            self._look_first(publish)
+        except DATABASE_AWAY as error:
+            log.warning("cannot tell of the self-test, database: %s; the next sweep will", error)
+
+    def _keep_a_spare(self) -> None:
+        """Once it is known with which variables a trainer starts, and whether any may."""
+        offered = [slot.id for slot in self._train_slots if self._selftests.offered(slot.id)]
+        if not self.settings.spare or not offered or self.site.spares is not None or self.site.leaving.is_set():
+            return
+        # Of one slot the spare has that slot's own variable; of several it is not known yet which it will get. Where
+        # cards differ, or what their self-tests ask for, each job gets its own cold start.
+        gpus = self.site.gpus
+        arches = {gpu.arch for gpu in gpus.values()}
+        cures = [dict(self._selftests.choice(slot).environment) for slot in offered]
+        environment = child_environment(
+            "train",
+            gpu=gpus.get(offered[0]) if len(self._train_slots) == 1 else None,
+            threads=self.site.threads,
+            root=self.site.layout.root,
+            arch=arches.pop() if len(arches) == 1 else None,
+            cure=cures[0] if all(cure == cures[0] for cure in cures) else None,
+        )
+        self.site.spares = Spares(environment, self._starting)
+        self._begin("spares", self.site.spares.run)
+
+    def _look_first(self, publish: Callable[[str], None]) -> None:
+        """Ring for what waits already: whoever led the housekeeping may have died with the last worker."""
+        with self.site.database.read() as session:
+            waiting = claims.runnable(session, room=self._room.left())
+        if waiting is not None:
+            try:
+                publish(waiting)
+            except BrokerAway as error:
+                log.warning("broker: %s; the housekeeper will ring", error)
+
+    def _describe(self, slot: Slot) -> dict[str, object]:
+        gpu = self.site.gpus.get(slot.id)
+        return (
+            {"id": slot.id, "kind": slot.kind}
+            | ({"host_bytes": slot.host_bytes} if slot.host_bytes else {})
+            | ({"share_bytes": slot.share_bytes} if slot.share_bytes else {})
+            | ({} if gpu is None else {"gpu": asdict(gpu) | self._figures.of(gpu)})
+            | self._selftests.as_slot(slot.id)
+            | ({} if gpu is None else self._quarantine.as_slot(slot.id) | self._others.as_slot(slot.id))
+        )
+
+    # -- work
+
+    def serve(self) -> None:
+        """Run what this box can run, one job after another, until nothing can be claimed. One call a wake-up."""
+        while (attempt := self._claim()) is not None:
+            written = False
+            try:
+                attempt.run()
+                written = True
+            except Exception:
+                log.exception("%s: the end of attempt %d is not written", attempt.claim.label, attempt.token.attempt)
+            finally:
+                with self._idle:
+                    for slot in attempt.claim.slots:
+                        del self._busy[slot.id]
+                    self._idle.notify_all()
+                self._astray = self._astray or not written
+
+    def _claim(self) -> Attempt | None:
+        """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
+        with self._claiming:
+            try:
+                self._give_back_unheard()
+                self._clear_slots()
+                if not self._fits():
+                    return None
+                for slot in self.slots:
+                    if not self._offered(slot):
+                        continue
+                    if self._room.left() < 0:
+                        return None
+                    if (attempt := self._claim_for(slot)) is not None:
+                        return attempt
+            except DATABASE_AWAY as error:
+                log.warning("cannot claim, database: %s", error)
+                return None
+        return None
+
+    def _claim_for(self, slot: Slot) -> Attempt | None:
+        """What stands in the way of a claim is put aside, so that the next in line can have the slot."""
+        for _ in range(CLAIM_TRIES):
+            began = _clock()
+            try:
+                return self._begun(self._claimed(slot), began)
+            except DATABASE_AWAY:
+                self._unheard = True  # an error of the commit does not say whether it was done
+                raise
+            except claims.Unclaimable as error:
+                log.exception("%s cannot be claimed; others go first", error.job_id)
+                with self.site.database.write() as session:
+                    lease_expiry.postpone(session, error.job_id, node.loss_policy(self.settings))
+            except Exception:  # most of all IntegrityError: the database says that the slot is taken
+                log.exception("slot %s: cannot claim, though nothing runs there", slot.id)
+                self._astray = True
+                if not self._clear_slots():
+                    return None
+        return None
+
+    def _claimed(self, slot: Slot) -> Claim | None:
+        with self.site.database.write() as session:
+            return claims.claim(
+                session,
+                self.worker,
+                self.settings.node,
+                slot,
+                self.settings.lease_seconds,
+                beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
+                room=self._room.left(),
+                half_life=self.settings.fairshare_half_life_hours * 3600.0,
+                leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
+            )
+
+    def _begun(self, claim: Claim | None, began: float) -> Attempt | None:
+        if claim is None:
+            return None
+        names = ", ".join(one.id for one in claim.slots)
+        log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
+        attempt = Attempt(self.site, claim, began)
+        with self._idle:
+            self._busy.update({one.id: attempt for one in claim.slots})
+        return attempt
+
+    def _fits(self) -> bool:
+        """False: the API has been upgraded past this worker, which cannot read its jobs. What runs goes on."""
+        standing = installation.standing(self.site.database, __version__)
+        unfit = "" if standing.fit else f"nothing is claimed here: {standing.words}"
+        if unfit != self._unfit:
+            log.log(logging.ERROR if unfit else logging.WARNING, "%s", unfit or "this worker fits the API again")
+            self._unfit = unfit
+        return not unfit
+
+    def _give_back_unheard(self) -> None:
+        """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
+        if not self._unheard:
+            return
+        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
+        with self.site.database.write() as session:
+            given_back = claims.give_back_unheard(session, self.worker, known)
+        self._unheard = False
+        for job_id in given_back:
+            log.warning("%s: handed back; it was claimed while the database went away", job_id)
+
+    def _clear_slots(self) -> bool:
+        """Whether something held a slot here under which nothing ran, and does so no more."""
+        if not self._astray:
+            return False
+        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
+        with self.site.database.write() as session:
+            policy = node.loss_policy(self.settings)
+            ended = lease_expiry.clear_slots(session, self.settings.node, self.worker, known, policy)
+        self._astray = False
+        for job_id in ended:
+            log.warning("%s: its slot is free again; nothing ran there", job_id)
+        return bool(ended)
+
+    def _offered(self, slot: Slot) -> bool:
+        """It is free and fit, nobody uses it beside eft, and this worker stays."""
+        if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
+            return False
+        return self._selftests.offered(slot.id) and slot.id not in self._others
+
+    def _attempts(self) -> list[Attempt]:
+        """What runs now; one of several slots is one."""
+        return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
+
+    def _starting(self) -> bool:
+        """A job is on its way to its first step, or there will be none: not the time to import torch beside it."""
+        if self.site.leaving.is_set():
+            return True
+        recent = time.monotonic() - STARTING_SECONDS
+        return any(attempt.began > recent and not attempt.stepped for attempt in self._attempts())
+
+    def _sweep(self) -> None:
+        """What may come back by itself: room on the disk, memory of a GPU. The housekeeper rings while jobs wait."""
+        while True:
+            try:
+                with self._claiming:
+                    self._give_back_unheard()
+                    self._clear_slots()
+                if self.site.copies is not None:
+                    self.site.copies.make_room()
+                self._room.tell()
+                self._fits()
+                for slot in self._quarantine.look():
+                    log.warning("slot %s: its memory has come back; in use again", slot)
+                self._others.look()
+                self._figures.look()
+                self._show()
+            except DATABASE_AWAY as error:
+                log.warning("cannot tell of room and slots, database: %s", error)
+            except Exception:
+                log.exception("sweep")
+            if self._stopped.wait(self.settings.sweep_seconds):
+                return
+
+    def _show(self) -> None:
+        """The node's row says which slots are not offered, and why."""
+        with self._showing:
+            notes, slots = self._changing(), [self._describe(slot) for slot in self.slots]
+            if (notes, slots) == self._row:
+                return
+            with self.site.database.write() as session:
+                nodes.describe(session, self.settings.node, self.worker, slots, self.notes + notes)
+            self._row = (notes, slots)
+
+    def _changing(self) -> list[str]:
+        """Notes that come and go while this worker serves."""
+        unfit = [self._unfit] if self._unfit else []
+        return unfit + self._selftests.notes() + self._quarantine.notes()
+
+    # -- leases
+
+    def _keep_leases(self) -> None:
+        while not self._stopped.wait(self.settings.renew_seconds):
+            try:
+                self._renew()
+            except DATABASE_AWAY as error:
+                # No renewal, no heartbeat: the children end themselves before their leases do.
+                log.warning("cannot renew leases, database: %s", error)
+            except Exception:
+                log.exception("cannot renew leases")
+
+    def _renew(self) -> None:
+        attempts = self._attempts()
+        lease, began = self.settings.lease_seconds, _clock()
+        with self.site.database.write() as session:
+            known = nodes.heartbeat(
+                session, self.settings.node, self.worker
+            )  # before the jobs: core/jobs/policies/nodes.py
+            held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
+        for attempt, holds in held.items():
+            if not holds:
+                if attempt in self._busy.values():
+                    log.warning("%s: the lease of attempt %d is lost", attempt.claim.label, attempt.token.attempt)
+                    attempt.lose()
+            else:  # a child counts from `began`, so that this process may sleep in between (a frozen machine)
+                attempt.beat(began)
+        if not known:
+            log.critical("another worker serves node %s now; this one leaves (EFT_NODE)", self.settings.node)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # -- leaving
+
+    def leave(self) -> None:
+        """Claim nothing more and ask the children to checkpoint. Safe to call from a signal handler."""
+        self._leave.put("leave")  # SimpleQueue.put is reentrant; locks of ours are not
+
+    def _take_leave(self) -> None:
+        self._leave.get()
+        self.site.leaving.set()
+        attempts = self._attempts()
+        log.info("leaving; %d at work", len(attempts))
+        for attempt in attempts:
+            attempt.hurry()
+
+    def stop(self) -> None:
+        """Leave, wait until every child is gone and every job is handed back, then give up the node."""
+        self.leave()
+        deadline = time.monotonic() + self.settings.stop_grace_seconds + 30.0
+        with self._idle:
+            while self._busy and time.monotonic() < deadline:
+                self._idle.wait(1.0)
+        self.site.abandon.set()
+        self._stopped.set()
+        self._selftests.stop()
+        if self.site.spares is not None:
+            self.site.spares.stop()
+        if self._housekeeper is not None:
+            self._housekeeper.stop()
+        for thread in self._threads:
+            thread.join(5.0)
+        for attempt in self._attempts():
+            attempt.lose()
+        self.site.database.dispose()
+        os.close(self._lock_file)
+
+
+def cpu_slots(settings: Settings, labels: frozenset[str], host: int) -> list[Slot]:
+    """`host`: bytes of memory of the box, which they share; 0: unknown."""
+    count = settings.cpu_slots
+    names = ["cpu"] if count == 1 else [f"cpu-{number}" for number in range(count)]
+    share = settings.cpu_slot_bytes or host // count
+    return [Slot(name, "cpu", labels=labels, share_bytes=share, host_bytes=host) for name in names]
+
+
+def _clock() -> float:
+    """Seconds that go on while the machine sleeps, as the lease in the database does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

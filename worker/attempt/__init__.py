@@ -1,0 +1,1 @@
+"""One attempt at a job: its child process from spawn to outcome."""

@@ -1,0 +1,517 @@
+"""One claim, from its order to its end: spawn, relay, watch, stop, finish. Runs in the thread that won the claim."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.orm import Session
+
+from core import logfile
+from core.db.engine import Database
+from core.errors import EftError, NoSpace
+from core.hardware.discover import Gpu
+from core.hardware.selftest import shared
+from core.jobs.lifecycle import claims, relay
+from core.jobs.lifecycle.claims import Claim
+from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.states import Status
+from core.jobs.policies import holds, nodes
+from core.jobs.scheduling import preempt
+from core.settings import Settings
+from core.spec.run.contract import EVENTS_FILE, LOG_FILE
+from core.storage.layout import Layout
+from core.storage.store import StoreAway
+from worker import orders
+from worker.agent.standby import Spares
+from worker.attempt import leftovers, outcome, processes
+from worker.attempt.child import Child, write_order
+from worker.attempt.hang_detector import Pulse
+from worker.environment import child_environment
+from worker.gpus import gpu_memory
+from worker.gpus.gpu_memory import Quarantine
+from worker.gpus.selftest import SelfTests
+from worker.store.local_cache import Copies
+from worker.store.publisher import Publisher, persist, publish_prepared
+from worker.store.staging import Stage
+
+log = logging.getLogger("eft.worker")
+T = TypeVar("T")
+
+DATABASE_AWAY = (OperationalError, InterfaceError)
+MODULES = {"prepare": "core.train.entry.prepare", "train": "core.train", "preview": "core.train.entry.preview"}
+LAST_WORDS = 1 << 14
+"""Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
+RETRY_SECONDS = 1.0
+DUMP_SECONDS = 2.0
+"""For a child that is about to be killed to write its stacks."""
+RESERVE = 0.1
+"""Share of max_runtime_seconds that is kept for the last checkpoint, at most the stop grace."""
+
+
+@dataclass(slots=True)
+class Site:
+    """What all attempts of a worker share."""
+
+    settings: Settings
+    database: Database
+    layout: Layout
+    node: str
+    gpus: Mapping[str, Gpu]
+    """The GPU slots by their ids; other slots have none."""
+    threads: int
+    """CPU threads of one trainer."""
+    spares: Spares | None = None
+    """None: every trainer starts cold (EFT_SPARE)."""
+    leaving: threading.Event = field(default_factory=threading.Event)
+    quarantine: Quarantine | None = None
+    """GPUs that have not given their memory back; None on a box without GPUs."""
+    selftests: SelfTests | None = None
+    """What is known of the devices of its slots."""
+    copies: Copies | None = None
+    """What this box has of a data root that is an object store; None: the data root is a folder."""
+    abandon: threading.Event = field(default_factory=threading.Event)
+    """The worker ends now: whatever could not be written is left to the lease."""
+
+
+class Attempt:
+    """`lost` and `child` may be looked at, and `lose` called, from other threads."""
+
+    def __init__(self, site: Site, claim: Claim, held_at: float) -> None:
+        """`held_at`: seconds of CLOCK_BOOTTIME before which the lease was not counted yet."""
+        self.site = site
+        self.claim = claim
+        self.token = claim.token
+        self.folder = site.layout.attempt(claim.token.job_id, claim.token.attempt)
+        self.child: Child | None = None
+        self.lost = threading.Event()
+        """Somebody else may have the job: nothing may be written any more, and nothing of it may run."""
+        self.began = time.monotonic()
+        self.stepped = False
+        """Its trainer has done a step."""
+        self._lock = threading.Lock()
+        self._held_at = held_at
+        self._offset = 0
+        self._unsure = False
+        self._last: dict[str, Any] | None = None
+        self._asked: str | None = None
+        self._deadline: float | None = None
+        self._pulse = Pulse(claim.kind, site.settings)
+        self._hung: str | None = None
+        limit = claim.spec["resources"].get("max_runtime_seconds") if claim.kind == "train" else None
+        self._limit: int | None = limit
+        self._time_is_up = False
+        """It was told to go because its time is over, and for no other reason."""
+        self._stage = None if site.copies is None else Stage(site.copies, claim)
+        self._publisher: Publisher | None = None
+
+    def run(self) -> None:
+        """Never raises for what a job or the box does wrong: that becomes the job's outcome. Where not even that can be
+        written it raises, and nothing of the attempt runs any more."""
+        try:
+            end = self._attend()
+            if end is not None:
+                self._finish(*end)
+        finally:
+            if self.child is not None:
+                self.child.reap()
+            if self._publisher is not None:
+                self._publisher.close()
+            if self._stage is not None:
+                self._stage.close()
+
+    def _attend(self) -> tuple[Outcome, int | None] | None:
+        """What is to be written, with the child's exit status; None: it is left to its lease.
+
+        The last net: a defect of ours, or a model that nobody has thought of, must not take the worker's thread, nor
+        leave a child behind, nor keep the slot.
+        """
+        try:
+            return self._work()
+        except _Ended as ended:
+            return ended.outcome, None
+        except Exception as error:
+            log.exception("attempt %d of %s", self.token.attempt, self.token.job_id)
+            code = None if self.child is None else self.child.reap()
+            return _defect(error), code
+
+    def _work(self) -> tuple[Outcome, int | None] | None:
+        out_of_memory_before = processes.oom_kills()
+        memory_before = self._gpu_memory()
+        self._catch_up()
+        self._spawn()
+        self._watch()
+        assert self.child is not None
+        code = self.child.reap()
+        leftovers.clear(self.folder)
+        self._free_gpus(memory_before)
+        killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
+        try:
+            self._persist(self._tell_rest)
+        except Exception as error:
+            log.exception("events of attempt %d of %s", self.token.attempt, self.token.job_id)
+            return Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code
+        result = outcome.read(
+            code,
+            self._last,
+            asked=self._asked,
+            out_of_memory=killed,
+            hung=self._hung,
+            batch_helps=self.claim.slot.kind == "cpu" and self._pulse.phase == "training",
+            last_words=self._last_words() if code < 0 else "",
+        )
+        if self._time_is_up and isinstance(result, HandedBack):
+            result = self._over()
+        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+            weights = self.claim.slot.kind != "preview"
+            found = orders.with_shape(result.result, weights=weights)
+            result = replace(result, result=orders.portable(found, self.site.layout))
+        try:
+            published = self._publish(result)
+        except Exception as error:
+            log.exception("what attempt %d of %s has made", self.token.attempt, self.token.job_id)
+            words = f"what it has made cannot be brought to the data root: {type(error).__name__}: {error}"
+            return Failed("machine", "worker_error", words), code
+        if published:
+            return result, code
+        log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)
+        return None
+
+    def _last_words(self) -> str:
+        """The end of its log."""
+        try:
+            with (self.folder / LOG_FILE).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_WORDS))
+                return file.read(LAST_WORDS).decode(errors="replace")
+        except OSError:
+            return ""
+
+    def lose(self) -> None:
+        """The lease is gone: end the child at once."""
+        self.lost.set()
+        with self._lock:
+            if self.child is not None:
+                self.child.kill()
+
+    def hurry(self) -> None:
+        """The worker is leaving: the child is to checkpoint and go."""
+        self._ask(f"worker on {self.site.node} is leaving")
+
+    def beat(self, held_at: float) -> None:
+        """The lease was renewed, not before `held_at`."""
+        with self._lock:
+            self._held_at = held_at
+            if self.child is not None and not self.lost.is_set():
+                self.child.beat(held_at)
+
+    # -- the parts of run, in their order
+
+    def _catch_up(self) -> None:
+        """Tell what an earlier attempt wrote and its worker could not: the curve has no hole where a worker died."""
+        earlier = self._persist(self._reading(lambda s: relay.untold(s, self.token.job_id, self.token.attempt)))
+        for attempt, offset in earlier or ():
+            path = self.site.layout.attempt(self.token.job_id, attempt) / EVENTS_FILE
+            while self._catch_up_batch(path, attempt, offset):
+                offset = relay.read_batch(path, offset).end
+
+    def _catch_up_batch(self, path: Path, attempt: int, offset: int) -> bool:
+        batch = relay.read_batch(path, offset)
+        if not batch.lines:
+            return False
+        return bool(self._persist(self._writing(lambda session: relay.relay(session, self.token, batch, of=attempt))))
+
+    def _spawn(self) -> None:
+        settings, layout, slots = self.site.settings, self.site.layout, self.claim.slots
+        if self._limit is not None and self.claim.spent_seconds >= self._limit:
+            raise _Ended(self._over())
+        gpus, verdict = self._gpus, None
+        if (selftests := self.site.selftests) is not None:
+            verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
+        try:
+            self._bring()
+            if self.claim.kind == "prepare":
+                write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
+            else:
+                write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
+            environment = child_environment(
+                self.claim.kind,
+                gpu=gpus[0] if gpus else None,
+                beside=gpus[1:],
+                threads=self.site.threads,
+                root=layout.root,
+                cure=None if verdict is None else verdict.environment,
+            )
+            with self._lock:
+                if self.lost.is_set() or self.site.leaving.is_set():
+                    raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+                # The child of several ranks is their launcher, which imports nothing that a spare has imported.
+                if self.claim.kind == "train" and self.site.spares is not None and len(slots) == 1:
+                    self.child = self.site.spares.take(self.folder, environment)
+                if self.child is None:
+                    self.child = Child(self.folder, MODULES[self.claim.kind], environment)
+        except orders.ModelGone as error:
+            raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
+        except EftError as error:
+            raise _Ended(Failed("user", error.code, error.message, error.field)) from error
+        except ValidationError as error:
+            log.error("spec of %s: %s", self.claim.label, error)
+            raise _Ended(
+                Failed("internal", "stale_spec", "this version cannot read the job's spec; submit it again")
+            ) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _Ended(NoRoom(f"the process could not be started: {error}")) from error
+            raise _Ended(Failed("machine", "spawn_failed", f"the process could not be started: {error}")) from error
+        if self.site.copies is not None:
+            bucket, key = self.site.copies.bucket, str(self.folder.relative_to(layout.root))
+            keep = self.claim.spec["checkpoint"].get("keep_last", 2)
+            self._publisher = Publisher(bucket, self.folder, key, keep, self.lost)
+        pid, started = self.child.pid, self.child.started
+        if self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started))) is False:
+            self.lose()
+
+    # -- a data root that is an object store
+
+    def _bring(self) -> None:
+        """What the child needs onto this box. A store that is away is waited for, as a database is."""
+        told = False
+        while self._stage is not None:
+            try:
+                self._stage.bring(self.site.database, self._halted)
+                return
+            except NoSpace as error:
+                raise _Ended(NoRoom(error.message, error.needs_bytes)) from error
+            except (StoreAway, *DATABASE_AWAY) as error:
+                if not told:
+                    log.warning("%s: %s; trying again", self.claim.label, error)
+                    told = True
+                if self._gives_up(RETRY_SECONDS):
+                    raise _Ended(HandedBack(f"the data root cannot be reached from {self.site.node}")) from error
+
+    def _halted(self) -> None:
+        """Raises _Ended when nobody waits any more for what is being brought."""
+        if self.lost.is_set() or self.site.leaving.is_set():
+            raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+        with self.site.database.read() as session:
+            stop = claims.stop_requested(session, self.token)
+        if stop is None or stop:
+            raise _Ended(HandedBack("it was asked to stop while its data was on the way"))
+
+    def _publish(self, result: Outcome) -> bool:
+        """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,
+        or has lost the job."""
+        if self.site.copies is None or self._publisher is None:
+            return True
+        bucket, root = self.site.copies.bucket, self.site.layout.root
+        done = True
+        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+            done = persist(lambda: publish_prepared(bucket, root, result.result), self._gives_up)
+        artifacts = result.artifacts if isinstance(result, Succeeded) else ()
+        return self._publisher.finish(artifacts, not isinstance(result, Succeeded), self._gives_up) and done
+
+    def _gives_up(self, seconds: float) -> bool:
+        return self.lost.is_set() or self.site.abandon.wait(seconds)
+
+    def _watch(self) -> None:
+        """Until the child has ended: tell its events, pass on a wish to stop, and kill it when its grace is over."""
+        child = self.child
+        assert child is not None
+        while not child.exited(self.site.settings.relay_seconds):
+            try:
+                stop = self._tell()
+            except DATABASE_AWAY as error:
+                # Nothing to do but wait: without a renewed lease there is no heartbeat, and the child ends itself.
+                log.warning("database: %s", error)
+                continue
+            self._bound_log()
+            if stop is None:
+                log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
+                self.lose()
+            elif stop == nodes.DRAIN:
+                self._ask(f"node {self.site.node} is drained")
+            elif stop == holds.HOLD:
+                names = ", ".join(slot.id for slot in self.claim.slots)
+                one = "slot" if len(self.claim.slots) == 1 else "one of the slots"
+                self._ask(f"{one} {names} of {self.site.node} is held")
+            elif stop == holds.MAINTENANCE:
+                self._ask(f"the maintenance of {self.site.node} begins")
+            elif stop == preempt.PREEMPT:
+                self._ask("a job of a higher priority needs its place")
+            elif stop:
+                self._ask(f"asked to {stop}")
+            elif self.site.leaving.is_set():
+                self.hurry()
+            elif self._out_of_time() and self._asked is None:
+                self._time_is_up = True
+                self._ask("its time is over")
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                log.warning("%s did not leave within its grace; killed", self.claim.label)
+                self._deadline = None
+                self._dump_and_kill(child)
+            elif self._hung is None and (words := self._pulse.hung()) is not None:
+                log.error("%s: %s; killed", self.claim.label, words)
+                self._hung = words
+                self._dump_and_kill(child)
+
+    def _bound_log(self) -> None:
+        """Whatever its trainer prints (core/logfile.py)."""
+        try:
+            logfile.bound(self.folder / LOG_FILE, self.site.settings.run_log_bytes)
+        except OSError as error:
+            log.warning("the log of %s cannot be kept short: %s", self.claim.label, error)
+
+    def _dump_and_kill(self, child: Child) -> None:
+        child.dump()
+        if not child.exited(DUMP_SECONDS):
+            child.kill()
+
+    # -- a limit on the time, and the memory of a GPU
+
+    def _out_of_time(self) -> bool:
+        if self._limit is None:
+            return False
+        reserve = min(self.site.settings.stop_grace_seconds, RESERVE * self._limit)
+        return self.claim.spent_seconds + time.monotonic() - self.began >= self._limit - reserve
+
+    def _over(self) -> Failed:
+        words = (
+            f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` goes on from its newest "
+            "checkpoint with as many seconds again"
+        )
+        return Failed("user", "max_runtime", words, "resources.max_runtime_seconds")
+
+    @property
+    def _gpus(self) -> list[Gpu]:
+        """Of its slots, in their order; none on a CPU."""
+        return [gpu for slot in self.claim.slots if (gpu := self.site.gpus.get(slot.id)) is not None]
+
+    def _gpu_memory(self) -> dict[str, int | None]:
+        return {gpu.uuid: gpu_memory.used(gpu, self.site.settings.sysfs) for gpu in self._gpus}
+
+    def _free_gpus(self, memory_before: dict[str, int | None]) -> None:
+        """The slots are given back by `_finish`; one whose memory is still taken goes into quarantine first."""
+        quarantine, settings = self.site.quarantine, self.site.settings
+        deadline = time.monotonic() + settings.gpu_clear_seconds  # of all together: the next job was told of no more
+        for gpu in self._gpus:
+            before = memory_before[gpu.uuid]
+            if before is None or quarantine is None:
+                continue
+            left = max(0.0, deadline - time.monotonic())
+            taken = gpu_memory.cleared(gpu, settings.sysfs, before, left)
+            if taken is not None:
+                log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
+
+    def _ask(self, why: str) -> None:
+        with self._lock:
+            if self.child is not None and self._asked is None:
+                self._asked = why
+                self._deadline = time.monotonic() + self.site.settings.stop_grace_seconds
+                self.child.ask()
+
+    def _tell(self) -> str | None:
+        """Relay what is new; the stop that is asked for ("" for none), or None when the job is lost."""
+        if self._unsure:
+            with self.site.database.read() as session:
+                self._offset = relay.told(session, self.token.job_id, self.token.attempt)
+            self._unsure = False
+        batch = relay.read_batch(self.folder / EVENTS_FILE, self._offset)
+        if not batch.lines:
+            with self.site.database.read() as session:
+                return claims.stop_requested(session, self.token)
+        self._last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self._last)
+        self.stepped = self.stepped or any(line["type"] == "metrics" for line in batch.lines)
+        self._pulse.hear(batch.lines)
+        self._unsure = True  # an error of the commit does not say whether it was done
+        with self.site.database.write() as session:
+            claims.running(session, self.token)
+            if not relay.relay(session, self.token, batch):
+                return None
+            stop = claims.stop_requested(session, self.token)
+        self._unsure = False
+        self._offset = batch.end
+        for line in batch.lines:
+            if line["type"] == "checkpoint" and self._publisher is not None:
+                self._publisher.checkpoint(line["path"])
+        return stop
+
+    def _tell_rest(self) -> bool:
+        while True:
+            before = self._offset
+            if self._tell() is None:
+                return False
+            if self._offset == before:
+                return True
+
+    def _finish(self, result: Outcome, code: int | None) -> None:
+        try:
+            after = self._write_end(result, code)
+        except Exception as error:
+            log.exception("the end of attempt %d of %s", self.token.attempt, self.token.job_id)
+            result = _defect(error)
+            after = self._write_end(result, code)
+        words = result.kind if isinstance(result, Succeeded) else str(result)
+        log.info("attempt %d of %s: %s → %s", self.token.attempt, self.claim.label, words, after or "lost")
+
+    def _write_end(self, result: Outcome, code: int | None) -> Status | None:
+        settings = self.site.settings
+        backoff = settings.retry_backoff_seconds
+        policy = RetryPolicy(
+            settings.max_machine_failures,
+            backoff,
+            no_room_seconds=6 * backoff,
+            memory_check=settings.memory_check,
+        )
+        return self._persist(
+            self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
+        )
+
+    # -- writing to a database that may be away for a while
+
+    def _reading(self, read: Callable[[Session], T]) -> Callable[[], T]:
+        def transaction() -> T:
+            with self.site.database.read() as session:
+                return read(session)
+
+        return transaction
+
+    def _writing(self, write: Callable[[Session], T]) -> Callable[[], T]:
+        def transaction() -> T:
+            with self.site.database.write() as session:
+                return write(session)
+
+        return transaction
+
+    def _persist(self, action: Callable[[], T]) -> T | None:
+        """Try until the database is there. None: the job was lost, or the worker had to end, before it was."""
+        told = False
+        while True:
+            try:
+                return action()
+            except DATABASE_AWAY as error:
+                if not told:
+                    log.warning("database: %s; trying again", error)
+                    told = True
+                if self.lost.is_set() or self.site.abandon.wait(RETRY_SECONDS):
+                    return None
+
+
+def _defect(error: Exception) -> Failed:
+    """In words that cannot fail themselves: what `error` says may be what cannot be written."""
+    return Failed("internal", "worker_error", f"the worker failed: {type(error).__name__}; see its log")
+
+
+class _Ended(Exception):
+    """No child was started; this is the outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome

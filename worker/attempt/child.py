@@ -1,0 +1,134 @@
+"""One child process: spawned in a session of its own, fed with heartbeats, asked to stop, ended with all it started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from core import HOME
+from core.spec.base import SpecModel
+from core.spec.run.contract import LOG_FILE, ORDER_FILE, heartbeat
+from core.storage.layout import fsync_folder
+from worker.attempt import processes
+
+log = logging.getLogger("eft.worker")
+
+
+def write_order(folder: Path, order: SpecModel) -> None:
+    """Make the run folder, for this user alone, with the order in it; both survive a power cut."""
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    with (folder / ORDER_FILE).open("x", encoding="utf-8") as file:
+        file.write(order.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(folder)
+    fsync_folder(folder.parent)
+
+
+def spawn(
+    module: str, argument: str, environment: Mapping[str, str], stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, argument],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=HOME,
+        env=dict(environment),
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+class Child:
+    """Safe to use from several threads. Until `reap` the kernel keeps the number, so no signal can go astray.
+
+    Spawn it from a thread that outlives it: the child asks the kernel to be told when that thread ends.
+    """
+
+    def __init__(self, folder: Path, module: str, environment: Mapping[str, str]) -> None:
+        descriptor = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._own(spawn(module, str(folder), environment, descriptor, descriptor))
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def adopt(cls, process: subprocess.Popen[bytes]) -> Child:
+        """A process of `spawn` that is some run's child from now on (worker/agent/standby.py)."""
+        child = cls.__new__(cls)
+        child._own(process)
+        return child
+
+    def _own(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = self._process.pid
+        self._lock = threading.Lock()
+        self._reaped = False
+        self._exit = os.pidfd_open(self.pid)
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        os.set_blocking(self._stdin.fileno(), False)
+        seen = processes.look(self.pid)
+        assert seen is not None
+        self.started = seen.started
+
+    def beat(self, held_at: float) -> None:
+        """The worker is alive, and held the lease at `held_at` (core/spec/run/contract.py)."""
+        with self._lock:
+            if self._reaped:
+                return
+            try:
+                if self._stdin.write(heartbeat(held_at)) is None:
+                    log.warning("child %d does not read its heartbeat", self.pid)
+            except BrokenPipeError:
+                pass  # it has ended; whoever waits for it sees that
+
+    def exited(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for its end. It stays unreaped."""
+        poll = select.poll()
+        poll.register(self._exit, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout) * 1000))
+
+    def ask(self) -> None:
+        """SIGTERM: checkpoint and leave. To the child alone, who knows best what to do with its own helpers."""
+        with self._lock:
+            if not self._reaped:
+                os.kill(self.pid, signal.SIGTERM)
+
+    def dump(self) -> None:
+        """SIGUSR1: it writes the stacks of its threads to its log (core/train/entry/fencing.py)."""
+        with self._lock:
+            if not self._reaped:
+                os.kill(self.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """SIGKILL to the child and to all it started."""
+        with self._lock:
+            if not self._reaped:
+                os.killpg(self.pid, signal.SIGKILL)
+                processes.kill_session(self.pid)
+
+    def reap(self) -> int:
+        """End what is left of the session, wait until nothing of it lives; the exit status (-N: signal N)."""
+        if self._reaped:
+            return self._process.returncode
+        self.kill()
+        while not self.exited(30.0) or not processes.end_session(self.pid, 30.0):
+            # Uninterruptible sleep inside a driver: its memory is still held, so its slot is not free either.
+            log.error("child %d cannot be killed; its slot stays taken until it is gone", self.pid)
+        with self._lock:
+            self._reaped = True
+            code = self._process.wait()
+            self._stdin.close()
+            os.close(self._exit)
+        return code

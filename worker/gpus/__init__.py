@@ -1,0 +1,1 @@
+"""This box's GPUs: memory, load, other users, self-tests."""

@@ -1,0 +1,1 @@
+"""A data root in an object store: local copies, staging, publishing."""

@@ -1,0 +1,153 @@
+"""What one attempt needs of an object store before it starts: its model, its files, the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from sqlalchemy import select
+
+from core.db.engine import Database
+from core.db.tables import File
+from core.jobs.lifecycle.claims import Claim
+from core.spec.axes.data import FileSource, HubDataset, singles
+from core.spec.axes.model import GGUFModel, HubModel, LocalModel
+from core.spec.job import JobSpec
+from core.spec.run.checkpoint_names import best_step, progress_of
+from core.spec.run.contract import CHECKPOINTS
+from core.storage.bucket import MANIFEST
+from worker.store.local_cache import MODEL, Copies, Halted
+
+log = logging.getLogger("eft.worker")
+
+REFS = "models/refs"
+
+
+class Stage:
+    """Of one attempt; what it holds stays on this box until `close`."""
+
+    def __init__(self, copies: Copies, claim: Claim) -> None:
+        self._copies, self._claim = copies, claim
+        self._held: list[str] = []
+        self._hold(f"runs/{claim.token.job_id}")
+
+    def close(self) -> None:
+        self._copies.release(self._held)
+        self._held = []
+
+    def _hold(self, key: str) -> None:
+        self._copies.hold(key)
+        self._held.append(key)
+
+    def bring(self, database: Database, halted: Halted) -> None:
+        """Whatever the store does not have is missed later, by whoever opens it. Raises StoreAway, NoSpace, and what
+        `halted` raises."""
+        spec = JobSpec.model_validate(self._claim.spec)
+        if self._claim.kind == "prepare":
+            self._hold("models")
+            self._known_models(spec, halted)
+        else:
+            self._model(self._claim.prepared or {}, halted)
+            self._files(spec, database, halted)
+        if self._claim.kind == "train":
+            self._checkpoints(halted)
+
+    # -- before a model is prepared: what other boxes have brought to the store already
+
+    def _known_models(self, spec: JobSpec, halted: Halted) -> None:
+        self._copies.small(REFS)
+        data = spec.data
+        sources = singles(data.train, "data.train") + ([] if data.eval is None else singles(data.eval, "data.eval"))
+        names = [source.id for _, source in sources if isinstance(source, HubDataset)]
+        match spec.model:
+            case HubModel():
+                names.append(spec.model.id)
+            case GGUFModel() if spec.model.id is not None:
+                names.append(spec.model.id)
+            case GGUFModel() | LocalModel():
+                pass  # on this box
+        for ref in (self._copies.layout.root / REFS).glob("*.json"):
+            if any(name in unquote(ref.stem) for name in names):
+                for key in self._named(json.loads(ref.read_bytes())):
+                    self._copies.folder(key, halted)
+
+    def _named(self, ref: dict[str, Any]) -> Iterable[str]:
+        """Entries of the model cache that a ref leads to."""
+        if "key" in ref:
+            return [f"models/{ref['key']}"]
+        if ref.get("sha256"):
+            found = self._copies.bucket.tree("models/gguf")
+            wanted = f"models/gguf/{ref['sha256']}-"
+            return [entry.key.removesuffix(f"/{MANIFEST}") for entry in found if _manifest_of(entry.key, wanted)]
+        return []
+
+    # -- before a run
+
+    def _model(self, prepared: dict[str, Any], halted: Halted) -> None:
+        paths = [prepared["model_dir"]] if "model_dir" in prepared else []
+        paths += [path for one in prepared.get("datasets", ()) for path in one["paths"]]
+        for key in dict.fromkeys(entry for path in paths if (entry := entry_of(path)) is not None):
+            self._hold(key)
+            self._copies.folder(key, halted)
+
+    def _files(self, spec: JobSpec, database: Database, halted: Halted) -> None:
+        data = spec.data
+        sources = singles(data.train, "data.train") + ([] if data.eval is None else singles(data.eval, "data.eval"))
+        ids = {source.id for _, source in sources if isinstance(source, FileSource)}
+        if not ids:
+            return
+        with database.read() as session:
+            rows = session.execute(select(File.id, File.bytes, File.sha256).where(File.id.in_(ids))).all()
+        for row in rows:
+            halted()
+            self._hold(f"files/{row.id}")
+            self._copies.file(f"files/{row.id}", row.bytes, row.sha256)
+
+    def _checkpoints(self, halted: Halted) -> None:
+        """The furthest one of earlier attempts and of the jobs this is a retry of, unless this box has one as far; and
+        the weights of the best evaluations that stand beside them."""
+        token = self._claim.token
+        runs = {token.job_id: token.attempt - 1}
+        runs |= {earlier["job"]: earlier["attempts"] for earlier in self._claim.resume_from}
+        found: list[tuple[tuple[int, int], int, int, str]] = []
+        for age, (job_id, attempts) in enumerate(runs.items()):
+            if attempts < 1:
+                continue
+            self._hold(f"runs/{job_id}")
+            for entry in self._copies.bucket.tree(f"runs/{job_id}"):
+                parts = PurePosixPath(entry.key).parts
+                if len(parts) != 6 or parts[3] != CHECKPOINTS or parts[5] != MANIFEST:
+                    continue
+                key = str(PurePosixPath(*parts[:5]))
+                if (there := progress_of(parts[4])) is not None:
+                    found.append((there[:2], -age, there.version, key))
+                elif best_step(parts[4]) is not None:
+                    self._copies.folder(key, halted)
+        here = max(
+            (
+                local[:2]
+                for job_id in runs
+                for path in self._copies.layout.job(job_id).glob(f"attempt-*/{CHECKPOINTS}/*")
+                if (local := progress_of(path.name)) is not None and (path / MANIFEST).is_file()
+            ),
+            default=(-1, 0),
+        )
+        for progress, _, _, key in sorted(found, reverse=True):
+            if progress <= here or self._copies.folder(key, halted):
+                return
+
+
+def entry_of(path: str) -> str | None:
+    """Key of the entry of the model cache that a path relative to the data root lies in; None: it is no such path."""
+    parts = PurePosixPath(path).parts
+    if not parts or parts[0] != "models" or MODEL not in parts:
+        return None
+    return str(PurePosixPath(*parts[: parts.index(MODEL)]))
+
+
+def _manifest_of(key: str, start: str) -> bool:
+    return key.startswith(start) and key.endswith(f"/{MANIFEST}")
