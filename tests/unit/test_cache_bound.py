@@ -133,7 +133,7 @@ def test_where_there_is_no_room_the_cache_goes_before_a_job_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = entry(tmp_path, "cache/packed/old", 100, 5), entry(tmp_path, "cache/packed/new", 100, 1)
-    monkeypatch.setattr(disk_room.room, "stale", lambda *_: False)
+    monkeypatch.setattr(disk_room.disk_room, "stale", lambda *_: False)
     monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda _: SimpleNamespace(free=950))
     found = disk_room.Room(Database(f"sqlite:///{tmp_path / 'eft.db'}"), tmp_path, 1000)
     found.tell()

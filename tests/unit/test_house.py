@@ -1,0 +1,85 @@
+"""Rules of the house: how large a room may be, and how things are named. A failure lists the offenders."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core import HOME
+
+CLIENT = "client/eft"
+"""A program of its own that imports none of the service: its types are named as what they show."""
+ROOMS = ("api", "core", "worker", "box", CLIENT)
+MODULES_A_FOLDER = 12
+WITH_MORE: dict[str, str] = {}
+"""Folders that may hold more modules, each with the reason."""
+GENERATED = ("client/eft/sync/",)
+"""Written by a program from another folder, so that its names come twice."""
+BEGINNINGS = re.compile(r"(Of|Who|Whose|Nobody|Under which)\b")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Path from the root and syntax tree of each module of the product."""
+    for room in ROOMS:
+        for path in sorted((HOME / room).glob("**/*.py")):
+            name = str(path.relative_to(HOME))
+            if not name.startswith(GENERATED):
+                yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those below fields and constants too."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, statement in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
+            documented = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))) if documented:
+                    yield statement.lineno, text
+
+
+def folders() -> Iterator[Path]:
+    for room in ROOMS:
+        yield from {path.parent for path in (HOME / room).glob("**/*.py")}
+
+
+def test_no_folder_holds_more_modules_than_a_newcomer_reads_at_a_glance() -> None:
+    counts = {
+        str(folder.relative_to(HOME)): len([p for p in folder.glob("*.py") if not p.name.startswith("__")])
+        for folder in folders()
+    }
+    too_many = {name: count for name, count in counts.items() if count > MODULES_A_FOLDER and name not in WITH_MORE}
+    assert not too_many
+    assert not [name for name in WITH_MORE if counts[name] <= MODULES_A_FOLDER], "needs no exemption any more"
+
+
+@pytest.mark.parametrize("client", [False, True])
+def test_no_class_name_stands_for_two_things(client: bool) -> None:
+    places = defaultdict(list)
+    for name, tree in sources():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and name.startswith(CLIENT) is client:
+                places[node.name].append(f"{name}:{node.lineno}")
+    doubled = {name: found for name, found in places.items() if len(found) > 1}
+    assert not doubled, "\n".join(f"{name}: {', '.join(found)}" for name, found in sorted(doubled.items()))
+
+
+def test_each_docstring_can_be_read_without_its_neighbour() -> None:
+    odd = [
+        f"{name}:{line}: {text.strip().splitlines()[0]}"
+        for name, tree in sources()
+        for line, text in docstrings(tree)
+        if BEGINNINGS.match(text.strip())
+    ]
+    assert not odd, "\n".join(odd)
+
+
+@pytest.mark.parametrize("text", ["Of the GPU.", "Whose turn it is.", "Nobody is beyond it.", "Under which key."])
+def test_the_rule_for_docstrings_finds_what_it_is_for(text: str) -> None:
+    assert [found for _, found in docstrings(ast.parse(f'class A:\n    b: int\n    """{text}"""'))] == [text]
+    assert BEGINNINGS.match(text)
