@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Start the whole service on this box: deploy/start.sh [rocm|cuda|cpu] [--build] [arguments of `docker compose up`…]
 #
-# Makes what is missing, and changes nothing that is there: deploy/secrets/* (random passwords), deploy/.env (the numbers
-# of the groups that may use the GPUs). Then `docker compose up`, and the first API key, shown once.
+# Makes what is missing, and changes nothing that is there: deploy/secrets/* (random passwords), .env (the profile
+# and the numbers of the groups that may use the GPUs). Then `docker compose up`, and the first API key, shown once.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 
 profile=${1:-}
 if [[ -z $profile ]]; then
@@ -30,18 +30,26 @@ fi
 
 # The folder is this user's alone, the files in it are everybody's: compose mounts each file by itself into a container
 # whose user is nobody here, with the mode it has here.
-mkdir -p -m 0700 secrets
+secrets=deploy/secrets
+mkdir -p -m 0700 $secrets
 for name in database_password broker_password; do
-  if [[ ! -s secrets/$name ]]; then
-    (umask 022; head -c 32 /dev/urandom | base64 | tr -d '/+=\n' > "secrets/.$name")
-    mv "secrets/.$name" "secrets/$name"
-    echo "made deploy/secrets/$name"
+  if [[ ! -s $secrets/$name ]]; then
+    (umask 022; head -c 32 /dev/urandom | base64 | tr -d '/+=\n' > "$secrets/.$name")
+    mv "$secrets/.$name" "$secrets/$name"
+    echo "made $secrets/$name"
   fi
 done
 
+# Where they were while docker-compose.yml lay in deploy/.
+for name in .env compose.override.yaml; do
+  if [[ -e deploy/$name && ! -e $name ]]; then
+    mv "deploy/$name" "$name"
+    echo "moved deploy/$name to $name"
+  fi
+done
 if [[ ! -e .env ]]; then
   {
-    echo "# Made by deploy/start.sh; yours from now on. Read by docker compose (deploy/compose.yaml)."
+    echo "# Made by deploy/start.sh; yours from now on. Read by docker compose (docker-compose.yml)."
     echo "COMPOSE_PROFILES=$profile"
     echo "EFT_NODE=$(uname -n)"
     render=$(stat -c %g /dev/kfd 2>/dev/null || true)
@@ -49,10 +57,10 @@ if [[ ! -e .env ]]; then
     [[ -z $render ]] || echo "EFT_RENDER_GID=$render"
     [[ -z $card ]] || echo "EFT_VIDEO_GID=$card"
   } > .env
-  echo "made deploy/.env"
+  echo "made .env"
 fi
 
-# No --file: the same files as for `docker compose` in this folder, compose.override.yaml or COMPOSE_FILE of .env too.
+# No --file: the same files as for `docker compose` in this folder, docker-compose.override.yml or COMPOSE_FILE too.
 compose=(docker compose --profile "$profile")
 "${compose[@]}" up --detach "$@"
 

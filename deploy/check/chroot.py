@@ -1,8 +1,8 @@
 """Try a Dockerfile without a container engine: its RUN lines as they stand, each stage in a root of its own.
 
     sudo debootstrap --variant=minbase bookworm /var/tmp/base
-    sudo python3 -m deploy.check.chroot deploy/docker/Dockerfile --base /var/tmp/base --into /var/tmp/images
-    sudo python3 -m deploy.check.chroot deploy/docker/Dockerfile --into /var/tmp/images --run api
+    sudo python3 -m deploy.check.chroot Dockerfile --base /var/tmp/base --into /var/tmp/images
+    sudo python3 -m deploy.check.chroot Dockerfile --into /var/tmp/images --run api
 
 `--base` is a folder that stands for every FROM that names an image. A stage's root is a copy of the one it is from;
 ARG, ENV, WORKDIR, USER, SHELL, COPY (as .dockerignore lets it), RUN and VOLUME do what they do in Docker. What is not
@@ -243,7 +243,7 @@ def say(words: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.check.chroot", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", type=Path, help="a Dockerfile of deploy/docker")
+    parser.add_argument("file", type=Path, help="the Dockerfile to try")
     parser.add_argument("--base", type=Path, help="the folder that stands for the base image")
     parser.add_argument("--into", type=Path, required=True, help="where the stages go, one folder each")
     parser.add_argument("--target", help="the stage to make; default: the last")

@@ -1,4 +1,4 @@
-"""Every command of the images and of deploy/compose.yaml, word for word, against a real PostgreSQL and a real broker.
+"""Every command of the images and of docker-compose.yml, word for word, against a real PostgreSQL and a real broker.
 
 What the containers would have differently is put in: paths (/data, /run/secrets), addresses, and `valkey-server`, which
 is the embedded broker's here. The images' own commands are those of compose (tests/unit/test_compose.py).
@@ -35,13 +35,13 @@ PASSWORD = "a word: with/odd @ signs"
 
 def health(file: str, stage: str | None) -> list[str]:
     """The HEALTHCHECK's command of an image."""
-    found = read(HOME / "deploy/docker" / file).effective("HEALTHCHECK", stage)
+    found = read(HOME / file).effective("HEALTHCHECK", stage)
     assert found is not None
     return [str(word) for word in json.loads(found.text.partition("CMD ")[2])]
 
 
 class Deployment:
-    """The services of compose.yaml as processes, with one data root, secrets as files, and ports of their own."""
+    """The services of docker-compose.yml as processes, with one data root, secrets as files, and ports of their own."""
 
     def __init__(self, folder: Path, database_url: str) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml as it is written, and as compose reads it with an empty .env."""
+"""docker-compose.yml as it is written, and as compose reads it with an empty .env."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 from core import HOME
 
-PATH = HOME / "deploy" / "compose.yaml"
+PATH = HOME / "docker-compose.yml"
 TEXT = PATH.read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

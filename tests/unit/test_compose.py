@@ -1,4 +1,4 @@
-"""deploy/compose.yaml against the official schema, our settings and our images; and deploy/start.sh, run for real with
+"""docker-compose.yml against the official schema, our settings and our images; and deploy/start.sh, run for real with
 a `docker` on the PATH that only writes down what it is asked."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPOSES_OWN = {
     "EFT_POSTGRES_IMAGE", "EFT_VALKEY_IMAGE", "EFT_API_IMAGE", "EFT_ROCM_IMAGE", "EFT_CUDA_IMAGE", "EFT_CPU_IMAGE",
     "EFT_ROCM_BASE", "EFT_CUDA_BASE", "EFT_GFX_TARGETS", "EFT_SM_TARGETS",
 }  # fmt: skip
-"""Variables of deploy/.env that are no settings of eft; docs/containers.md has a row for each."""
+"""Variables of .env that are no settings of eft; docs/containers.md has a row for each."""
 
 
 def seconds(text: str) -> float:
@@ -127,7 +127,7 @@ def test_images_are_pinned_and_ours_are_what_the_dockerfiles_make() -> None:
         assert re.search(r":\d+\.\d+(\.\d+)?$", default(SERVICES[name]["image"])), name
     for name in OURS:
         build = SERVICES[name]["build"]
-        file = read(PATH.parent / build["context"] / build["dockerfile"])
+        file = read(PATH.parent / build["context"] / build.get("dockerfile", "Dockerfile"))
         command = file.effective("CMD", build.get("target"))
         assert command is not None
         if name != "migrate":
@@ -147,33 +147,33 @@ def test_images_are_pinned_and_ours_are_what_the_dockerfiles_make() -> None:
 
 @pytest.fixture
 def deployed(tmp_path: Path) -> Path:
-    """A copy of deploy/, and a `docker` that writes down its arguments."""
-    folder = tmp_path / "deploy"
-    folder.mkdir()
-    for name in ("compose.yaml", "start.sh"):
-        shutil.copy(HOME / "deploy" / name, folder)
+    """A checkout with the files of a deployment, and a `docker` that writes down its arguments."""
+    checkout = tmp_path / "checkout"
+    (checkout / "deploy").mkdir(parents=True)
+    for name in ("docker-compose.yml", "deploy/start.sh"):
+        shutil.copy(HOME / name, checkout / name)
     (tmp_path / "bin").mkdir()
     docker = tmp_path / "bin" / "docker"
     docker.write_text(
         f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/asked\nprintf "%s\\n" "$PWD" >> {tmp_path}/where\n'
     )
     docker.chmod(0o755)
-    return folder
+    return checkout
 
 
 def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(
-        [folder / "start.sh", *words], env=environment, capture_output=True, text=True, check=False, umask=0o077
+        [folder / "deploy/start.sh", *words], env=environment, capture_output=True, text=True, check=False, umask=0o077
     )
 
 
 def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
     done = start(deployed, "cpu", "--build")
     assert done.returncode == 0, done.stderr
-    secrets = sorted((deployed / "secrets").iterdir())
+    secrets = sorted((deployed / "deploy/secrets").iterdir())
     assert [path.name for path in secrets] == ["broker_password", "database_password"]
-    assert (deployed / "secrets").stat().st_mode & 0o777 == 0o700, "nobody else on this box comes to the files"
+    assert (deployed / "deploy/secrets").stat().st_mode & 0o777 == 0o700, "nobody else on this box comes to the files"
     texts = [path.read_text() for path in secrets]
     assert len(set(texts)) == 2 and all(re.fullmatch(r"[A-Za-z0-9]{32,}", text) for text in texts)
     assert {path.stat().st_mode & 0o777 for path in secrets} == {0o644}, "the container's user reads them"
@@ -181,8 +181,8 @@ def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
     asked = (deployed.parent / "asked").read_text().splitlines()
     assert asked[:2] == ["compose version", "compose --profile cpu up --detach --build"]
     assert "api.auth.keys create" in asked[2]
-    # Compose looks for compose.yaml and compose.override.yaml by itself, in the folder it is called in, as long as no
-    # --file names others: what a person asks it there is asked of the same project.
+    # Compose finds docker-compose.yml and docker-compose.override.yml in the folder where it is called, unless --file
+    # names others. So a person who calls it there asks about the same project.
     assert not [line for line in asked if "--file" in line or " -f " in line]
     assert set((deployed.parent / "where").read_text().splitlines()) == {str(deployed)}
 
@@ -191,14 +191,21 @@ def test_one_command_makes_secrets_and_starts(deployed: Path) -> None:
     assert [path.read_text() for path in secrets] == texts and (deployed / ".env").read_text() == "EFT_NODE=mine\n"
 
 
+def test_what_an_older_checkout_kept_in_deploy_is_moved_and_counts(deployed: Path) -> None:
+    (deployed / "deploy" / ".env").write_text("EFT_DATA_ROOT=/srv/eft\n")
+    done = start(deployed, "cpu")
+    assert done.returncode == 0 and "moved deploy/.env to .env" in done.stdout
+    assert (deployed / ".env").read_text() == "EFT_DATA_ROOT=/srv/eft\n" and not (deployed / "deploy" / ".env").exists()
+
+
 def test_without_an_engine_nothing_is_made(deployed: Path) -> None:
     (deployed.parent / "bin/docker").write_text("#!/bin/sh\nexit 1\n")
     done = start(deployed, "cpu")
     assert done.returncode == 1 and "Docker Engine with compose" in done.stderr
-    assert not (deployed / "secrets").exists()
+    assert not (deployed / "deploy/secrets").exists()
 
 
 def test_a_wrong_profile_starts_nothing(deployed: Path) -> None:
     done = start(deployed, "gpu")
     assert done.returncode == 2 and "usage" in done.stderr
-    assert not (deployed / "secrets").exists() and not (deployed.parent / "asked").exists()
+    assert not (deployed / "deploy/secrets").exists() and not (deployed.parent / "asked").exists()

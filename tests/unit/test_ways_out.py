@@ -122,7 +122,8 @@ def _variables() -> set[str]:
         for path in (HOME / folder).rglob("*.py"):
             if path.name not in ("error_codes.py", Path(__file__).name):
                 known |= set(re.findall(r"""["'](EFT_[A-Z0-9_]+)["']""", path.read_text(encoding="utf-8")))
-    for path in [HOME / "Makefile", *(HOME / "deploy").rglob("*"), *(HOME / "examples" / "ci").rglob("*")]:
+    deployment = [HOME / "Makefile", HOME / "docker-compose.yml", *(HOME / "deploy").rglob("*")]
+    for path in [*deployment, *(HOME / "examples" / "ci").rglob("*")]:
         if path.is_file() and path.suffix != ".md":
             known |= set(re.findall(r"(?:\$\{?|ARG )(EFT_[A-Z0-9_]+)", path.read_text(encoding="utf-8")))
             known |= set(re.findall(r"\b(EFT_[A-Z0-9_]+)(?::| *=)", path.read_text(encoding="utf-8")))

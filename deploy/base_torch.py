@@ -1,8 +1,8 @@
 """Keeps a base image's PyTorch what it is: `note` it, `join` our packages to it, `check` that nothing replaced it.
 
-Steps of Dockerfile.rocm and Dockerfile.cuda, in this order. ROCm's and CUDA's builds of torch come with libraries of
-exactly their versions; a torch that pip brought in their place would install, import, and compute on the CPU. It stands
-alone (no import of eft): `note` and `join` run under the base's interpreter, which has nothing of ours.
+Dockerfile.rocm and Dockerfile.cuda run these steps in this order. ROCm's and CUDA's builds of torch come with libraries
+of exactly their versions; a torch that pip brought in their place would install, import, and compute on the CPU. This
+file imports nothing of eft: `note` and `join` run under the base's interpreter, which has nothing of ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The API (default), and with --target worker a worker that trains on the CPU. From the root of the checkout:
-#   docker build -f deploy/docker/Dockerfile -t eft-api .
-#   docker build -f deploy/docker/Dockerfile -t eft-worker-cpu --target worker .
+#   docker build -t eft-api .
+#   docker build -t eft-worker-cpu --target worker .
 # Debian 12's own Python (3.11) is what every test runs on.
 ARG BASE=debian:bookworm-20260918-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 
