@@ -53,7 +53,7 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import Keeps
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.offload.activations import Inputs
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from tests.support.live_bytes import LiveBytes
 
 PEERS = ("transformers' offload", "TRL's offload")

@@ -27,7 +27,8 @@ from bench.qlora import Tee, quiet
 from bench.qlora_models import ROOT, folder_of, vocabulary_of
 from bench.qlora_peers import Shape, _four_bits
 from bench.report import finish, hardware, in_turn, show
-from core.train.kernels.interface import Format, available, backend_for, dequantize_with, describe
+from core.train.kernels.format import Format
+from core.train.kernels.interface import available, backend_for, dequantize_with, describe
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.nf4 import quantize_nf4
 

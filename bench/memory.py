@@ -46,7 +46,7 @@ from bench.qlora import Tee, quiet
 from bench.qlora_models import ROOT, SHAPES, folder_of, vocabulary_of
 from bench.report import compare, finish, hardware, show
 from core.train.failures import is_out_of_memory
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 
 SHARE = 0.15
 """Of all blocks' frozen bytes, at most so much may be on the device."""

@@ -25,7 +25,8 @@ from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.adapters import fuse_adapters
-from core.train.quant.model import QuantOptions, load_quantized
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
 from core.train.stages.sft import choose_sft_loss
 
 WAYS = ("resident", "checkpointed", "host", "disk")

@@ -15,7 +15,7 @@ from core.train.memory.checkpointing.checkpointed_block import Keeps
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.offload.activations import IN_FLIGHT, Inputs
 from core.train.memory.streaming.stream import stream_from_host
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from tests.support import blocks as support
 from tests.support.small_llama import save
 

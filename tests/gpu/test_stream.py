@@ -16,7 +16,7 @@ from core.train.memory.streaming.block_image import load_from_disk
 from core.train.memory.streaming.blocks import lay_out
 from core.train.memory.streaming.source import HostBlocks
 from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from tests.support import blocks as support
 from tests.support.small_llama import save
 

@@ -24,7 +24,8 @@ from core.errors import ModelError
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.cache import save_quantized, store
 from core.train.quant.linear import QuantLinear
-from core.train.quant.model import QuantOptions, load_quantized
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
 from tests.support import small_llama
 from tests.support.small_llama import IDS
 

@@ -14,7 +14,8 @@ from core.train.memory.streaming.block_image import load_from_disk
 from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
 from core.train.quant.adapters import fuse_adapters
-from core.train.quant.model import QuantOptions, load_quantized
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))

@@ -26,7 +26,7 @@ from core.train.memory.offload.activations import FIELD, IN_FLIGHT, PAGE, Inputs
 from core.train.memory.streaming.stream import Streamed, stream_from_host
 from core.train.memory.transfer.pin import refused
 from core.train.methods.full import adapt_full
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from core.train.recipe import run
 from tests.support.blocks import CPU, IDS, backwards, resident, same
 from tests.support.live_bytes import LiveBytes

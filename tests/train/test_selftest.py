@@ -22,8 +22,8 @@ from core.spec.run.contract import EXIT_OK, ORDER_FILE, RunOrder
 from core.storage.layout import write_private
 from core.train.attention.backends import choose_attention
 from core.train.kernels import interface
+from core.train.kernels.padded import PaddedA, PaddedB, operand
 from core.train.model import build
-from core.train.model.gemm_limits import PaddedA, PaddedB, operand
 from core.train.model.load import load_model
 from core.train.model.placement import DeviceRefused, place
 from core.train.recipe import run

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.errors import ModelError
-from core.train.quant.model import QuantOptions, load_quantized
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
 from tests.support.blocks import IDS, backwards, from_disk, from_host, resident, same
 
 NF4 = QuantOptions("nf4")

@@ -19,7 +19,7 @@ from core.train.memory.streaming.source import BlocksLost, FileBlocks
 from core.train.memory.streaming.stream import Streamed, at_hand, stream_from_host
 from core.train.memory.transfer.pin import refused
 from core.train.quant.linear import QuantLinear
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from tests.support.blocks import CPU, IDS, adapt, backwards, from_disk, from_host, resident, same
 from tests.support.small_llama import save
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.streaming.blocks import Block, lay_out
 from core.train.quant.linear import QuantLinear
-from core.train.quant.model import QuantOptions
+from core.train.quant.targets import QuantOptions
 from tests.support import tiny_model
 from tests.support.blocks import IDS, from_disk, resident
 from tests.support.live_bytes import LiveBytes

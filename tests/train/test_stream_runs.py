@@ -20,7 +20,8 @@ from core.spec.load import parse_job
 from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.entry.fencing import Stop
 from core.train.memory.streaming.blocks import lay_out
-from core.train.quant.model import QuantOptions, load_quantized
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
 from core.train.recipe import run
 from tests.support import tiny_model
 from tests.support.trainer import events, log, pairs, write_rows, write_run

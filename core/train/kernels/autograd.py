@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.train.kernels import ops
-from core.train.kernels.interface import Format, few_rows
-from core.train.memory.checkpointing.selective import dear
+from core.train.kernels.format import Format
+from core.train.kernels.interface import few_rows
+from core.train.kernels.saved import save_result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +99,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.about = (packed, scales, format, block, x.shape[-1])  # buffers of the module: nothing to keep
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return dear(lambda: ops._linear(x, packed, scales, format, block, out_features, bias))
+        return save_result(lambda: ops._linear(x, packed, scales, format, block, out_features, bias))
 
     @staticmethod
     @once_differentiable
@@ -133,7 +134,7 @@ def _products(x: Tensor, members: Sequence[Member], xa: Tensor, training: bool =
     rows = x.reshape(-1, x.shape[-1])
     outputs = []
     for m, part in zip(members, torch.split(xa, [m.a.shape[0] for m in members], dim=1), strict=True):
-        y = dear(partial(_product, rows, m, part)) if training else _product_of_few(rows, m, part)
+        y = save_result(partial(_product, rows, m, part)) if training else _product_of_few(rows, m, part)
         outputs.append(y.view(*x.shape[:-1], m.b.shape[0]))
     return outputs
 

@@ -18,18 +18,15 @@ import torch
 from torch import Tensor
 
 from core.train.kernels import native, portable
+from core.train.kernels.format import FEW_ROWS, Format
 from core.train.kernels.triton import probe
 
 log = logging.getLogger("eft.train.kernels")
 
-Format = Literal["nf4", "int8"]
 Backend = Literal["portable", "native", "triton"]
 Part = Literal["dequantize", "gemv", "loss"]
 """What is chosen by itself: unpacking, the product of few rows, the loss over a chunk of logits."""
 
-FEW_ROWS = 8
-"""Of x, at most, that are multiplied with the packed weight as it is: their sums fit into registers. With more, the
-matrix units of a BLAS are the better way."""
 _vetoes: dict[tuple[Backend, Part], str] = {}
 
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from core.train.kernels.interface import Format, dequantize_into
+from core.train.kernels.format import Format
+from core.train.kernels.interface import dequantize_into
 from core.train.kernels.scratch import scratch_for
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from core.train.memory.streaming.blocks import Block
     from core.train.memory.streaming.source import FileBlocks
     from core.train.memory.streaming.stream import Streamed
-    from core.train.quant.model import QuantOptions
+    from core.train.quant.targets import QuantOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _load(
 
 
 def _options(format: Any, **more: Any) -> QuantOptions:
-    from core.train.quant.model import QuantOptions
+    from core.train.quant.targets import QuantOptions
 
     return QuantOptions(format=format, **more)
 

@@ -3,7 +3,7 @@
 
 LoRA's narrow operands are padded with zeros where they must be: zero rows of A and zero columns of B add nothing, and
 the gradient of what is trained is cut out of the padded one. Products of more rows than the libraries compute rightly
-are made in parts (core/train/kernels/parts.py), through the same operators.
+are made in parts (core/train/kernels/row_split.py), through the same operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
@@ -23,44 +22,10 @@ from core.errors import SpecError
 from core.hardware.tables.faults import Limits
 from core.plan.memory import training_pass
 from core.spec.job import JobSpec
-from core.train.kernels.parts import Parts
+from core.train.kernels.padded import PaddedA, PaddedB
+from core.train.kernels.row_split import RowSplit
 
 # --- ranks -----------------------------------------------------------------------------------------------
-
-
-class PaddedA(nn.Linear):
-    """A LoRA's A [r, K], used as if it had `padded_rank` rows."""
-
-    padded_rank: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, operand(self), self.bias)
-
-
-class PaddedB(nn.Linear):
-    """A LoRA's B [N, r], used as if it had `padded_rank` columns."""
-
-    padded_rank: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, operand(self), self.bias)
-
-
-PLAIN = (nn.Linear, PaddedA, PaddedB)
-"""Classes of A and B whose `operand` says all there is to them."""
-
-
-def operand(layer: nn.Module) -> Tensor:
-    """The matrix that products with this A or B take: its weight, padded with zeros where it is one of the above."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    match layer:
-        case PaddedA():
-            return functional.pad(weight, (0, 0, 0, layer.padded_rank - weight.shape[0]))
-        case PaddedB():
-            return functional.pad(weight, (0, layer.padded_rank - weight.shape[1]))
-        case _:
-            return weight
 
 
 def pad_ranks(model: nn.Module, multiple: int) -> int:
@@ -96,22 +61,22 @@ def split_products(model: nn.Module, limits: Limits) -> None:
     for module in model.modules():
         match module:
             case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
-                module.parts = Parts(limits, max(module.in_features, module.out_features))
+                module.row_split = RowSplit(limits, max(module.in_features, module.out_features))
             case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
-                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+                _in_parts(module, RowSplit(limits, max(module.in_features, module.out_features)))
             case nn.Linear():
-                _in_parts(module, Parts(limits, max(module.in_features, module.out_features)))
+                _in_parts(module, RowSplit(limits, max(module.in_features, module.out_features)))
             case Conv1D():
-                _in_parts(module, Parts(limits, max(module.weight.shape)))
+                _in_parts(module, RowSplit(limits, max(module.weight.shape)))
             case _:
                 pass
 
 
-def _in_parts(module: nn.Module, parts: Parts) -> None:
+def _in_parts(module: nn.Module, parts: RowSplit) -> None:
     module.__dict__["forward"] = partial(_forward, module, parts)
 
 
-def _forward(module: nn.Module, parts: Parts, x: Tensor, *args: Any, **more: Any) -> Tensor:
+def _forward(module: nn.Module, parts: RowSplit, x: Tensor, *args: Any, **more: Any) -> Tensor:
     # By the class that it has now: layers in 8-bit floats become plain ones at the end (core/train/quant/fp8.py).
     return parts.call(lambda rows: type(module).forward(module, rows, *args, **more), x)
 

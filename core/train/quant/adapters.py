@@ -19,8 +19,8 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
-from core.train.kernels.parts import Parts
-from core.train.model.gemm_limits import PLAIN, operand
+from core.train.kernels.padded import PLAIN, operand
+from core.train.kernels.row_split import RowSplit
 from core.train.quant import dora
 from core.train.quant.linear import QuantLinear, compute_dtype
 
@@ -79,8 +79,9 @@ class SharedInput:
             if (name := member.fused_adapter()) is not None:
                 taking.append((place, name))
         operands = [self.members[place].operands(cast, name) for place, name in taking]
-        parts = max((m.parts for m in self.members if m.parts is not None), key=lambda one: one.width, default=None)
-        first, *rest = lora_linears(cast, operands) if parts is None else parts.lora(cast, operands)
+        splits = (m.row_split for m in self.members if m.row_split is not None)
+        split = max(splits, key=lambda each: each.width, default=None)
+        first, *rest = lora_linears(cast, operands) if split is None else split.lora(cast, operands)
         self._x, self._ready = x, {place: y for (place, _), y in zip(taking[1:], rest, strict=True)}
         return first
 
@@ -99,18 +100,18 @@ class QuantLoraLinear(PeftLinear):
     shared: SharedInput | None = None
     place: int = 0
     """In the group."""
-    parts: Parts | None = None
+    row_split: RowSplit | None = None
     """How many rows at once, where the card has a limit (core/train/model/gemm_limits.py)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = None if args or kwargs else self.fused_adapter()
         if adapter is None and not args and not kwargs and (magnified := self.dora_adapter()) is not None:
-            return dora.forward(self, x, magnified, self.parts)
+            return dora.forward(self, x, magnified, self.row_split)
         if adapter is None:
-            if self.parts is None:
+            if self.row_split is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
-            return self.parts.call(lambda rows: super(QuantLoraLinear, self).forward(rows, *args, **kwargs), x)
+            return self.row_split.call(lambda rows: super(QuantLoraLinear, self).forward(rows, *args, **kwargs), x)
         if self.shared is None or self.shared.dissolved or torch.compiler.is_compiling():
             return self.alone(x, adapter)
         return self.shared.forward(self.place, x, adapter)
@@ -131,9 +132,9 @@ class QuantLoraLinear(PeftLinear):
 
     def alone(self, x: Tensor, adapter: str) -> Tensor:
         x = x.to(compute_dtype(x))
-        if self.parts is None:
+        if self.row_split is None:
             return lora_linear(x, self.operands(x, adapter))
-        return self.parts.lora(x, [self.operands(x, adapter)])[0]
+        return self.row_split.lora(x, [self.operands(x, adapter)])[0]
 
     def operands(self, x: Tensor, adapter: str) -> Member:
         """What the operator takes beside x; draws the adapter's dropout."""

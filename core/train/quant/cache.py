@@ -14,18 +14,17 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from core import caches
 from core.train.base.files import sha256, sync
-
-if TYPE_CHECKING:
-    from core.train.quant.model import QuantOptions
+from core.train.quant.int8 import INT8_METHOD
+from core.train.quant.targets import QuantOptions
 
 log = logging.getLogger("eft.train.quant")
 
@@ -33,8 +32,6 @@ VERSION = 1
 """Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
 MANIFEST = "manifest.json"
 STALE_SECONDS = 86400.0
-INT8_METHOD = "eft-int8"
-"""What config.json calls our int8."""
 _held: dict[Path, caches.Lease] = {}
 """Of the entries that this process has read."""
 
@@ -134,8 +131,6 @@ def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequen
     """Write `config.json`, `generation_config.json` and `model.safetensors` with packed weights. NF4 is written as
     bitsandbytes does: `AutoModelForCausalLM.from_pretrained` reads it where bitsandbytes is installed. `kept`: linear
     layers that are dense."""
-    from core.train.quant.model import packed_state
-
     folder.mkdir(parents=True)
     config = model.config.to_dict()
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
@@ -157,4 +152,17 @@ def save_quantized(model: Any, folder: Path, options: QuantOptions, kept: Sequen
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str), encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    save_file(packed_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_packed_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _packed_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors as they go to a file, one name for each memory (the head of a tied model is left out)."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if place in seen and tensor.numel():
+            continue
+        seen.add(place)
+        state[name] = tensor.contiguous()
+    return state

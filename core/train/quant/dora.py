@@ -21,8 +21,8 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from core.train.kernels.autograd import Member, linear, lora_linear
-from core.train.kernels.parts import Parts
-from core.train.model.gemm_limits import PLAIN, operand
+from core.train.kernels.padded import PLAIN, operand
+from core.train.kernels.row_split import RowSplit
 from core.train.quant.linear import QuantLinear, compute_dtype
 
 
@@ -48,8 +48,8 @@ def begin(layer: PeftLinear, adapter: str) -> None:
     magnitude.data.copy_(base.row_squares().sqrt())
 
 
-def forward(layer: PeftLinear, x: Tensor, adapter: str, parts: Parts | None) -> Tensor:
-    """The layer's answer; `parts`: how many rows at once, where the card has a limit. Draws the adapter's dropout."""
+def forward(layer: PeftLinear, x: Tensor, adapter: str, split: RowSplit | None) -> Tensor:
+    """The layer's answer; `split`: how many rows at once, where the card has a limit. Draws the adapter's dropout."""
     x = x.to(compute_dtype(x))
     base, a, b = _base(layer), operand(layer.lora_A[adapter]), operand(layer.lora_B[adapter])
     scaling = float(layer.scaling[adapter])
@@ -57,12 +57,12 @@ def forward(layer: PeftLinear, x: Tensor, adapter: str, parts: Parts | None) -> 
     dropout = layer.lora_dropout[adapter]
     drops = layer.training and not isinstance(dropout, nn.Identity)
     dropped: Tensor = dropout(x) if drops else x
-    both = lora_linear(dropped, member) if parts is None else parts.lora(dropped, [member])[0]
+    both = lora_linear(dropped, member) if split is None else split.lora(dropped, [member])[0]
     gain = _magnitude(layer, adapter) / norms(base, a, b, scaling, x.dtype)
     y = (both * gain).to(x.dtype)  # multiplied in float32
     if drops:  # the base sees its input whole
         left: Any = x - dropped
-        y = y + (_plain(base, left) if parts is None else parts.call(lambda rows: _plain(base, rows), left))
+        y = y + (_plain(base, left) if split is None else split.call(lambda rows: _plain(base, rows), left))
     return y if base.bias is None else y + base.bias.to(y.dtype)
 
 

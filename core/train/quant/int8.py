@@ -16,6 +16,8 @@ from torch import Tensor
 from core.errors import ModelError
 
 STATE_KEY = "quant_state.eft__int8"
+INT8_METHOD = "eft-int8"
+"""Name of this format in a config.json (`quant_method`)."""
 _CHUNK = 1 << 20
 
 

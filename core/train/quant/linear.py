@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from core.train.kernels.autograd import linear
-from core.train.kernels.interface import Format
+from core.train.kernels.format import Format
 from core.train.kernels.ops import dequantize
 from core.train.quant.int8 import STATE_KEY as INT8_KEY
 from core.train.quant.int8 import Int8Weight, int8_from_state

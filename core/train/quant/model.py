@@ -16,17 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from core.train.base.files import sha256
-from core.train.kernels.interface import Format
+from core.train.kernels.format import Format
 from core.train.quant import cache
 from core.train.quant.fill import fill_model, names_wanted, read_tensors, weight_files
 from core.train.quant.linear import QuantLinear
 from core.train.quant.skeleton import finish, skeleton
 from core.train.quant.targets import QuantOptions, already_quantised, choose_targets
-
-__all__ = ["QuantOptions", "QuantReport", "load_quantized", "packed_state", "report_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +100,3 @@ def report_of(
         kept=kept,
         source=source,
     )
-
-
-def packed_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors as they go to a file, one name for each memory (the head of a tied model is left out)."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        if place in seen and tensor.numel():
-            continue
-        seen.add(place)
-        state[name] = tensor.contiguous()
-    return state

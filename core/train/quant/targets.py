@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from core.errors import ModelError
-from core.train.kernels.interface import Format
-from core.train.quant import cache
+from core.train.kernels.format import Format
+from core.train.quant.int8 import INT8_METHOD
 
 SKIPPED = "named in skip_modules"
 
@@ -31,7 +31,7 @@ def already_quantised(config: Any, options: QuantOptions) -> bool:
         return False
     about = about if isinstance(about, dict) else about.to_dict()
     method = about.get("quant_method", "an unknown method")
-    if method == cache.INT8_METHOD and options.format == "int8":
+    if method == INT8_METHOD and options.format == "int8":
         return True
     nf4 = method == "bitsandbytes" and about.get("load_in_4bit") and about.get("bnb_4bit_quant_type") == "nf4"
     if not nf4:

@@ -14,7 +14,8 @@ from torch.nn import functional
 from core.hardware.selftest import WIDE_RANK
 from core.train.kernels import interface
 from core.train.kernels.autograd import Member, lora_linear
-from core.train.kernels.interface import Backend, Format
+from core.train.kernels.format import Format
+from core.train.kernels.interface import Backend
 from core.train.loss.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from core.train.quant.int8 import dequantize_int8_into, quantize_int8
 from core.train.quant.nf4 import dequantize_nf4_into, quantize_nf4

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.train.kernels.interface import FEW_ROWS
+from core.train.kernels.format import FEW_ROWS
 from core.train.kernels.triton import int8, nf4
 from core.train.kernels.triton.case import Case
 from core.train.kernels.triton.launch import on, warps

@@ -18,7 +18,6 @@ numbers. One that was written into since it was kept is computed again.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.train.kernels.saved import ResultSaver, active
 
 WIDE = 8
 """A product is kept when it is at most so many times as wide as its sum is long."""
@@ -201,17 +202,17 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.inside = False
-        """Of a result that is kept as a whole (`dear`)."""
-        self._before: list[_Mode | None] = []
+        """Of a result that is kept as a whole (`save_result`)."""
+        self._before: list[ResultSaver | None] = []
 
     def __enter__(self) -> Self:
-        self._before.append(_now.mode)
-        _now.mode = self
+        self._before.append(active.saver)
+        active.saver = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *about: Any) -> None:
-        _now.mode = self._before.pop()
+        active.saver = self._before.pop()
         super().__exit__(*about)  # type: ignore[no-untyped-call]
 
     def result(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -255,19 +256,6 @@ def _plain(result: Any) -> bool:
     """No subclass of Tensor, which may hold its memory elsewhere."""
     parts = result if isinstance(result, tuple | list) else (result,)
     return all(type(part) in (Tensor, torch.nn.Parameter) for part in parts if isinstance(part, Tensor))
-
-
-class _Now(threading.local):
-    mode: _Mode | None = None
-
-
-_now = _Now()
-
-
-def dear(compute: Callable[[], Tensor]) -> Tensor:
-    """`compute()`, or what it gave in the forward where a selective checkpoint makes its block again. For results that
-    the mode would not see whole: computed in several operators, or outside of torch."""
-    return compute() if _now.mode is None else _now.mode.result(compute)
 
 
 def contexts() -> tuple[Any, Any]:

@@ -31,9 +31,9 @@ from core.train.quant.fill import fill_model, names_wanted, weight_files
 from core.train.quant.int8 import Int8Weight
 from core.train.quant.layout import NF4Weight
 from core.train.quant.linear import PackedWeight, QuantLinear
-from core.train.quant.model import QuantOptions, QuantReport, report_of
+from core.train.quant.model import QuantReport, report_of
 from core.train.quant.skeleton import finish, skeleton
-from core.train.quant.targets import already_quantised, choose_targets
+from core.train.quant.targets import QuantOptions, already_quantised, choose_targets
 
 VERSION = 1
 """Of the image's layout."""

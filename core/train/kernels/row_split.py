@@ -20,7 +20,7 @@ TILE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RowSplit:
     """How a layer keeps to `limits`."""
 
     limits: Limits
