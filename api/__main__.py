@@ -77,19 +77,19 @@ def main() -> None:
         raise SystemExit(command.EXIT_FAILED) from None
     try:
         app = create_app(settings())
-        here = app.state.installation
-        checks = health.database(here.database)
+        state = app.state.eft
+        checks = health.database(state.database)
         for name, check in checks.items():
             if not check.ok:
                 log.warning("%s: %s; requests will fail until that is mended", name, check.detail)
         if all(check.ok for check in checks.values()):
-            joining.join(here)
+            joining.join(state)
     except EftError as error:
         print(f"eft api: {error}", file=sys.stderr, flush=True)
         raise SystemExit(command.EXIT_NOT_NOW if isinstance(error, StoreAway) else command.EXIT_CONFIG) from None
     if (words := crosses_in_clear(settings())) is not None:
         log.warning("%s", words)
-    connections.Connection.bounds = connections.Bounds.within(
+    connections.Connection.bounds = connections.ConnectionLimits.within(
         open_at_once,
         settings().max_connections,
         settings().max_connections_per_address,
@@ -111,7 +111,7 @@ def main() -> None:
         h11_max_incomplete_event_size=64 << 10,
     )
     server = Server(config)
-    server.hub = here.hub
+    server.hub = state.hub
     server.run()
 
 

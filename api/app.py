@@ -15,7 +15,7 @@ from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
 from api.auth.policy import policy_of
 from api.auth.router import router as access_router
-from api.deps import Installation, authorise, only_known_parameters, public
+from api.deps import AppState, authorise, only_known_parameters, public
 from api.docs import reference
 from api.events.hub import Hub
 from api.events.router import router as events_router
@@ -23,7 +23,7 @@ from api.export.router import router as export_router
 from api.files.preview import router as preview_router
 from api.files.router import router as files_router
 from api.files.upload import remove_stale
-from api.http.body_limits import Limits
+from api.http.body_limits import RequestLimits
 from api.http.middleware import RequestContext
 from api.jobs.router import router as jobs_router
 from api.jobs.samples import router as samples_router
@@ -62,20 +62,20 @@ def create_app(settings: Settings) -> FastAPI:
     layout.create()
     database = Database(settings.sqlalchemy_url)
     store = open_store(settings)
-    here = Installation(settings, database, layout, store, Hub(database), Limits(settings), LastUse(database))
+    state = AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), LastUse(database))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         remove_stale(layout)
-        here.last_use.start()
+        state.last_use.start()
         sender = Sender(database, settings)
         sender.start()
         yield
-        here.hub.close()
+        state.hub.close()
         sender.close()
-        here.last_use.close()
-        here.upload_threads.shutdown(wait=False, cancel_futures=True)
-        here.checkers.close()
+        state.last_use.close()
+        state.upload_threads.shutdown(wait=False, cancel_futures=True)
+        state.checkers.close()
         database.dispose()
 
     app = FastAPI(
@@ -90,8 +90,8 @@ def create_app(settings: Settings) -> FastAPI:
         separate_input_output_schemas=False,
         redirect_slashes=False,  # the redirect would lead to whatever the Host header says
     )
-    app.state.installation = here
-    app.add_middleware(RequestContext, latencies=here.latencies)
+    app.state.eft = state
+    app.add_middleware(RequestContext, latencies=state.latencies)
     errors.install(app)
     routers = (
         jobs_router,

@@ -22,7 +22,7 @@ from api.context import request_id
 from api.errors import BadRequest, nearest, printable
 from api.events.hub import Hub
 from api.files.checking import Checkers
-from api.http.body_limits import Limits
+from api.http.body_limits import RequestLimits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
 from core.db.engine import Database
@@ -40,7 +40,7 @@ _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True)
-class Installation:
+class AppState:
     """What one API process holds for its whole life."""
 
     settings: Settings
@@ -49,7 +49,7 @@ class Installation:
     store: Store
     """The data root; `layout` is what this process works on."""
     hub: Hub
-    limits: Limits
+    limits: RequestLimits
     last_use: LastUse
     checkers: Checkers = field(default_factory=Checkers)
     upload_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
@@ -58,23 +58,23 @@ class Installation:
     latencies: Latencies = field(default_factory=Latencies)
 
 
-async def installation(request: Request) -> Installation:
-    here: Installation = request.app.state.installation
-    return here
+async def app_state(request: Request) -> AppState:
+    state: AppState = request.app.state.eft
+    return state
 
 
-Here = Annotated[Installation, Depends(installation)]
+App = Annotated[AppState, Depends(app_state)]
 
 
 async def only_known_parameters(request: Request) -> None:
     """Raises BadRequest for a misspelt query parameter: `?dryrun=true` must not make a job; and for NUL in a value."""
-    here = request.app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower())
-    if here is None:  # HEAD, which is not in the document
+    operation = request.app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower())
+    if operation is None:  # HEAD, which is not in the document
         return
     for name, value in request.query_params.multi_items():
         if "\0" in value:
             raise BadRequest(f"`{printable(name)}` holds U+0000, which no text here may", field=printable(name))
-    known = [parameter["name"] for parameter in here.get("parameters", []) if parameter["in"] == "query"]
+    known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
     for name in request.query_params:
         if name not in known:
             words = nearest(name, known) if known else "this route has none"
@@ -88,16 +88,16 @@ def address_of(request: Request) -> str:
     return request.client.host if request.client is not None else "local"
 
 
-async def public(request: Request, here: Here) -> None:
+async def public(request: Request, app: App) -> None:
     """For routes that ask for no key. Raises RateLimited."""
-    here.limits.public(address_of(request))
+    app.limits.public(address_of(request))
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API key: `eft_…`, shown once when it is made.")
 
 
 def authorise(
-    request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request, app: App, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> None:
     """Hold the request to its route's policy, before anything else of it is looked at.
 
@@ -106,36 +106,36 @@ def authorise(
     """
     policy = policy_of(request.scope["route"])
     if policy.scope is None:
-        request.state.asking = None
+        request.state.principal = None
         return
     address = address_of(request)
-    here.limits.before(given.credentials if given is not None else None, address)
+    app.limits.before(given.credentials if given is not None else None, address)
     if given is None:
-        here.limits.stranger(None, address)
+        app.limits.stranger(None, address)
         raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
-    asking = identify(here, given.credentials, address)
-    here.limits.known(given.credentials, asking.user_id)
-    here.last_use.note(asking)
-    request.state.asking = asking
-    if (missing := lacks(asking, policy)) is not None:
-        with here.database.read() as session:
-            raise forbidden(session, asking, missing)
+    principal = identify(app, given.credentials, address)
+    app.limits.known(given.credentials, principal.user_id)
+    app.last_use.note(principal)
+    request.state.principal = principal
+    if (missing := lacks(principal, policy)) is not None:
+        with app.database.read() as session:
+            raise forbidden(session, principal, missing)
 
 
-def identify(here: Installation, credentials: str, address: str) -> Principal:
+def identify(app: AppState, credentials: str, address: str) -> Principal:
     """Raises Unauthorized, and remembers that this address came with a wrong key."""
     try:
-        with here.database.read() as session:
+        with app.database.read() as session:
             found = service.authenticate(session, credentials, request_id.get())
     except Unauthorized as error:  # it has expired
-        here.limits.stranger(credentials, address)
+        app.limits.stranger(credentials, address)
         if isinstance(error, families.Reused):
-            with here.database.write() as session:
+            with app.database.write() as session:
                 ended = families.end_reused(session, error.key_id)
             log.warning("key %s came after its end: its family is revoked, %d keys worked", error.key_id, len(ended))
         raise
     if found is None:
-        here.limits.stranger(credentials, address)
+        app.limits.stranger(credentials, address)
         raise Unauthorized("this API key is not known here or has been revoked")
     return found
 

@@ -85,7 +85,7 @@ class RequestTimeout(EftError):
     status = 408
 
 
-class Unavailable(EftError):
+class ServiceUnavailable(EftError):
     """Something behind the API is down; the same request may go through in a moment."""
 
     code = "unavailable"
@@ -150,7 +150,7 @@ def printable(text: str) -> str:
     return safe + ("…" if len(text) > 80 else "")
 
 
-class Told(JSONResponse):
+class ErrorResponse(JSONResponse):
     """An error, which must come out whatever it holds: half of a surrogate pair from a path, say."""
 
     def render(self, content: Any) -> bytes:
@@ -158,7 +158,7 @@ class Told(JSONResponse):
 
 
 def _body(status: int, error: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
-    return Told({"error": {**error, "request_id": request_id.get()}}, status, headers=headers)
+    return ErrorResponse({"error": {**error, "request_id": request_id.get()}}, status, headers=headers)
 
 
 def _eft_error(_: Request, error: Exception) -> JSONResponse:
@@ -176,7 +176,7 @@ def _database_error(_: Request, error: Exception) -> JSONResponse:
     original = getattr(error, "orig", None)
     if getattr(original, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL or getattr(original, "sqlstate", "") == "53100":
         return render(NoSpace("the database's disk is full; the administrator must make room"))
-    return render(Unavailable("the database does not answer; try again in a moment"), {"Retry-After": "2"})
+    return render(ServiceUnavailable("the database does not answer; try again in a moment"), {"Retry-After": "2"})
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from api import joining
 from api.auth.policy import PUBLIC
-from api.deps import Here
+from api.deps import App
 from api.errors import responses
 from api.queue.desk import desk
 from core import __version__, health
@@ -26,7 +26,7 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-class Check(BaseModel):
+class CheckView(BaseModel):
     """One thing the service needs."""
 
     ok: bool
@@ -52,7 +52,7 @@ class Readiness(BaseModel):
         },
     )
     status: Literal["ready", "not_ready"]
-    checks: dict[str, Check]
+    checks: dict[str, CheckView]
     followers: int
     """Open event streams of this process."""
 
@@ -80,22 +80,22 @@ async def healthz() -> Response:
     response_class=JSONResponse,
     responses={**LIMITED, 503: {"model": Readiness, "description": "Something is missing; the checks say what."}},
 )
-def readyz(here: Here) -> Response:
+def readyz(app: App) -> Response:
     """Database, its schema, broker and data root, each with what is wrong. Needs no key."""
     checks = {
-        **health.database(here.database),
-        "broker": health.broker(here.settings.celery_broker_url),
-        "data": health.data(here.layout.files, here.settings.min_free_bytes),
+        **health.database(app.database),
+        "broker": health.broker(app.settings.celery_broker_url),
+        "data": health.data(app.layout.files, app.settings.min_free_bytes),
     }
-    if checks["schema"].ok and (over := desk(here).over):
+    if checks["schema"].ok and (over := desk(app).over):
         words = [one.words() for one in over]
-        checks["data"] = health.data(here.layout.files, here.settings.min_free_bytes, words)
+        checks["data"] = health.data(app.layout.files, app.settings.min_free_bytes, words)
     if all(checks[name].ok for name in ("database", "schema", "data")):
-        seen = joining.data_root(here)
+        seen = joining.data_root(app)
         checks |= {} if seen.ok else {"data": seen}
     ready = all(check.ok for check in checks.values())
     shown = {name: asdict(check) for name, check in checks.items()}
-    body = {"status": "ready" if ready else "not_ready", "checks": shown, "followers": here.hub.followers}
+    body = {"status": "ready" if ready else "not_ready", "checks": shown, "followers": app.hub.followers}
     return JSONResponse(body, 200 if ready else 503)
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from api.deps import Installation
+from api.deps import AppState
 from core import __version__
-from core.health import Check
+from core.health import HealthCheck
 from core.jobs import installation
 from core.jobs.installation import OtherDataRoot
 from core.storage.layout import HalfRestored
 from core.storage.store import StoreAway
 
 
-def join(here: Installation) -> None:
+def join(app: AppState) -> None:
     """Raises OtherDataRoot, HalfRestored or StoreAway, or what a database says that is away or not migrated."""
-    installation.check_data_root(here.database, here.store, f"the API on {here.settings.node}")
-    installation.announce(here.database, __version__)
+    installation.check_data_root(app.database, app.store, f"the API on {app.settings.node}")
+    installation.announce(app.database, __version__)
 
 
-def data_root(here: Installation) -> Check:
+def data_root(app: AppState) -> HealthCheck:
     """For /readyz, once the database is known to answer: it is the one that all see, and can be reached."""
     try:
-        join(here)
+        join(app)
     except (OtherDataRoot, HalfRestored, StoreAway) as error:
-        return Check(False, error.message)
-    return Check(True, here.store.where)
+        return HealthCheck(False, error.message)
+    return HealthCheck(True, app.store.where)

@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 from bench.report import compare, finish, in_turn, show
 from core.db import migrate
 from core.db.engine import Database
-from core.db.tables import Base, Event, Job, OutboxMessage, Project, Usage, User
+from core.db.tables import Base, Event, Job, OutboxMessage, Project, UsageTotal, User
 from core.ids import new_id
 from core.jobs.lifecycle import claims, outbox, relay
 from core.jobs.lifecycle.claims import Slot
@@ -57,7 +57,7 @@ def fill(database: Database, count: int) -> None:
         session.execute(insert(User), owners)
         session.execute(insert(Project).values(id="project-1", name="bench"))
         session.execute(
-            insert(Usage),
+            insert(UsageTotal),
             [{"owner_id": one["id"], "project_id": "project-1", "billed": 100.0, "at": 0.0} for one in owners],
         )
         row = {
@@ -107,7 +107,7 @@ def events_per_second(database: Database, token: Any, step: list[int], size: int
     lines = [{"seq": n, "time": 1.0, "type": "notice", "code": "bench", "message": "x" * 40} for n in range(size)]
     began = time.perf_counter()
     with database.write() as session:
-        if not relay.relay(session, token, relay.Batch(step[0], lines)):
+        if not relay.relay(session, token, relay.EventBatch(step[0], lines)):
             raise SystemExit("the lease was lost")
     step[0] += size
     return size / (time.perf_counter() - began)

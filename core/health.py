@@ -19,24 +19,24 @@ does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HealthCheck:
     """One thing the service needs."""
 
     ok: bool
     detail: str
 
 
-def database(database: Database) -> dict[str, Check]:
+def database(database: Database) -> dict[str, HealthCheck]:
     """Does it answer, and may this code use it as it is."""
     try:
         standing = migrate.standing(database)
     except Exception as error:  # whatever the driver raises, the answer is: not ready
         words = f"does not answer ({type(error).__name__})"
-        return {"database": Check(False, words), "schema": Check(False, "unknown")}
-    return {"database": Check(True, "answers"), "schema": Check(standing.fit, standing.words)}
+        return {"database": HealthCheck(False, words), "schema": HealthCheck(False, "unknown")}
+    return {"database": HealthCheck(True, "answers"), "schema": HealthCheck(standing.fit, standing.words)}
 
 
-def broker(celery_url: str) -> Check:
+def broker(celery_url: str) -> HealthCheck:
     """Whether the broker at `celery_url` (as Celery spells it) answers within a second."""
     url = celery_url.replace("redis+socket://", "unix://", 1)
     try:
@@ -44,19 +44,19 @@ def broker(celery_url: str) -> Check:
         with client:
             client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
-        return Check(False, f"does not answer ({type(error).__name__})")
-    return Check(True, "answers")
+        return HealthCheck(False, f"does not answer ({type(error).__name__})")
+    return HealthCheck(True, "answers")
 
 
-def data(folder: Path, reserve: int, over: Sequence[str] = ()) -> Check:
+def data(folder: Path, reserve: int, over: Sequence[str] = ()) -> HealthCheck:
     """Whether `folder` of the data root can be written to. Less room than `reserve` bytes is told, and no failure: it
     refuses uploads and jobs in words, and the API itself must stay, or nobody could delete anything."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        return Check(False, f"{error.strerror}")
+        return HealthCheck(False, f"{error.strerror}")
     free = found.f_bavail * found.f_frsize
     if not os.access(folder, os.W_OK):
-        return Check(False, "the data root cannot be written to")
+        return HealthCheck(False, "the data root cannot be written to")
     words = f"{free >> 20} MiB free" + ("" if free >= reserve else ", less than the reserve")
-    return Check(True, "; ".join([words, *over]))
+    return HealthCheck(True, "; ".join([words, *over]))

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from api.auth import people, schemas
 from api.auth.policy import ManagingOrOperating
-from api.deps import After, Here, Limit
+from api.deps import After, App, Limit
 from api.errors import responses
 from api.fields import QueryMoment
 from core.errors import NotFound
@@ -29,8 +29,8 @@ Word = Annotated[str | None, Query(max_length=255, pattern=r"^[^\x00]+$")]
     responses=responses(400, 404, 422),
 )
 def read_audit(
-    asking: ManagingOrOperating,
-    here: Here,
+    principal: ManagingOrOperating,
+    app: App,
     actor: Annotated[Word, Query(description="Only what this user did: id or name.")] = None,
     action: Annotated[Word, Query(description="Only this action, or with a dot at its end a kind: `key.`.")] = None,
     target: Annotated[Word, Query(description="Only what was done to this: an id, a node's name.")] = None,
@@ -47,17 +47,17 @@ def read_audit(
     Admins of a project see all of it. Admins of the box see what concerns the box and every project's members and
     keys, but not the jobs and files of projects that they do not look after themselves.
     """
-    with here.database.read() as session:
-        if project is not None and project not in (asking.project_id, asking.project_name):
-            if not asking.operates:
+    with app.database.read() as session:
+        if project is not None and project not in (principal.project_id, principal.project_name):
+            if not principal.operates:
                 raise NotFound(people.no_project(project), field="project")
             project = people.project(session, project).id
         elif project is not None:
-            project = asking.project_id
+            project = principal.project_id
         found = audit.page(
             session,
-            project_id=asking.project_id if asking.manages else None,
-            box=asking.operates,
+            project_id=principal.project_id if principal.manages else None,
+            box=principal.operates,
             only_project=project,
             actor=None if actor is None else people.user(session, actor, field="actor").id,
             action=action,

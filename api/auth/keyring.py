@@ -19,7 +19,7 @@ from core.db.engine import db_now
 from core.db.tables import ApiKey, Project, User
 from core.errors import Conflict, NotFound, Unauthorized
 from core.jobs.policies import audit
-from core.jobs.views.queries import Page, UnknownCursor
+from core.jobs.views.queries import ResultPage, UnknownCursor
 from core.settings import Settings
 
 DAY = 86400.0
@@ -35,49 +35,49 @@ class Shown:
 
 
 def page(
-    session: Session, asking: Principal, *, everybody: bool, project: str | None, after: str | None, limit: int
-) -> Page[Shown]:
+    session: Session, principal: Principal, *, everybody: bool, project: str | None, after: str | None, limit: int
+) -> ResultPage[Shown]:
     """One's own keys of the key's project; of `everybody` in it, and of another project, for those who look after it.
 
     Raises Forbidden, NotFound, UnknownCursor.
     """
-    where = _where(session, asking, project)
+    where = _where(session, principal, project)
     query = _shown().where(ApiKey.project_id == where)
-    if everybody or where != asking.project_id:
-        _must_manage(session, asking)
+    if everybody or where != principal.project_id:
+        _must_manage(session, principal)
     else:
-        query = query.where(ApiKey.owner_id == asking.user_id)
+        query = query.where(ApiKey.owner_id == principal.user_id)
     if after is not None:
         if session.execute(query.where(ApiKey.id == after)).one_or_none() is None:
             raise UnknownCursor("`after` is not the id of a key in this list", field="after")
         query = query.where(ApiKey.id < after)
     rows = session.execute(query.order_by(ApiKey.id.desc()).limit(limit + 1)).all()
-    return Page([Shown(*row) for row in rows[:limit]], len(rows) > limit)
+    return ResultPage([Shown(*row) for row in rows[:limit]], len(rows) > limit)
 
 
-def find(session: Session, asking: Principal, key_id: str, *, lock: bool = False) -> Shown:
+def find(session: Session, principal: Principal, key_id: str, *, lock: bool = False) -> Shown:
     """One's own, or one that one looks after. Raises NotFound for anybody else's as for none."""
     query = _shown().where(ApiKey.id == key_id)
-    if not asking.operates:
-        query = query.where(ApiKey.project_id == asking.project_id)
-        if not asking.manages:
-            query = query.where(ApiKey.owner_id == asking.user_id)
+    if not principal.operates:
+        query = query.where(ApiKey.project_id == principal.project_id)
+        if not principal.manages:
+            query = query.where(ApiKey.owner_id == principal.user_id)
     row = session.execute(query.with_for_update(of=ApiKey) if lock else query).one_or_none()
     if row is None:
         raise NotFound(f"there is no key `{key_id[:60]}`; `GET /keys` lists yours", field="key_id")
     return Shown(*row)
 
 
-def create(session: Session, asking: Principal, wish: KeyWish, settings: Settings) -> tuple[str, Shown]:
+def create(session: Session, principal: Principal, wish: KeyWish, settings: Settings) -> tuple[str, Shown]:
     """Raises Forbidden, NotFound, BadRequest, Conflict; Unauthorized where the key it is made with ended just now."""
-    _still_works(session, asking)
-    where = _where(session, asking, wish.project)
-    whose = asking.user_id
-    if wish.user is not None and wish.user not in (asking.user_id, asking.user_name):
-        _must_manage(session, asking)
+    _still_works(session, principal)
+    where = _where(session, principal, wish.project)
+    whose = principal.user_id
+    if wish.user is not None and wish.user not in (principal.user_id, principal.user_name):
+        _must_manage(session, principal)
         whose = people.user(session, wish.user).id
-    elif where != asking.project_id:
-        _must_manage(session, asking)
+    elif where != principal.project_id:
+        _must_manage(session, principal)
     user = session.get_one(User, whose)
     role = people.role(session, whose, where)
     if role is None:
@@ -85,19 +85,19 @@ def create(session: Session, asking: Principal, wish: KeyWish, settings: Setting
     most = widest(role, user.box_admin)
     scope = wish.scope
     if scope is None:
-        scope = most if asking.scope.reaches(most) else asking.scope
-    if not asking.scope.reaches(scope):
-        raise forbidden(session, asking, Scope.BOX if scope is Scope.METRICS else scope)
+        scope = most if principal.scope.reaches(most) else principal.scope
+    if not principal.scope.reaches(scope):
+        raise forbidden(session, principal, Scope.BOX if scope is Scope.METRICS else scope)
     if not most.reaches(scope):
         boxes = scope in (Scope.BOX, Scope.METRICS)
         what = "no admin of the box" if boxes else f"`{role.value}` in this project"
         raise BadRequest(
             f"`{user.name}` is {what}: a key of scope `{scope.value}` would be of no use to them", field="scope"
         )
-    rights = _rights(session, asking, wish)
+    rights = _rights(session, principal, wish)
     _room(session, whose, where, settings.keys_per_member)
     now = _now(session)
-    expires_at = _end(asking, wish.expires_in_days, now, settings)
+    expires_at = _end(principal, wish.expires_in_days, now, settings)
     key, row = service.create(
         session,
         user_id=whose,
@@ -105,8 +105,8 @@ def create(session: Session, asking: Principal, wish: KeyWish, settings: Setting
         name=wish.name,
         scope=scope,
         expires_at=expires_at,
-        created_by=asking.user_id,
-        made_with=asking.key_id,
+        created_by=principal.user_id,
+        made_with=principal.key_id,
         rights=rights,
     )
     told = {
@@ -117,13 +117,13 @@ def create(session: Session, asking: Principal, wish: KeyWish, settings: Setting
         "rights": row.rights,
         "expires_at": expires_at,
     }
-    audit.record(session, asking, "key.create", row.id, told, project_id=where)
-    return key, find(session, asking, row.id)
+    audit.record(session, principal, "key.create", row.id, told, project_id=where)
+    return key, find(session, principal, row.id)
 
 
 def rotate(
     session: Session,
-    asking: Principal,
+    principal: Principal,
     key_id: str,
     overlap_seconds: float,
     settings: Settings,
@@ -135,14 +135,14 @@ def rotate(
     `expires_in_days`: another end; a later one is for admins. Raises NotFound, Forbidden, BadRequest; Conflict for a
     key that does not work, or that has its successor already.
     """
-    right = Right.SELF_ROTATE if key_id == asking.key_id else Right.MAKE_KEYS
-    if right not in asking.rights:
-        raise forbidden(session, asking, right)
-    _still_works(session, asking)
-    old = find(session, asking, key_id, lock=True)
-    if not asking.scope.reaches(Scope(old.key.scope)):
-        raise forbidden(session, asking, Scope(old.key.scope))
-    if asking.expires_at is not None and (old.key.expires_at is None or old.key.expires_at > asking.expires_at):
+    right = Right.SELF_ROTATE if key_id == principal.key_id else Right.MAKE_KEYS
+    if right not in principal.rights:
+        raise forbidden(session, principal, right)
+    _still_works(session, principal)
+    old = find(session, principal, key_id, lock=True)
+    if not principal.scope.reaches(Scope(old.key.scope)):
+        raise forbidden(session, principal, Scope(old.key.scope))
+    if principal.expires_at is not None and (old.key.expires_at is None or old.key.expires_at > principal.expires_at):
         raise BadRequest(
             "a key that expires does not rotate one that lives longer: the successor would outlive it", field="key_id"
         )
@@ -157,7 +157,7 @@ def rotate(
             field="key_id",
         )
     _room(session, old.user.id, old.project.id, settings.keys_per_member, besides=key_id)
-    expires_at = _successors_end(asking, old.key, expires_in_days, now, settings)
+    expires_at = _successors_end(principal, old.key, expires_in_days, now, settings)
     ends = now + overlap_seconds if old.key.expires_at is None else min(now + overlap_seconds, old.key.expires_at)
     key, row = service.create(
         session,
@@ -166,46 +166,46 @@ def rotate(
         name=old.key.name,
         scope=Scope(old.key.scope),
         expires_at=expires_at,
-        created_by=asking.user_id,
-        made_with=asking.key_id,
+        created_by=principal.user_id,
+        made_with=principal.key_id,
         rotated_from=key_id,
         rights=service.rights_of(old.key.rights),
     )
     session.execute(update(ApiKey).where(ApiKey.id == key_id).values(expires_at=ends))
     told = {"successor": row.id, "prefix": row.prefix, "old_key_ends_at": ends, "expires_at": row.expires_at}
-    audit.record(session, asking, "key.rotate", key_id, told, project_id=old.key.project_id)
-    return key, find(session, asking, row.id)
+    audit.record(session, principal, "key.rotate", key_id, told, project_id=old.key.project_id)
+    return key, find(session, principal, row.id)
 
 
-def revoke(session: Session, asking: Principal, key_id: str, *, alone: bool) -> tuple[Shown, list[str]]:
+def revoke(session: Session, principal: Principal, key_id: str, *, alone: bool) -> tuple[Shown, list[str]]:
     """It stops working at once, and unless `alone` so do all that were made with it; their ids. Asking twice is fine.
 
     Raises NotFound; and Forbidden where one's own key of a smaller scope would revoke one of a larger.
     """
-    found = find(session, asking, key_id, lock=True)
-    mine = found.key.owner_id == asking.user_id
-    if mine and not (asking.manages or asking.operates) and not asking.scope.reaches(Scope(found.key.scope)):
-        raise forbidden(session, asking, Scope(found.key.scope))
-    others = families.end(session, asking, key_id, alone=alone)
+    found = find(session, principal, key_id, lock=True)
+    mine = found.key.owner_id == principal.user_id
+    if mine and not (principal.manages or principal.operates) and not principal.scope.reaches(Scope(found.key.scope)):
+        raise forbidden(session, principal, Scope(found.key.scope))
+    others = families.end(session, principal, key_id, alone=alone)
     session.refresh(found.key)
     return found, others
 
 
-def _still_works(session: Session, asking: Principal) -> None:
+def _still_works(session: Session, principal: Principal) -> None:
     """Raises Unauthorized where the key that asks was revoked since it was let in. It stays locked, so that whoever
     revokes it waits, and finds what is made with it."""
-    query = select(ApiKey.revoked_at).where(ApiKey.id == asking.key_id).with_for_update()
+    query = select(ApiKey.revoked_at).where(ApiKey.id == principal.key_id).with_for_update()
     if session.execute(query).scalar_one() is not None:
         raise Unauthorized("this API key is not known here or has been revoked")
 
 
-def _rights(session: Session, asking: Principal, wish: KeyWish) -> list[Right]:
+def _rights(session: Session, principal: Principal, wish: KeyWish) -> list[Right]:
     """A key without a scope is a person's and has all that its maker's has; one with a scope has what is named."""
     if wish.rights is None:
-        return [] if wish.scope is not None else sorted(asking.rights)
+        return [] if wish.scope is not None else sorted(principal.rights)
     for right in wish.rights:
-        if right not in asking.rights:
-            raise forbidden(session, asking, right)
+        if right not in principal.rights:
+            raise forbidden(session, principal, right)
     return sorted(set(wish.rights))
 
 
@@ -226,13 +226,13 @@ def _room(session: Session, user_id: str, project_id: str, most: int, *, besides
         )
 
 
-def _end(asking: Principal, days: float | None, now: float, settings: Settings) -> float | None:
+def _end(principal: Principal, days: float | None, now: float, settings: Settings) -> float | None:
     """When a new key ends. Raises BadRequest for more than the asking key, or the box, allows."""
     longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
     if days is None:
-        return min((end for end in (asking.expires_at, longest) if end is not None), default=None)
+        return min((end for end in (principal.expires_at, longest) if end is not None), default=None)
     wanted = now + days * DAY
-    if asking.expires_at is not None and wanted > asking.expires_at:
+    if principal.expires_at is not None and wanted > principal.expires_at:
         raise BadRequest(
             "a key cannot live longer than the one it is made with; leave `expires_in_days` out for as long",
             field="expires_in_days",
@@ -245,14 +245,16 @@ def _end(asking: Principal, days: float | None, now: float, settings: Settings) 
     return wanted
 
 
-def _successors_end(asking: Principal, old: ApiKey, days: float | None, now: float, settings: Settings) -> float | None:
+def _successors_end(
+    principal: Principal, old: ApiKey, days: float | None, now: float, settings: Settings
+) -> float | None:
     """That of the old key, unless an admin gives a later one: rotation must not keep a lent key alive."""
     if days is None:
         longest = None if settings.key_longest_days == 0 else now + settings.key_longest_days * DAY
         return min((end for end in (old.expires_at, longest) if end is not None), default=None)
-    wanted = _end(asking, days, now, settings)
+    wanted = _end(principal, days, now, settings)
     later = old.expires_at is not None and wanted is not None and wanted > old.expires_at
-    if later and not (asking.manages or asking.operates):
+    if later and not (principal.manages or principal.operates):
         raise BadRequest(
             "a successor ends when the key before it would have; an admin of the project can give it a later end",
             field="expires_in_days",
@@ -269,20 +271,20 @@ def _shown() -> Select[ApiKey, User, Project]:
     )
 
 
-def _where(session: Session, asking: Principal, project: str | None) -> str:
+def _where(session: Session, principal: Principal, project: str | None) -> str:
     """The project that is meant. Raises NotFound for another one, as for none, to all but admins of the box."""
-    if project is None or project in (asking.project_id, asking.project_name):
-        return asking.project_id
-    if not asking.operates:
+    if project is None or project in (principal.project_id, principal.project_name):
+        return principal.project_id
+    if not principal.operates:
         raise NotFound(people.no_project(project), field="project")
     return people.project(session, project).id
 
 
-def _must_manage(session: Session, asking: Principal) -> None:
+def _must_manage(session: Session, principal: Principal) -> None:
     """Keys of others are for admins of the project, and of the box."""
-    if asking.manages or asking.operates:
+    if principal.manages or principal.operates:
         return
-    raise forbidden(session, asking, Scope.ADMIN if asking.role is Role.ADMIN else Role.ADMIN)
+    raise forbidden(session, principal, Scope.ADMIN if principal.role is Role.ADMIN else Role.ADMIN)
 
 
 def _now(session: Session) -> float:

@@ -39,10 +39,10 @@ class LastUse:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
-    def note(self, asking: Principal) -> None:
-        assert asking.key_id is not None
+    def note(self, principal: Principal) -> None:
+        assert principal.key_id is not None
         with self._lock:
-            self._seen[asking.key_id] = time.monotonic()
+            self._seen[principal.key_id] = time.monotonic()
 
     def write(self) -> None:
         """One transaction for all keys that were used since the last one; nothing when none was."""

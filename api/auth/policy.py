@@ -1,6 +1,6 @@
 """Who may do what: roles of users, scopes of keys, and the one place where a route says which of them it needs.
 
-A route states its policy by the type of its parameter `asking` (`Reading`, `Writing`, `Managing`, `Operating`,
+A route states its policy by the type of its parameter `principal` (`Reading`, `Writing`, `Managing`, `Operating`,
 `Scraping`, `Knowing`, `MakingKeys`) or, without a key, by the dependency `PUBLIC`. The application does not start with
 a route that states none.
 """
@@ -150,8 +150,8 @@ class Requires:
     async def __call__(self, request: Request) -> Principal | None:
         if self.policy.scope is None:
             return None
-        asking: Principal = request.state.asking
-        return asking
+        principal: Principal = request.state.principal
+        return principal
 
 
 PUBLIC = Depends(Requires(Policy()))
@@ -175,7 +175,9 @@ def policy_of(route: APIRoute) -> Policy:
     """The one policy that a route states. Raises NoPolicy for none, and for two."""
     stated = {call.policy for call in _calls(route.dependant) if isinstance(call, Requires)}
     if len(stated) != 1:
-        raise NoPolicy(f"{route.path} states {len(stated)} policies: give it one parameter such as `asking: Reading`")
+        raise NoPolicy(
+            f"{route.path} states {len(stated)} policies: give it one parameter such as `principal: Reading`"
+        )
     return stated.pop()
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from api.auth import keyring, schemas
 from api.auth.keyring import Shown
 from api.auth.policy import Knowing, MakingKeys, ReadingOrOperating
-from api.deps import After, Here, Limit
+from api.deps import After, App, Limit
 from api.errors import printable, responses
 from api.http.body import json_body, read_json
 from api.http.once import Asked, answer
@@ -39,9 +39,9 @@ KeyId = Annotated[str, Depends(_key_id)]
 @router.get(
     "/me", summary="Whom a key acts for", response_model=schemas.Me, response_class=JSONResponse, responses=responses()
 )
-async def me(asking: Knowing) -> Response:
+async def me(principal: Knowing) -> Response:
     """The user, the project, and what this key may do there."""
-    return JSONResponse(schemas.me_view(asking))
+    return JSONResponse(schemas.me_view(principal))
 
 
 @router.get(
@@ -52,8 +52,8 @@ async def me(asking: Knowing) -> Response:
     responses=responses(400, 404, 422),
 )
 def list_keys(
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     all: Annotated[bool, Query(description="Everybody's in the project; for its admins.")] = False,
     project: Annotated[
         str | None,
@@ -63,8 +63,8 @@ def list_keys(
     after: After = None,
 ) -> Response:
     """Your keys in this project, with their state and when each was last used; revoked ones too."""
-    with here.database.read() as session:
-        page = keyring.page(session, asking, everybody=all, project=project, after=after, limit=limit)
+    with app.database.read() as session:
+        page = keyring.page(session, principal, everybody=all, project=project, after=after, limit=limit)
     following = page.items[-1].key.id if page.has_more else None
     return JSONResponse({"data": [_view(shown) for shown in page.items], "has_more": page.has_more, "next": following})
 
@@ -78,23 +78,23 @@ def list_keys(
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.KeyWish, {"name": "ci", "scope": "write", "expires_in_days": 90}),
 )
-async def create_key(request: Request, asking: MakingKeys, here: Here, once: Asked) -> Response:
+async def create_key(request: Request, principal: MakingKeys, app: App, once: Asked) -> Response:
     """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer, and it is
     revoked with it.
 
     Admins of a project make keys for its members, admins of the box for any project.
     """
-    wish = await read_json(request, schemas.KeyWish, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.KeyWish, app.settings.max_body_bytes)
 
     def make(session: Session) -> dict[str, Any]:
-        key, shown = keyring.create(session, asking, wish, here.settings)
+        key, shown = keyring.create(session, principal, wish, app.settings)
         return {**_view(shown), "key": key}
 
     document = wish.model_dump(mode="json")
     return await run_in_threadpool(
         answer,
-        here,
-        asking,
+        app,
+        principal,
         once,
         document,
         make,
@@ -114,8 +114,8 @@ async def create_key(request: Request, asking: MakingKeys, here: Here, once: Ask
 )
 def rotate_key(
     key_id: KeyId,
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     once: Asked,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old key still works.")] = 24.0,
     expires_in_days: Annotated[
@@ -128,11 +128,11 @@ def rotate_key(
 
     def make(session: Session) -> dict[str, Any]:
         key, shown = keyring.rotate(
-            session, asking, key_id, overlap_hours * 3600, here.settings, expires_in_days=expires_in_days
+            session, principal, key_id, overlap_hours * 3600, app.settings, expires_in_days=expires_in_days
         )
         return {**_view(shown), "key": key}
 
-    return answer(here, asking, once, None, make, status=201, headers=NO_STORE, secret="key")  # noqa: S106
+    return answer(app, principal, once, None, make, status=201, headers=NO_STORE, secret="key")  # noqa: S106
 
 
 @router.delete(
@@ -144,14 +144,14 @@ def rotate_key(
 )
 def revoke_key(
     key_id: KeyId,
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     alone: Annotated[bool, Query(description="Leave the keys that were made with it, and its successors.")] = False,
 ) -> Response:
     """It stops working at once, for good, and so does every key that was made with it or succeeded it; open event
     streams end within half a minute. Asking twice is fine."""
-    with here.database.write() as session:
-        shown, others = keyring.revoke(session, asking, key_id, alone=alone)
+    with app.database.write() as session:
+        shown, others = keyring.revoke(session, principal, key_id, alone=alone)
         return JSONResponse({**_view(shown), "also_revoked": others})
 
 

@@ -311,16 +311,16 @@ class Me(BaseModel):
     key_expires_at: str | None
 
 
-def me_view(asking: Principal) -> dict[str, Any]:
+def me_view(principal: Principal) -> dict[str, Any]:
     return {
-        "user": {"id": asking.user_id, "name": asking.user_name},
-        "project": {"id": asking.project_id, "name": asking.project_name},
-        "role": asking.role,
-        "scope": asking.scope,
-        "rights": sorted(asking.rights),
-        "box_admin": asking.box_admin,
-        "key": asking.key_id,
-        "key_expires_at": iso(asking.expires_at),
+        "user": {"id": principal.user_id, "name": principal.user_name},
+        "project": {"id": principal.project_id, "name": principal.project_name},
+        "role": principal.role,
+        "scope": principal.scope,
+        "rights": sorted(principal.rights),
+        "box_admin": principal.box_admin,
+        "key": principal.key_id,
+        "key_expires_at": iso(principal.expires_at),
     }
 
 

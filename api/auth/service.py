@@ -84,10 +84,10 @@ def authenticate(session: Session, key: str, request_id: str | None = None) -> P
     return _principal(row, request_id)
 
 
-def again(session: Session, asking: Principal) -> Principal | None:
+def again(session: Session, principal: Principal) -> Principal | None:
     """Somebody who was let in before, as they are now; None when their key no longer works."""
-    row = session.execute(_BY_ID, {"id": asking.key_id}).one_or_none()
-    return None if row is None or row.expired else _principal(row, asking.request_id)
+    row = session.execute(_BY_ID, {"id": principal.key_id}).one_or_none()
+    return None if row is None or row.expired else _principal(row, principal.request_id)
 
 
 def _principal(row: Row[*tuple[Any, ...]], request_id: str | None) -> Principal:

@@ -19,7 +19,7 @@ from core.db.engine import Database
 from core.db.tables import Event
 from core.jobs.lifecycle.states import FINAL, Status
 from core.jobs.views import queries
-from core.jobs.views.queries import Head
+from core.jobs.views.queries import JobHead
 
 log = logging.getLogger("eft.api.events")
 
@@ -162,7 +162,7 @@ class Hub:
             watch.status = head.status
             watch.wake()
 
-    def _heads(self, job_ids: Sequence[str]) -> dict[str, Head]:
+    def _heads(self, job_ids: Sequence[str]) -> dict[str, JobHead]:
         with self._database.read() as session:
             return queries.heads(session, job_ids)
 

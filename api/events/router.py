@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.auth import service
 from api.auth.policy import Principal, Reading
-from api.deps import Here, Installation, JobId
+from api.deps import App, AppState, JobId
 from api.errors import BadRequest, responses
 from api.events.hub import view
 from core.jobs.lifecycle.submit import Actor, find
@@ -121,8 +121,8 @@ async def _left(receive: Receive) -> None:
 async def events(
     request: Request,
     job_id: JobId,
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Number of the last event you have.")] = None,
     format: Annotated[Literal["sse", "json"] | None, Query(description="`json`: a page instead of a stream.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Events of a page; a stream has no limit.")] = 200,
@@ -136,21 +136,21 @@ async def events(
     """
     seen = _last_seen(after, last_event_id)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
-        return JSONResponse(await run_in_threadpool(_page, here, asking, job_id, seen, limit))
-    await run_in_threadpool(_exists, here, asking, job_id)
-    return EventStream(while_allowed(here, asking, here.hub.follow(job_id, seen)))
+        return JSONResponse(await run_in_threadpool(_page, app, principal, job_id, seen, limit))
+    await run_in_threadpool(_exists, app, principal, job_id)
+    return EventStream(while_allowed(app, principal, app.hub.follow(job_id, seen)))
 
 
 async def while_allowed(
-    here: Installation, asking: Principal, events: AsyncGenerator[bytes], seconds: float = LOOK_AGAIN_SECONDS
+    app: AppState, principal: Principal, events: AsyncGenerator[bytes], seconds: float = LOOK_AGAIN_SECONDS
 ) -> AsyncGenerator[bytes]:
     """The events, for as long as their reader may have them: a stream lasts for days, a key may not. Looked at every
     `seconds`, and with the next event or keep-alive after that. The client then connects again, and is told.
     """
 
     def may() -> bool:
-        with here.database.read() as session:
-            now = service.again(session, asking)
+        with app.database.read() as session:
+            now = service.again(session, principal)
         return now is not None and now.role is not None
 
     looked = time.monotonic()
@@ -174,14 +174,14 @@ def _last_seen(after: int | None, last_event_id: str | None) -> int:
     return after or 0
 
 
-def _exists(here: Here, asking: Actor, job_id: str) -> None:
-    with here.database.read() as session:
-        find(session, asking, job_id)
+def _exists(app: App, principal: Actor, job_id: str) -> None:
+    with app.database.read() as session:
+        find(session, principal, job_id)
 
 
-def _page(here: Here, asking: Actor, job_id: str, after: int, limit: int) -> dict[str, Any]:
-    with here.database.read() as session:
-        job = find(session, asking, job_id)
+def _page(app: App, principal: Actor, job_id: str, after: int, limit: int) -> dict[str, Any]:
+    with app.database.read() as session:
+        job = find(session, principal, job_id)
         rows = queries.events_after(session, job_id, after, limit)
         last = rows[-1].seq if rows else None
         return {

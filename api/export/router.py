@@ -10,7 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 from api.auth import people
 from api.auth.people_router import ProjectName
 from api.auth.policy import Managing
-from api.deps import Here
+from api.deps import App
 from api.errors import responses
 from api.export.contents import Exporter
 from api.http.ranges import disposition
@@ -36,18 +36,18 @@ router = APIRouter(tags=["access"])
 )
 def export_project(
     project: ProjectName,
-    asking: Managing,
-    here: Here,
+    principal: Managing,
+    app: App,
     checkpoints: Annotated[bool, Query(description="With the checkpoints of its jobs, too.")] = False,
 ) -> Response:
     """Jobs with specs, events, curves, logs and models, files, members, audit and usage: everything of the project that
     your key is of, for its admins alone. No secrets. An archive whose `MANIFEST.jsonl` does not end with `complete`
     broke off: ask again.
     """
-    if project not in (asking.project_id, asking.project_name):
+    if project not in (principal.project_id, principal.project_name):
         raise NotFound(people.no_project(project), field="project")
-    with here.database.write() as session:
-        audit.record(session, asking, "project.export", asking.project_id, {"checkpoints": checkpoints})
-    exporter = Exporter(here.database, here.layout, here.store, asking.project_id, checkpoints)
-    headers = {"content-disposition": disposition(f"{asking.project_name}.tar"), "cache-control": "no-store"}
+    with app.database.write() as session:
+        audit.record(session, principal, "project.export", principal.project_id, {"checkpoints": checkpoints})
+    exporter = Exporter(app.database, app.layout, app.store, principal.project_id, checkpoints)
+    headers = {"content-disposition": disposition(f"{principal.project_name}.tar"), "cache-control": "no-store"}
     return StreamingResponse(exporter.stream(), media_type="application/x-tar", headers=headers)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from api.errors import Unavailable
+from api.errors import ServiceUnavailable
 from core import HOME
 from core.data import apart
 from core.data.check import FileReport
@@ -35,18 +35,18 @@ class Checkers:
         self._control: socket.socket | None = None
         self._count = 0
 
-    def begin(self, declared: Format, columns: Mapping[str, str]) -> Check:
+    def begin(self, declared: Format, columns: Mapping[str, str]) -> FileCheck:
         """Raises Unavailable."""
         with self._lock:
             if self._count >= MOST:
-                raise Unavailable(f"{MOST} files are being uploaded here at once; try again in a moment")
+                raise ServiceUnavailable(f"{MOST} files are being uploaded here at once; try again in a moment")
             self._count += 1
         try:
-            return Check(self._fork(), self._left, declared, columns)
+            return FileCheck(self._fork(), self._left, declared, columns)
         except BaseException as error:
             self._left()
             if isinstance(error, OSError | apart.Ended):
-                raise Unavailable("the check of files could not be started; try again in a moment") from error
+                raise ServiceUnavailable("the check of files could not be started; try again in a moment") from error
             raise
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Checkers:
         self._control = self._parent = None
 
 
-class Check:
+class FileCheck:
     """One file. `send` and `answer` in turn, then `finish`; `end` in every case, from whatever thread."""
 
     def __init__(

@@ -14,7 +14,7 @@ FIELDS = ("file", "purpose", "format", "columns")
 MAX_FIELD_BYTES = 1024
 
 
-class Form:
+class UploadForm:
     """Feed it chunks of a body. `on_field` is called with name and value, `on_file` with the file's name,
     `on_data` with its bytes. Raises BadRequest for a malformed body, unknown fields and a second file."""
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
-from api.deps import FileId, Here, Installation
+from api.deps import App, AppState, FileId
 from api.errors import printable, responses
 from api.http.body import read_body
 from api.http.once import Asked, Once, answer, earlier
@@ -26,7 +26,7 @@ from core.errors import Fault, NotFound, SpecError
 from core.jobs.lifecycle import previews
 from core.jobs.lifecycle.states import FINAL, Status
 from core.jobs.lifecycle.submit import Actor
-from core.jobs.policies.volume import Bounds
+from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import queries
 
 router = APIRouter(tags=["files"])
@@ -145,7 +145,7 @@ Wait = Annotated[float, Query(ge=0, le=60, description="Seconds to wait for its 
     openapi_extra={"requestBody": _BODY},
 )
 async def preview_file(
-    request: Request, file_id: FileId, asking: Writing, here: Here, once: Asked, wait: Wait = 0.0
+    request: Request, file_id: FileId, principal: Writing, app: App, once: Asked, wait: Wait = 0.0
 ) -> Response:
     """Render the file as a job with this model and these options would: histogram of tokens, truncated, dropped and
     doubled rows, padding, steps, and ten samples with what is learned of them. It needs no GPU, and of the model only
@@ -154,10 +154,10 @@ async def preview_file(
     The same question again within ten minutes has the same answer; with an Idempotency-Key, the same preview as it is
     then.
     """
-    body = await read_body(request, here.settings.max_body_bytes)
+    body = await read_body(request, app.settings.max_body_bytes)
     content_type = request.headers.get("content-type", "")
-    asked = await run_in_threadpool(_ask, here, asking, once, file_id, body, content_type)
-    view = await _when_over(here, asking, file_id, json.loads(bytes(asked.body))["id"], wait)
+    asked = await run_in_threadpool(_ask, app, principal, once, file_id, body, content_type)
+    view = await _when_over(app, principal, file_id, json.loads(bytes(asked.body))["id"], wait)
     replayed = {name: value for name, value in asked.headers.items() if name == "idempotency-replayed"}
     headers = {"location": view["links"]["self"], **replayed}
     return JSONResponse(view, 200 if view["status"] in FINAL else 202, headers=headers)
@@ -171,10 +171,10 @@ async def preview_file(
     responses=responses(404, 422),
 )
 async def show_preview(
-    file_id: FileId, preview_id: PreviewId, asking: Reading, here: Here, wait: Wait = 0.0
+    file_id: FileId, preview_id: PreviewId, principal: Reading, app: App, wait: Wait = 0.0
 ) -> Response:
     """How far it is, and in the end what was found."""
-    return JSONResponse(await _when_over(here, asking, file_id, preview_id, wait))
+    return JSONResponse(await _when_over(app, principal, file_id, preview_id, wait))
 
 
 @router.get(
@@ -184,29 +184,29 @@ async def show_preview(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def list_previews(file_id: FileId, asking: Reading, here: Here) -> Response:
+def list_previews(file_id: FileId, principal: Reading, app: App) -> Response:
     """The newest fifty, newest first."""
-    with here.database.read() as session:
-        queries.find_file(session, asking.project_id, file_id)
-        rows = previews.newest(session, asking, file_id)
+    with app.database.read() as session:
+        queries.find_file(session, principal.project_id, file_id)
+        rows = previews.newest(session, principal, file_id)
         return JSONResponse({"data": [preview_view(row, file_id) for row in rows]})
 
 
-def _ask(here: Installation, asking: Actor, once: Once, file_id: str, body: bytes, content_type: str) -> Response:
+def _ask(app: AppState, principal: Actor, once: Once, file_id: str, body: bytes, content_type: str) -> Response:
     sent = decode(body, content_type)
-    if (found := earlier(here, asking, once, sent)) is not None:
+    if (found := earlier(app, principal, once, sent)) is not None:
         return found
-    with here.database.read() as session:
-        queries.find_file(session, asking.project_id, file_id)
+    with app.database.read() as session:
+        queries.find_file(session, principal.project_id, file_id)
     document = _with_file(sent, file_id)
-    spec = Jobs(here.database, here.settings, here.layout).resolved(asking, document, preview=True)
-    here.layout.require_space(here.settings.min_free_bytes)
+    spec = Jobs(app.database, app.settings, app.layout).resolved(principal, document, preview=True)
+    app.layout.require_space(app.settings.min_free_bytes)
 
     def ask(session: Session) -> dict[str, Any]:
-        queries.find_file(session, asking.project_id, file_id, lock="share")
-        return {"id": previews.ask(session, asking, spec, file_id, Bounds.of(here.settings)).id}
+        queries.find_file(session, principal.project_id, file_id, lock="share")
+        return {"id": previews.ask(session, principal, spec, file_id, VolumeLimits.of(app.settings)).id}
 
-    return answer(here, asking, once, sent, ask, status=202)
+    return answer(app, principal, once, sent, ask, status=202)
 
 
 def _with_file(document: Any, file_id: str) -> Any:
@@ -224,14 +224,14 @@ def _with_file(document: Any, file_id: str) -> Any:
     return document | {"data": (data if isinstance(data, dict) else {}) | {"train": source}}
 
 
-async def _when_over(here: Installation, asking: Actor, file_id: str, preview_id: str, wait: float) -> dict[str, Any]:
+async def _when_over(app: AppState, principal: Actor, file_id: str, preview_id: str, wait: float) -> dict[str, Any]:
     """The preview, once it is over or `wait` seconds are."""
     deadline = time.monotonic() + wait
 
     def look() -> dict[str, Any]:
-        with here.database.read() as session:
-            queries.find_file(session, asking.project_id, file_id)
-            return preview_view(previews.find(session, asking, file_id, preview_id), file_id)
+        with app.database.read() as session:
+            queries.find_file(session, principal.project_id, file_id)
+            return preview_view(previews.find(session, principal, file_id, preview_id), file_id)
 
     while True:
         view = await run_in_threadpool(look)

@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, FileId, Here, Installation, Limit
+from api.deps import After, App, AppState, FileId, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
 from api.files import budget, schemas, service
-from api.files.form import Form
+from api.files.form import UploadForm
 from api.files.upload import FORMATS, Upload, checked_filename
 from api.http.once import Asked, answer
 from api.http.ranges import FileReply
@@ -120,8 +120,8 @@ class Sink:
 )
 async def upload_file(
     request: Request,
-    asking: Writing,
-    here: Here,
+    principal: Writing,
+    app: App,
     once: Asked,
     filename: Annotated[str | None, Query(description="For raw bodies: how to call it.")] = None,
     format: Annotated[str | None, Query(description="For raw bodies: what every row shall be.")] = None,
@@ -147,9 +147,9 @@ async def upload_file(
     raw = media_type in RAW_TYPES
     raw_name = checked_filename(filename) if raw else None
     size = int(announced) if announced.isdecimal() else 0
-    await run_in_threadpool(budget.require, here.database, here.settings, size)
+    await run_in_threadpool(budget.require, app.database, app.settings, size)
     upload = await run_in_threadpool(
-        Upload, here.layout, here.store, here.settings, here.checkers, announced=size if raw else 0
+        Upload, app.layout, app.store, app.settings, app.checkers, announced=size if raw else 0
     )
     kept = False
     try:
@@ -159,26 +159,26 @@ async def upload_file(
             if columns is not None:
                 upload.declare("columns", columns)
             async for batch in _batches(request):
-                await _apart(request, here, upload, upload.write, batch)
+                await _apart(request, app, upload, upload.write, batch)
         else:
             sink = Sink(upload)
-            form = Form(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
+            form = UploadForm(content_type, on_field=sink.field, on_file=sink.file, on_data=sink.data)
 
             def feed(batch: bytes) -> None:
                 form.feed(batch)
                 sink.flush()
 
             async for batch in _batches(request):
-                await _apart(request, here, upload, feed, batch)
+                await _apart(request, app, upload, feed, batch)
             form.finish()
             raw_name = sink.filename
-        stored = await _apart(request, here, upload, upload.finish)
+        stored = await _apart(request, app, upload, upload.finish)
         assert raw_name is not None
         name = raw_name
         sent = {"filename": name, "sha256": stored.sha256, "declared": upload.declared}
         reply = await run_in_threadpool(
             answer,
-            *(here, asking, once, sent, lambda session: service.record(session, asking, stored, name)),
+            *(app, principal, once, sent, lambda session: service.record(session, principal, stored, name)),
             status=201,
         )
         kept = "idempotency-replayed" not in reply.headers
@@ -188,12 +188,12 @@ async def upload_file(
     return reply
 
 
-async def _apart(request: Request, here: Installation, upload: Upload, work: Callable[..., T], *arguments: object) -> T:
+async def _apart(request: Request, app: AppState, upload: Upload, work: Callable[..., T], *arguments: object) -> T:
     """Work of an upload, on the threads that uploads have for themselves. Raises ClientDisconnect, and ends the check,
     as soon as the client has left."""
     gone: asyncio.Event | None = getattr(request.state, "gone", None)
     context = contextvars.copy_context()
-    doing = asyncio.get_running_loop().run_in_executor(here.upload_threads, lambda: context.run(work, *arguments))
+    doing = asyncio.get_running_loop().run_in_executor(app.upload_threads, lambda: context.run(work, *arguments))
     if gone is None:
         return await doing
     leaving = asyncio.ensure_future(gone.wait())
@@ -238,8 +238,8 @@ async def _batches(request: Request) -> AsyncIterator[bytes]:
     responses=responses(400, 422),
 )
 def list_files(
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     sha256: Annotated[
         str | None, Query(pattern=r"^[0-9a-f]{64}$", description="Only with these very bytes: their hash, in hex.")
     ] = None,
@@ -247,8 +247,8 @@ def list_files(
     after: After = None,
 ) -> Response:
     """The project's files, newest first, a page at a time."""
-    with here.database.read() as session:
-        page = queries.files_page(session, asking.project_id, sha256=sha256, after=after, limit=limit)
+    with app.database.read() as session:
+        page = queries.files_page(session, principal.project_id, sha256=sha256, after=after, limit=limit)
     following = page.items[-1].id if page.has_more else None
     data = [schemas.file_view(file) for file in page.items]
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
@@ -261,10 +261,10 @@ def list_files(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def show_file(file_id: FileId, asking: Reading, here: Here) -> Response:
+def show_file(file_id: FileId, principal: Reading, app: App) -> Response:
     """Name, size, hash, and what its rows are."""
-    with here.database.read() as session:
-        return JSONResponse(schemas.file_view(queries.find_file(session, asking.project_id, file_id)))
+    with app.database.read() as session:
+        return JSONResponse(schemas.file_view(queries.find_file(session, principal.project_id, file_id)))
 
 
 @router.head("/files/{file_id}/content", include_in_schema=False)
@@ -282,13 +282,13 @@ def show_file(file_id: FileId, asking: Reading, here: Here) -> Response:
         **responses(404, 410, 416),
     },
 )
-def get_file(request: Request, file_id: FileId, asking: Reading, here: Here) -> Response:
+def get_file(request: Request, file_id: FileId, principal: Reading, app: App) -> Response:
     """The file as it was uploaded, with `Range` to go on after an interruption; the ETag is its SHA-256."""
-    with here.database.read() as session:
-        row = queries.find_file(session, asking.project_id, file_id)
+    with app.database.read() as session:
+        row = queries.find_file(session, principal.project_id, file_id)
     return FileReply(
         request,
-        here.store,
+        app.store,
         f"files/{file_id}",
         size=row.bytes,
         sha256=row.sha256,
@@ -304,7 +304,7 @@ def get_file(request: Request, file_id: FileId, asking: Reading, here: Here) -> 
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def delete_file(file_id: FileId, asking: Writing, here: Here) -> Response:
+def delete_file(file_id: FileId, principal: Writing, app: App) -> Response:
     """Refused while a job that is not over trains or evaluates on it."""
-    service.remove(here.database, here.store, asking, file_id)
+    service.remove(app.database, app.store, principal, file_id)
     return JSONResponse({"id": file_id, "deleted": True})

@@ -8,7 +8,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from api.files.schemas import file_view
-from api.files.upload import Stored
+from api.files.upload import StoredFile
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Conflict
@@ -18,7 +18,7 @@ from core.jobs.views import queries
 from core.storage.store import Store
 
 
-def record(session: Session, actor: Actor, stored: Stored, filename: str) -> dict[str, Any]:
+def record(session: Session, actor: Actor, stored: StoredFile, filename: str) -> dict[str, Any]:
     """The bytes lie at their place; from here on the project has the file."""
     session.add(
         File(

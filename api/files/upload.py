@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, assert_never, get_args
 from pydantic import ValidationError
 
 from api.errors import BadRequest, nearest, printable
-from api.files.checking import Check, Checkers
+from api.files.checking import Checkers, FileCheck
 from core.data.check import FileReport
 from core.errors import DataError, NoSpace, TooLarge, beyond
 from core.ids import new_id
@@ -32,7 +32,7 @@ FORMATS = get_args(Format)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     """A checked file at its place on the data root."""
 
     id: str
@@ -64,7 +64,7 @@ class Upload:
         self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
         self._checkers = checkers
-        self._check: Check | None = None
+        self._check: FileCheck | None = None
         self._format: Format = "auto"
         self._columns: dict[str, str] = {}
         self._bytes = 0
@@ -111,7 +111,7 @@ class Upload:
         if (report := check.answer()) is not None:
             self._refuse(report, whole=False)
 
-    def finish(self) -> Stored:
+    def finish(self) -> StoredFile:
         """Make it last and give it its name. Raises DataError for a faulty file, NoSpace."""
         check = self._begun()
         report = check.finish(self._part)
@@ -123,7 +123,7 @@ class Upload:
             os.fsync(self._descriptor)
             self._close()
             self._incoming.finish()
-        return Stored(self.id, self._bytes, self._hash.hexdigest(), report.format, report)
+        return StoredFile(self.id, self._bytes, self._hash.hexdigest(), report.format, report)
 
     def abort(self) -> None:
         """Leave nothing behind, not even a file that has its name already."""
@@ -136,7 +136,7 @@ class Upload:
         if self._check is not None:
             self._check.end()
 
-    def _begun(self) -> Check:
+    def _begun(self) -> FileCheck:
         if self._check is None:
             self._check = self._checkers.begin(self._format, self._columns)
         return self._check

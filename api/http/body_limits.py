@@ -69,7 +69,7 @@ KEYS_OF_A_USER = 3
 """All keys of one user together may send as much as so many keys: making more of them gains nothing."""
 
 
-class Limits:
+class RequestLimits:
     """Requests of one key and of one user, and from one address those without a good key and those that need none."""
 
     def __init__(self, settings: Settings) -> None:

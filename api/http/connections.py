@@ -48,7 +48,7 @@ _FULL_BODY = (
 )
 
 
-class Bounds:
+class ConnectionLimits:
     """The connections of one process: who has how many, and which of them wait without a request."""
 
     def __init__(self, most: int, most_of_one: int, trusted: Sequence[str] = ()) -> None:
@@ -62,7 +62,7 @@ class Bounds:
         self._oldest: dict[Connection, None] = {}
 
     @classmethod
-    def within(cls, descriptors: int, most: int, most_of_one: int, trusted: Sequence[str] = ()) -> Bounds:
+    def within(cls, descriptors: int, most: int, most_of_one: int, trusted: Sequence[str] = ()) -> ConnectionLimits:
         """What the settings say, as far as the process's descriptors go. One address has half of them at most."""
         most = min(most, max(descriptors - OTHER_DESCRIPTORS, descriptors // 2))
         return cls(most, min(most_of_one, max(most // 2, 1)), trusted)
@@ -121,7 +121,7 @@ class Bounds:
 class Connection(H11Protocol):
     """uvicorn's, with deadlines and bounds. A request's `state["gone"]` is set when its connection is lost."""
 
-    bounds: ClassVar[Bounds]
+    bounds: ClassVar[ConnectionLimits]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

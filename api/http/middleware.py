@@ -43,7 +43,7 @@ class RequestContext:
         # Ours always: what stands in the audit and in jobs is not for a client to choose.
         identity = f"req-{secrets.token_hex(12)}"
         token = request_id.set(identity)
-        body = _Body(headers, receive)
+        body = _RequestBody(headers, receive)
         status = 0
 
         async def answer(message: Message) -> None:
@@ -80,7 +80,7 @@ class RequestContext:
             request_id.reset(token)
 
 
-class _Body:
+class _RequestBody:
     """Counts what a handler read. A client that is still sending may not look for the answer before it is through."""
 
     def __init__(self, headers: Headers, receive: Receive) -> None:
@@ -124,5 +124,5 @@ def _path(scope: Scope) -> str:
 
 def _who(scope: Scope) -> str:
     """The user and the key, by their ids, once the request has shown them."""
-    asking = scope.get("state", {}).get("asking")
-    return "" if asking is None else f" by {asking.user_id} with {asking.key_id}"
+    principal = scope.get("state", {}).get("principal")
+    return "" if principal is None else f" by {principal.user_id} with {principal.key_id}"

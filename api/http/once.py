@@ -17,7 +17,7 @@ from fastapi import Depends, Header, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
-from api.deps import Installation
+from api.deps import AppState
 from api.http import idempotency
 from core.errors import Conflict
 from core.jobs.lifecycle.transitions import Actor
@@ -56,18 +56,18 @@ Asked = Annotated[Once, Depends(_once)]
 
 
 def earlier(
-    here: Installation, asking: Actor, once: Once, document: Any, *, secret: str | None = None
+    app: AppState, principal: Actor, once: Once, document: Any, *, secret: str | None = None
 ) -> Response | None:
     """The answer that was given before, for routes that do something outside of the transaction first."""
     if once.key is None:
         return None
-    with here.database.read() as session:
-        return _earlier(session, asking, once, document, secret)
+    with app.database.read() as session:
+        return _earlier(session, principal, once, document, secret)
 
 
 def answer(
-    here: Installation,
-    asking: Actor,
+    app: AppState,
+    principal: Actor,
     once: Once,
     document: Any,
     work: Callable[[Session], Body],
@@ -80,12 +80,12 @@ def answer(
 
     `document` is the body of the request. `secret` names the field of the answer that is one.
     """
-    with here.database.write() as session:
+    with app.database.write() as session:
         if once.key is None:
             return _reply(work(session), status, headers)
-        found = _earlier(session, asking, once, document, secret)
-        if found is None and not idempotency.take(session, asking, once.key, once.fingerprint(document), status):
-            found = _earlier(session, asking, once, document, secret)
+        found = _earlier(session, principal, once, document, secret)
+        if found is None and not idempotency.take(session, principal, once.key, once.fingerprint(document), status):
+            found = _earlier(session, principal, once, document, secret)
             assert found is not None  # the row that kept us from taking the key
         if found is not None:
             return found
@@ -93,13 +93,13 @@ def answer(
         kept = body
         if secret is not None and isinstance(body[secret], str):
             kept = body | {secret: _seal(body[secret], once)}
-        idempotency.keep(session, asking, once.key, kept)
+        idempotency.keep(session, principal, once.key, kept)
         return _reply(body, status, headers)
 
 
-def _earlier(session: Session, asking: Actor, once: Once, document: Any, secret: str | None) -> Response | None:
+def _earlier(session: Session, principal: Actor, once: Once, document: Any, secret: str | None) -> Response | None:
     assert once.key is not None
-    known = idempotency.known(session, asking, once.key, once.fingerprint(document))
+    known = idempotency.known(session, principal, once.key, once.fingerprint(document))
     if known is None:
         return None
     status, body = known

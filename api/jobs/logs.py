@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LogWindow:
     """`text` is what lies before byte `offset` of a file of `size` bytes."""
 
     text: str
@@ -36,7 +36,7 @@ class _Piece:
     size: int
 
 
-def of_run(store: Store, run: str, *, offset: int | None = None, tail: int | None = None) -> Window:
+def of_run(store: Store, run: str, *, offset: int | None = None, tail: int | None = None) -> LogWindow:
     """As `read`, of the run with this key. Raises Gone, StoreAway."""
     match store:
         case Folder():
@@ -45,7 +45,7 @@ def of_run(store: Store, run: str, *, offset: int | None = None, tail: int | Non
             return _window(_of_parts(store, f"{run}/{LOG}", offset), offset, tail)
 
 
-def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> Window:
+def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> LogWindow:
     """From byte `offset` on, or the last `tail` lines, or (neither) the end; at most MAX_BYTES. No file: no text.
 
     Of a long log the oldest part is no longer kept (core/logfile.py): who asks for it is told, and goes on behind it.
@@ -54,9 +54,9 @@ def read(path: Path, *, offset: int | None = None, tail: int | None = None) -> W
     return _window(_of_file(path, offset), offset, tail)
 
 
-def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> Window:
+def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> LogWindow:
     if piece is None:
-        return Window("", 0, 0)
+        return LogWindow("", 0, 0)
     data, start, size = piece.data, piece.start, piece.size
     if data.startswith(b"\0"):  # it went just now
         start += len(data) - len(data.lstrip(b"\0"))
@@ -70,7 +70,7 @@ def _window(piece: _Piece | None, offset: int | None, tail: int | None) -> Windo
         data = data[cut:]
     whole = data[: len(data) - _unfinished(data)]
     end = (size if offset is None else start + len(data)) - (len(data) - len(whole))
-    return Window(gone + whole.decode("utf-8", "replace"), end, size)
+    return LogWindow(gone + whole.decode("utf-8", "replace"), end, size)
 
 
 def _of_file(path: Path, offset: int | None) -> _Piece | None:

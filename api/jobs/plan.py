@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session
 from core.db.tables import Attempt, File, Job
 from core.errors import EftError, ModelError, SpecError
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, ready, shapes
-from core.jobs.admission.lengths import Rows
+from core.jobs.admission.lengths import RowLengths
 from core.jobs.lifecycle.states import Status
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Needs, PlanNeeds, Slot
 from core.plan.memory import Item, Plan, plan
 from core.plan.models.shape import Shape
@@ -135,9 +135,9 @@ def _of_data(session: Session, project_id: str, spec: JobSpec) -> list[dict[str,
 # --- places ----------------------------------------------------------------------------------------------
 
 
-def _groups(spec: JobSpec, seats: Sequence[Seat]) -> list[list[Seat]]:
+def _groups(spec: JobSpec, seats: Sequence[SlotState]) -> list[list[SlotState]]:
     """Slots that are alike to the job, those first that may take it."""
-    groups: dict[tuple[Any, ...], list[Seat]] = {}
+    groups: dict[tuple[Any, ...], list[SlotState]] = {}
     asks = Needs.of(spec.resources)
     for seat in seats:
         slot = seat.slot
@@ -152,9 +152,9 @@ def _place(
     project_id: str,
     spec: JobSpec,
     shape: Shape,
-    rows: Rows,
+    rows: RowLengths,
     takes: PlanNeeds | None,
-    seats: Sequence[Seat],
+    seats: Sequence[SlotState],
 ) -> dict[str, Any]:
     slot = seats[0].slot
     settled = auto_method.settle(spec, shape, rows.longest, slot)
@@ -183,7 +183,7 @@ def _place(
     )
 
 
-def _unplaced(spec: JobSpec, shape: Shape, rows: Rows) -> dict[str, Any]:
+def _unplaced(spec: JobSpec, shape: Shape, rows: RowLengths) -> dict[str, Any]:
     """Where no slot is registered: a GPU of which nothing is known."""
     settled = auto_method.settle(spec, shape, rows.longest, fit.GPU)
     planned = plan(settled.spec, shape, longest=rows.longest, device=fit.device_of(fit.GPU))
@@ -205,7 +205,7 @@ def _unplaced(spec: JobSpec, shape: Shape, rows: Rows) -> dict[str, Any]:
     )
 
 
-def _method(spec: JobSpec, settled: auto_method.Settled) -> dict[str, Any]:
+def _method(spec: JobSpec, settled: auto_method.ResolvedMethod) -> dict[str, Any]:
     runs = settled.spec
     assert runs.quantization is not None  # resolved
     batch = oom_backoff.words(settled.adjusted)
@@ -249,7 +249,7 @@ def _items(items: Iterable[Item]) -> list[dict[str, Any]]:
 # --- batches and time ------------------------------------------------------------------------------------
 
 
-def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict[str, Any]:
+def _batch(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) -> dict[str, Any]:
     size, field, _ = oom_backoff.micro_batch(spec)
     steps_known, why = steps(session, project_id, spec, rows)
     accumulation = spec.training.gradient_accumulation_steps
@@ -264,7 +264,7 @@ def _batch(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> dict
     }
 
 
-def steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
+def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     """Optimizer steps, and where the figure is from or why there is none (core/train/data/order.py counts the same)."""
     if spec.training.max_steps is not None:
         return spec.training.max_steps, "training.max_steps"
@@ -289,7 +289,7 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: Rows) -> tuple
     return whole * each + math.ceil((epochs - whole) * each), source
 
 
-def _time(session: Session, project_id: str, spec: JobSpec, rows: Rows, slot: Slot) -> dict[str, Any]:
+def _time(session: Session, project_id: str, spec: JobSpec, rows: RowLengths, slot: Slot) -> dict[str, Any]:
     """From what jobs of this project have done with the same model and method on the same kind of device."""
     total, why = _tokens(spec, rows)
     if total is None:
@@ -312,7 +312,7 @@ def _no_time(why: str) -> dict[str, Any]:
     return {"seconds": None, "tokens": None, "tokens_per_second": None, "runs": 0, "reason": why}
 
 
-def _tokens(spec: JobSpec, rows: Rows) -> tuple[int | None, str]:
+def _tokens(spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     """That the run trains on, and where the figure is from or why there is none."""
     if rows.epoch_tokens is None or not rows.epoch_rows:
         return None, "nobody has counted the tokens of its rows with this model; a preview of its file does"

@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, Here, JobId, Limit
+from api.deps import After, App, JobId, Limit
 from api.errors import BadRequest, nearest, printable, responses
 from api.fields import QueryMoment, cell
 from api.http.body import json_body, read_body, read_json
@@ -70,8 +70,8 @@ _BODY = {
 )
 async def create_job(
     request: Request,
-    asking: Writing,
-    here: Here,
+    principal: Writing,
+    app: App,
     dry_run: Annotated[bool, Query(description="Check, resolve and plan the job, store nothing.")] = False,
     idempotency_key: Annotated[
         str | None,
@@ -90,10 +90,10 @@ async def create_job(
     In a dry run, ids that begin with `file-0000000000000000000000` stand for files that are not uploaded yet: a job is
     checked before its data goes over the wire.
     """
-    body = await read_body(request, here.settings.max_body_bytes)
+    body = await read_body(request, app.settings.max_body_bytes)
     sent = Submission(body, request.headers.get("content-type", ""), request.url.path, idempotency_key)
-    jobs = Jobs(here.database, here.settings, here.layout)
-    answer = await run_in_threadpool(jobs.create, asking, sent, dry_run=dry_run)
+    jobs = Jobs(app.database, app.settings, app.layout)
+    answer = await run_in_threadpool(jobs.create, principal, sent, dry_run=dry_run)
     headers = {"idempotency-replayed": "true"} if answer.replayed else {}
     if answer.status == 201:
         headers["location"] = answer.body["links"]["self"]
@@ -119,8 +119,8 @@ def _statuses(words: list[str]) -> list[Status]:
     responses=responses(400, 422),
 )
 def list_jobs(
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     status: Annotated[list[str] | None, Query(description="Only these; may be given several times.")] = None,
     name: Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00]*$", description="Only of this name.")] = None,
     created_after: Annotated[QueryMoment | None, Query(description="Only younger ones; ISO 8601.")] = None,
@@ -130,10 +130,10 @@ def list_jobs(
     """The project's jobs without their specs, newest first, a page at a time: ask again with `after` = `next` while
     `has_more`."""
     since = None if created_after is None else created_after.timestamp()
-    with here.database.read() as session:
+    with app.database.read() as session:
         page = queries.jobs_page(
             session,
-            asking.project_id,
+            principal.project_id,
             statuses=_statuses(status or []),
             name=name,
             created_after=since,
@@ -157,11 +157,11 @@ def list_jobs(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
+def show_job(job_id: JobId, principal: Reading, app: App) -> Response:
     """Status with its reason, progress, and in the end result or failure; while it waits, its place in the queue."""
-    with here.database.read() as session:
-        job = find(session, asking, job_id)
-        told = explain.job(session, desk(here), job)
+    with app.database.read() as session:
+        job = find(session, principal, job_id)
+        told = explain.job(session, desk(app), job)
         place = None if told is None else place_view(told)
         slots = cluster.held(session, [job.id]).get(job.id, [])
         tries = queries.training_attempts(session, [job.id]).get(job.id, 0)
@@ -176,13 +176,13 @@ def show_job(job_id: JobId, asking: Reading, here: Here) -> Response:
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.JobChange, {"priority": 5}),
 )
-async def change_job(request: Request, job_id: JobId, asking: Writing, here: Here) -> Response:
+async def change_job(request: Request, job_id: JobId, principal: Writing, app: App) -> Response:
     """A waiting job has its new place in the queue at once; what runs goes on. `spec` stays as it was submitted."""
-    wish = await read_json(request, schemas.JobChange, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.JobChange, app.settings.max_body_bytes)
 
     def write() -> dict[str, Any]:
-        with here.database.write() as session:
-            return schemas.job_view(priority.change(session, asking, job_id, wish.priority))
+        with app.database.write() as session:
+            return schemas.job_view(priority.change(session, principal, job_id, wish.priority))
 
     return JSONResponse(await run_in_threadpool(write))
 
@@ -194,14 +194,14 @@ async def change_job(request: Request, job_id: JobId, asking: Writing, here: Her
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def delete_job(job_id: JobId, asking: Writing, here: Here) -> Response:
+def delete_job(job_id: JobId, principal: Writing, app: App) -> Response:
     """Delete a job that has ended: its run folder with checkpoints, artifacts and logs, its events, metrics and spec.
 
     Its GPU time stays in `GET /usage`, uploaded files stay, and so do backups. Refused while the job has not ended,
     and while a retry of it that has not succeeded may go on from its checkpoints. Asking twice is fine.
     """
-    jobs = Jobs(here.database, here.settings, here.layout)
-    return JSONResponse(jobs.delete(asking, job_id, here.store))
+    jobs = Jobs(app.database, app.settings, app.layout)
+    return JSONResponse(jobs.delete(principal, job_id, app.store))
 
 
 @router.post(
@@ -211,9 +211,9 @@ def delete_job(job_id: JobId, asking: Writing, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 409, 410),
 )
-def cancel_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
+def cancel_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
     """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
-    return answer(here, asking, once, None, lambda session: schemas.job_view(cancel(session, asking, job_id)))
+    return answer(app, principal, once, None, lambda session: schemas.job_view(cancel(session, principal, job_id)))
 
 
 @router.post(
@@ -223,9 +223,9 @@ def cancel_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Respo
     response_class=JSONResponse,
     responses=responses(404, 409, 410),
 )
-def pause_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
+def pause_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
     """Free its slot and keep what it has done: the trainer writes a checkpoint and leaves. Asking twice is fine."""
-    return answer(here, asking, once, None, lambda session: schemas.job_view(pause(session, asking, job_id)))
+    return answer(app, principal, once, None, lambda session: schemas.job_view(pause(session, principal, job_id)))
 
 
 @router.post(
@@ -235,9 +235,9 @@ def pause_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Respon
     response_class=JSONResponse,
     responses=responses(404, 409, 410),
 )
-def resume_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
+def resume_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
     """Queue a paused job again. It goes on from its checkpoint and ends with the weights of an undisturbed run."""
-    return answer(here, asking, once, None, lambda session: schemas.job_view(resume(session, asking, job_id)))
+    return answer(app, principal, once, None, lambda session: schemas.job_view(resume(session, principal, job_id)))
 
 
 @router.post(
@@ -247,17 +247,17 @@ def resume_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Respo
     response_class=JSONResponse,
     responses=responses(404, 409, 410),
 )
-def retry_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Response:
+def retry_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
     """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
 
     Asked again while that job has not failed too, it answers that job.
     """
-    jobs = Jobs(here.database, here.settings, here.layout)
-    found = earlier(here, asking, once, None)
+    jobs = Jobs(app.database, app.settings, app.layout)
+    found = earlier(app, principal, once, None)
     if found is not None:
         return found
-    jobs.check_retry(asking, job_id)
-    return answer(here, asking, once, None, lambda session: jobs.retry(session, asking, job_id))
+    jobs.check_retry(principal, job_id)
+    return answer(app, principal, once, None, lambda session: jobs.retry(session, principal, job_id))
 
 
 @router.get(
@@ -279,8 +279,8 @@ def retry_job(job_id: JobId, asking: Writing, here: Here, once: Asked) -> Respon
 def job_metrics(
     request: Request,
     job_id: JobId,
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     names: Annotated[
         str | None, Query(max_length=2000, pattern=r"^[^\x00]*$", description="Only these, with commas between.")
     ] = None,
@@ -294,8 +294,8 @@ def job_metrics(
     several attempts did a step, the latest one's value stands.
     """
     wanted = [name for name in (names or "").split(",") if name]
-    with here.database.read() as session:
-        find(session, asking, job_id)
+    with app.database.read() as session:
+        find(session, principal, job_id)
         series = queries.metric_series(session, job_id, wanted)
     if points is not None:
         series = {name: queries.thin_out(values, points) for name, values in series.items()}
@@ -327,8 +327,8 @@ def job_metrics(
 )
 def job_logs(
     job_id: JobId,
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     attempt: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Default: the newest.")] = None,
     tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only so many lines, the last ones.")] = None,
     offset: Annotated[int | None, Query(ge=0, le=2**62, description="From this byte on, to follow.")] = None,
@@ -339,15 +339,15 @@ def job_logs(
     """
     if tail is not None and offset is not None:
         raise BadRequest("give `tail` or `offset`, not both", field="tail")
-    with here.database.read() as session:
-        newest = find(session, asking, job_id).attempt
+    with app.database.read() as session:
+        newest = find(session, principal, job_id).attempt
     if attempt is not None and attempt > newest:
         raise NotFound(f"the job has had {newest} attempts", field="attempt")
     number = attempt or newest
-    window = logs.Window("", 0, 0)
+    window = logs.LogWindow("", 0, 0)
     if number > 0:
-        run = here.layout.attempt(job_id, number).relative_to(here.layout.root)
-        window = logs.of_run(here.store, str(run), offset=offset, tail=tail)
+        run = app.layout.attempt(job_id, number).relative_to(app.layout.root)
+        window = logs.of_run(app.store, str(run), offset=offset, tail=tail)
     headers = {
         "x-log-attempt": str(number),
         "x-log-offset": str(window.offset),
@@ -364,10 +364,10 @@ def job_logs(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def list_artifacts(job_id: JobId, asking: Reading, here: Here) -> Response:
+def list_artifacts(job_id: JobId, principal: Reading, app: App) -> Response:
     """Adapter or model, model card, plots and records, each with size, SHA-256 and where to get it."""
-    with here.database.read() as session:
-        find(session, asking, job_id)
+    with app.database.read() as session:
+        find(session, principal, job_id)
         return JSONResponse({"data": [schemas.artifact_view(row) for row in queries.artifacts(session, job_id)]})
 
 
@@ -390,23 +390,23 @@ def get_artifact(
     request: Request,
     job_id: JobId,
     path: Annotated[str, Path(max_length=512, description="As listed.", examples=["adapter/adapter_config.json"])],
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
 ) -> Response:
     """One file, with `Range` to go on after an interruption; the ETag is the file's SHA-256."""
-    with here.database.read() as session:
-        find(session, asking, job_id)
+    with app.database.read() as session:
+        find(session, principal, job_id)
         if "\x00" in path:
             raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
         row = queries.find_artifact(session, job_id, path)
-    folder = here.layout.artifacts(job_id, row.attempt)
+    folder = app.layout.artifacts(job_id, row.attempt)
     file = folder / row.path
     if not file.resolve().is_relative_to(folder.resolve()):  # the list came from a child process
         raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
     return FileReply(
         request,
-        here.store,
-        str(file.relative_to(here.layout.root)),
+        app.store,
+        str(file.relative_to(app.layout.root)),
         size=row.bytes,
         sha256=row.sha256,
         filename=FilePath(row.path).name,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import select
 
 from api.auth.policy import Reading
-from api.deps import Here, JobId
+from api.deps import App, JobId
 from api.errors import responses
 from core.db.tables import Event, Job
 from core.errors import NotFound
@@ -68,16 +68,16 @@ class SampleList(BaseModel):
 )
 def job_samples(
     job_id: JobId,
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     step: Annotated[
         int | None,
         Query(ge=0, le=2**31 - 1, description="After this step. Default: the weights handed back, or the newest."),
     ] = None,
 ) -> Response:
     """The answers that `evaluation.samples` asks for: of the untrained model beside those of a later step."""
-    with here.database.read() as session:
-        job = find(session, asking, job_id)
+    with app.database.read() as session:
+        job = find(session, principal, job_id)
         query = select(Event.data).where(Event.job_id == job_id, Event.type == "samples").order_by(Event.seq)
         told = {data["step"]: data["samples"] for data in session.execute(query).scalars()}  # the latest attempt's word
         chosen = step if step is not None else _handed_back(job, told)

@@ -25,7 +25,7 @@ from core.jobs.admission import auto_method
 from core.jobs.lifecycle import deletion
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
 from core.jobs.policies import quotas, retention
-from core.jobs.policies.volume import Bounds
+from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import queries
 from core.plan.compatibility import check
 from core.settings import Settings
@@ -59,7 +59,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SubmitReply:
     status: int
     body: dict[str, Any]
     replayed: bool = False
@@ -73,7 +73,7 @@ class Jobs:
         self._settings = settings
         self._layout = layout
 
-    def create(self, actor: Actor, sent: Submission, *, dry_run: bool = False) -> Answer:
+    def create(self, actor: Actor, sent: Submission, *, dry_run: bool = False) -> SubmitReply:
         """Raises SpecError, NoSpace, BadRequest, UnsupportedMediaType, IdempotencyKeyReused; nothing is stored then."""
         key = None if sent.idempotency_key is None else idempotency.checked(sent.idempotency_key)
         document = decode(sent.body, sent.content_type)
@@ -85,14 +85,14 @@ class Jobs:
                 told = advice.notices(session, actor.project_id, checked, planned)
             resolved = checked.model_dump(mode="json")
             body = {"spec": resolved, "dry_run": True, "plan": planned, "plan_reason": words, "notices": told}
-            return Answer(200, body)
+            return SubmitReply(200, body)
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
         asked = sent.fingerprints(document)
         if key is not None:
             with self._database.read() as session:
                 known = idempotency.known(session, actor, key, *asked)
             if known is not None:
-                return Answer(*known, replayed=True)
+                return SubmitReply(*known, replayed=True)
         spec = self.resolved(actor, document)
         self._refuse_what_fits_nowhere(actor, spec)
         self._layout.require_space(self._settings.min_free_bytes)
@@ -103,15 +103,15 @@ class Jobs:
             if key is not None and not idempotency.take(session, actor, key, asked[0]):
                 known = idempotency.known(session, actor, key, *asked)
                 assert known is not None  # the row that kept us from taking the key
-                return Answer(*known, replayed=True)
+                return SubmitReply(*known, replayed=True)
             for field, source in _sources(spec):  # again, and held: nobody deletes them before the job is there
                 if isinstance(source, FileSource):
                     _file(session, actor, source, field, share=True)
-            job = submit(session, actor, spec, bounds=Bounds.of(self._settings))
+            job = submit(session, actor, spec, bounds=VolumeLimits.of(self._settings))
             body = job_view(job, training_attempts=0) | {"notices": told}
             if key is not None:
                 idempotency.keep(session, actor, key, body)
-            return Answer(201, body)
+            return SubmitReply(201, body)
 
     def check_retry(self, actor: Actor, job_id: str) -> None:
         """Before the transaction. Raises NotFound, NoSpace; SpecError where it fits nowhere."""
@@ -123,7 +123,7 @@ class Jobs:
 
     def retry(self, session: Session, actor: Actor, job_id: str) -> dict[str, Any]:
         """Try a failed or cancelled job again. Raises NotFound, Conflict; SpecError without its files."""
-        again = retry(session, actor, job_id, Bounds.of(self._settings))
+        again = retry(session, actor, job_id, VolumeLimits.of(self._settings))
         for field, source in _sources(JobSpec.model_validate(again.spec)):
             if isinstance(source, FileSource):
                 _file(session, actor, source, field, share=True)

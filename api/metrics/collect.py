@@ -18,9 +18,9 @@ from core.jobs.lifecycle.deletion import WAITS, wait_bucket
 from core.jobs.lifecycle.states import Status
 from core.jobs.policies import budget
 from core.jobs.scheduling import cluster
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.views import explain
-from core.jobs.views.explain import Desk
+from core.jobs.views.explain import QueueSettings
 
 EXPLAINED = 100
 """Waiting jobs of each phase whose reason is found out at a scrape; the others count under `not_looked_at`."""
@@ -32,10 +32,10 @@ OF_A_STEP = {
 }
 
 
-def collect(session: Session, desk: Desk) -> list[Family]:
+def collect(session: Session, desk: QueueSettings) -> list[Family]:
     names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
     now = float(session.execute(select(db_now())).scalar_one())
-    seats = [seat for seat in cluster.seats(session, now, desk.silent_after) if seat.slot.phase == "train"]
+    seats = [seat for seat in cluster.slot_states(session, now, desk.silent_after) if seat.slot.phase == "train"]
     build = Family("eft_build_info", "gauge", "1; its label says which version answers")
     build.add(1, version=__version__)
     return [
@@ -78,7 +78,7 @@ def _jobs(session: Session, names: dict[str, str]) -> list[Family]:
     return [jobs, waits]
 
 
-def _queue(session: Session, desk: Desk, names: dict[str, str]) -> Family:
+def _queue(session: Session, desk: QueueSettings, names: dict[str, str]) -> Family:
     """By what keeps them: the codes of `GET /queue`."""
     family = Family("eft_queue_jobs", "gauge", "Waiting jobs by project, what they wait to do, and why")
     phase = case((Job.prepared.is_(None), "prepare"), else_="train")
@@ -103,7 +103,7 @@ def _queue(session: Session, desk: Desk, names: dict[str, str]) -> Family:
     return family
 
 
-def _gpus(seats: Sequence[Seat]) -> list[Family]:
+def _gpus(seats: Sequence[SlotState]) -> list[Family]:
     """`gpu` is the name that `eft gpu` takes. CPU slots are there too: a box without GPUs trains on them."""
     memory = Family("eft_gpu_memory_bytes", "gauge", "Memory of a GPU; 0 for a CPU slot")
     in_use = Family("eft_gpu_in_use", "gauge", "1 while a job of eft has the slot")
@@ -125,9 +125,9 @@ def _gpus(seats: Sequence[Seat]) -> list[Family]:
     return [memory, in_use, state, outside, busy, used]
 
 
-def _running(session: Session, names: dict[str, str], seats: Sequence[Seat]) -> list[Family]:
+def _running(session: Session, names: dict[str, str], seats: Sequence[SlotState]) -> list[Family]:
     """Of jobs whose trainer is at work; their series end with it. `gpu` is the first of its slots, that of rank 0."""
-    of_job: dict[str, list[Seat]] = {}
+    of_job: dict[str, list[SlotState]] = {}
     for seat in seats:
         if seat.busy is not None:
             of_job.setdefault(seat.busy, []).append(seat)
@@ -167,7 +167,7 @@ def _nodes(session: Session, now: float) -> Family:
     return family
 
 
-def _disk(session: Session, desk: Desk) -> list[Family]:
+def _disk(session: Session, desk: QueueSettings) -> list[Family]:
     """Measured by the leading worker every ten minutes, where there are budgets about every half."""
     used = Family("eft_disk_bytes", "gauge", "What the data root holds, by kind")
     limits = Family("eft_disk_budget_bytes", "gauge", "Budgets of the data root (EFT_DISK_BUDGET_…)")

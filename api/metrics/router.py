@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from api.auth.policy import Scraping
-from api.deps import Here
+from api.deps import App
 from api.errors import responses
 from api.metrics.collect import collect
 from api.metrics.exposition import CONTENT_TYPE, Family, page
@@ -35,13 +35,13 @@ eft_jobs{project="voice",status="running"} 2
         **responses(),
     },
 )
-def metrics(asking: Scraping, here: Here) -> Response:
+def metrics(principal: Scraping, app: App) -> Response:
     """Queue, waits, jobs, GPUs, running jobs, nodes and notices from the database, the same whichever API process
     answers; and the latencies of this process. It names all projects, so it is for admins of the box:
     with a key of scope `metrics`, which allows this and nothing else."""
     began = time.monotonic()
-    with here.database.read() as session:
-        families = collect(session, desk(here))
+    with app.database.read() as session:
+        families = collect(session, desk(app))
     took = Family("eft_scrape_seconds", "gauge", "What this scrape took to read the database")
     took.add(time.monotonic() - began)
-    return Response(page([*families, here.latencies.family(), took]), media_type=CONTENT_TYPE)
+    return Response(page([*families, app.latencies.family(), took]), media_type=CONTENT_TYPE)

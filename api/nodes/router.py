@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
-from api.deps import Here, Installation
+from api.deps import App, AppState
 from api.errors import responses
 from api.fields import shown
 from api.http.once import Asked, answer
@@ -39,12 +39,12 @@ Reason = Annotated[
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_nodes(asking: ReadingOrOperating, here: Here) -> Response:
+def list_nodes(principal: ReadingOrOperating, app: App) -> Response:
     """The boxes of this installation, their slots, and which of them are drained."""
-    with here.database.read() as session:
+    with app.database.read() as session:
         boxes = nodes.boxes(session)
-    lease = here.settings.lease_seconds
-    return JSONResponse({"data": [schemas.node_view(box, asking.project_id, lease) for box in boxes]})
+    lease = app.settings.lease_seconds
+    return JSONResponse({"data": [schemas.node_view(box, principal.project_id, lease) for box in boxes]})
 
 
 @router.get(
@@ -54,10 +54,10 @@ def list_nodes(asking: ReadingOrOperating, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def show_node(name: Name, asking: ReadingOrOperating, here: Here) -> Response:
+def show_node(name: Name, principal: ReadingOrOperating, app: App) -> Response:
     """Its slots with what they hold, its last sign of life, and whether it is drained."""
-    with here.database.read() as session:
-        return JSONResponse(_view(session, name, asking, here))
+    with app.database.read() as session:
+        return JSONResponse(_view(session, name, principal, app))
 
 
 @router.post(
@@ -67,17 +67,17 @@ def show_node(name: Name, asking: ReadingOrOperating, here: Here) -> Response:
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def drain_node(name: Name, asking: Operating, here: Here, once: Asked, reason: Reason = "") -> Response:
+def drain_node(name: Name, principal: Operating, app: App, once: Asked, reason: Reason = "") -> Response:
     """Claim nothing more on this node, and hand back what runs there: each trainer writes a checkpoint at its running
     micro-step, and its job goes on elsewhere, or here after `undrain`. It holds until then, also over restarts of the
     worker. The state is `drained` once nothing runs any more. Asking twice is fine.
     """
 
     def drain(session: Session) -> dict[str, Any]:
-        nodes.drain(session, asking, name, reason)
-        return _view(session, name, asking, here)
+        nodes.drain(session, principal, name, reason)
+        return _view(session, name, principal, app)
 
-    return answer(here, asking, once, None, drain)
+    return answer(app, principal, once, None, drain)
 
 
 @router.post(
@@ -87,17 +87,17 @@ def drain_node(name: Name, asking: Operating, here: Here, once: Asked, reason: R
     response_class=JSONResponse,
     responses=responses(404, 422),
 )
-def undrain_node(name: Name, asking: Operating, here: Here, once: Asked) -> Response:
+def undrain_node(name: Name, principal: Operating, app: App, once: Asked) -> Response:
     """It claims jobs again. Asking twice is fine."""
 
     def undrain(session: Session) -> dict[str, Any]:
-        nodes.undrain(session, asking, name)
-        return _view(session, name, asking, here)
+        nodes.undrain(session, principal, name)
+        return _view(session, name, principal, app)
 
-    return answer(here, asking, once, None, undrain)
+    return answer(app, principal, once, None, undrain)
 
 
-def _view(session: Session, name: str, asking: Actor, here: Installation) -> dict[str, Any]:
+def _view(session: Session, name: str, principal: Actor, app: AppState) -> dict[str, Any]:
     session.expire_all()
     (box,) = nodes.boxes(session, name)
-    return schemas.node_view(box, asking.project_id, here.settings.lease_seconds)
+    return schemas.node_view(box, principal.project_id, app.settings.lease_seconds)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from api.jobs.schemas import iso
-from core.jobs.policies.nodes import Box
+from core.jobs.policies.nodes import NodeStatus
 
 _NODE: dict[str, Any] = {
     "name": "box-1",
@@ -69,7 +69,7 @@ class NodeList(BaseModel):
     data: list[NodeView]
 
 
-def node_view(box: Box, project_id: str, lease_seconds: float) -> dict[str, Any]:
+def node_view(box: NodeStatus, project_id: str, lease_seconds: float) -> dict[str, Any]:
     """A drained node stays that when its worker has gone: it was told to."""
     node, held = box.node, dict(box.holds)
     described = [(str(slot["id"]), str(slot["kind"]), slot.get("quarantined")) for slot in node.slots]

@@ -40,7 +40,7 @@ class NotAllowed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WebhookTarget:
     """A URL in its parts."""
 
     secure: bool
@@ -57,7 +57,7 @@ class Target:
         return f"{'https' if self.secure else 'http'}://{host}{port}"
 
 
-def parse(url: str) -> Target:
+def parse(url: str) -> WebhookTarget:
     """Raises NotAllowed for what is no plain http(s) URL."""
     if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
         raise NotAllowed("a URL has printable ASCII characters; write other names as `xn--…`")
@@ -76,10 +76,10 @@ def parse(url: str) -> Target:
         raise NotAllowed("leave the part behind `#` out of the URL; it is never sent")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Target(secure, parts.hostname.rstrip("."), port or (443 if secure else 80), path)
+    return WebhookTarget(secure, parts.hostname.rstrip("."), port or (443 if secure else 80), path)
 
 
-def resolve(target: Target, allow: Sequence[str], lookup: Lookup = socket.getaddrinfo) -> list[tuple[int, Any]]:
+def resolve(target: WebhookTarget, allow: Sequence[str], lookup: Lookup = socket.getaddrinfo) -> list[tuple[int, Any]]:
     """(family, socket address) of each address that the host has now; to these and no others it is connected then.
 
     Raises NotAllowed when one of them is not to be reached, and OSError when there is none.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.notices.addresses import Lookup, NotAllowed, Target, parse, resolve
+from api.notices.addresses import Lookup, NotAllowed, WebhookTarget, parse, resolve
 
 MOST_BYTES = 4096
 """Of an answer's body: nobody looks at it; a connection that is read empty ends in peace."""
@@ -20,7 +20,7 @@ MOST_ADDRESSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WebhookReply:
     """What a target made of it."""
 
     status: int | None
@@ -81,7 +81,7 @@ def post(
     allow: Sequence[str],
     seconds: float,
     lookup: Lookup = socket.getaddrinfo,
-) -> Answer:
+) -> WebhookReply:
     """Never raises for what the target, its name or the way there does."""
     watch = _Watch(seconds)
     sock: socket.socket | None = None
@@ -90,25 +90,25 @@ def post(
         sock = _connect(target, resolve(target, allow, lookup), watch)
         return _exchange(target, sock, watch, headers, body)
     except NotAllowed as error:
-        return Answer(None, str(error))
+        return WebhookReply(None, str(error))
     except socket.gaierror as error:
-        return Answer(None, f"the name cannot be looked up: {error.strerror}")
+        return WebhookReply(None, f"the name cannot be looked up: {error.strerror}")
     except TimeoutError:
-        return Answer(None, f"no answer within {seconds:g} s")
+        return WebhookReply(None, f"no answer within {seconds:g} s")
     except ssl.SSLCertVerificationError as error:
-        return Answer(None, f"its certificate is not good: {error.verify_message}")
+        return WebhookReply(None, f"its certificate is not good: {error.verify_message}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         if watch.rang:
-            return Answer(None, f"no answer within {seconds:g} s")
+            return WebhookReply(None, f"no answer within {seconds:g} s")
         words = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        return Answer(None, f"the connection failed: {words}"[:200])
+        return WebhookReply(None, f"the connection failed: {words}"[:200])
     finally:
         watch.stop()
         if sock is not None:
             sock.close()
 
 
-def _connect(target: Target, addresses: Sequence[tuple[int, Any]], watch: _Watch) -> socket.socket:
+def _connect(target: WebhookTarget, addresses: Sequence[tuple[int, Any]], watch: _Watch) -> socket.socket:
     failure: OSError = OSError("the name has no address")
     for family, address in addresses[:MOST_ADDRESSES]:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -131,7 +131,9 @@ def _connect(target: Target, addresses: Sequence[tuple[int, Any]], watch: _Watch
     raise failure
 
 
-def _exchange(target: Target, sock: socket.socket, watch: _Watch, headers: Mapping[str, str], body: bytes) -> Answer:
+def _exchange(
+    target: WebhookTarget, sock: socket.socket, watch: _Watch, headers: Mapping[str, str], body: bytes
+) -> WebhookReply:
     """`Host` and the name of the certificate stay the URL's; http.client opens no connection where there is one."""
     kind = http.client.HTTPSConnection if target.secure else http.client.HTTPConnection
     connection = kind(target.host, target.port)
@@ -149,4 +151,4 @@ def _exchange(target: Target, sock: socket.socket, watch: _Watch, headers: Mappi
         error = f"answered {status}; redirects are not followed"
     elif not 200 <= status < 300:
         error = f"answered {status}"
-    return Answer(status, error, float(waits) if waits.isdecimal() and len(waits) < 7 else None)
+    return WebhookReply(status, error, float(waits) if waits.isdecimal() and len(waits) < 7 else None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import delete, func, select, text, update
 from sqlalchemy.orm import Session
 
-from api.notices.post import Answer
+from api.notices.post import WebhookReply
 from core.db.engine import db_now
 from core.db.tables import Delivery, Webhook
 from core.jobs.policies import audit
@@ -30,7 +30,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetrySchedule:
     """The schedule."""
 
     waits: Sequence[float]
@@ -62,7 +62,7 @@ def due(session: Session, busy: Collection[str], limit: int) -> list[Due]:
     return found
 
 
-def settle(session: Session, sent: Due, answer: Answer, patience: Patience) -> None:
+def settle(session: Session, sent: Due, answer: WebhookReply, patience: RetrySchedule) -> None:
     """Write down what became of an attempt, unless somebody else has by now."""
     delivery, attempts = sent.delivery, sent.delivery.attempts + 1
     hook = session.execute(

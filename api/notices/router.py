@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Managing, Principal, Reading
-from api.deps import After, Here, Installation, Limit
+from api.deps import After, App, AppState, Limit
 from api.errors import printable, responses
 from api.http.body import json_body, read_json
 from api.http.once import Asked, Once, answer, earlier
@@ -52,10 +52,10 @@ DeliveryId = Annotated[str, Depends(_delivery_id)]
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_webhooks(asking: Reading, here: Here) -> Response:
+def list_webhooks(principal: Reading, app: App) -> Response:
     """The project's, oldest first. Of their URLs only the origins are shown, and no secrets."""
-    with here.database.read() as session:
-        found = service.listed(session, asking)
+    with app.database.read() as session:
+        found = service.listed(session, principal)
     return JSONResponse({"data": [schemas.webhook_view(webhook) for webhook in found]})
 
 
@@ -68,16 +68,16 @@ def list_webhooks(asking: Reading, here: Here) -> Response:
     responses=responses(409, 413, 415, 422),
     openapi_extra=json_body(schemas.WebhookWish, schemas.WISH),
 )
-async def create_webhook(request: Request, asking: Managing, here: Here, once: Asked) -> Response:
+async def create_webhook(request: Request, principal: Managing, app: App, once: Asked) -> Response:
     """The reply has the secret, this once. Targets that are not at public addresses are refused, here and again at each
     attempt, unless the administrator allows them (docs/notices.md)."""
-    wish = await read_json(request, schemas.WebhookWish, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.WebhookWish, app.settings.max_body_bytes)
     document = wish.model_dump(mode="json")
-    found = await run_in_threadpool(_room, here, asking, once, document)
+    found = await run_in_threadpool(_room, app, principal, once, document)
     if found is not None:
         return found
-    await here.lookups.check(asking.project_id, wish.url, here.settings.webhook_allow)
-    return await run_in_threadpool(_create, here, asking, once, document, wish)
+    await app.lookups.check(principal.project_id, wish.url, app.settings.webhook_allow)
+    return await run_in_threadpool(_create, app, principal, once, document, wish)
 
 
 @router.get(
@@ -87,10 +87,10 @@ async def create_webhook(request: Request, asking: Managing, here: Here, once: A
     response_class=JSONResponse,
     responses=responses(404),
 )
-def show_webhook(webhook_id: WebhookId, asking: Reading, here: Here) -> Response:
+def show_webhook(webhook_id: WebhookId, principal: Reading, app: App) -> Response:
     """What it is told of, and whether it is failing or disabled, and why."""
-    with here.database.read() as session:
-        return JSONResponse(schemas.webhook_view(service.find(session, asking, webhook_id)))
+    with app.database.read() as session:
+        return JSONResponse(schemas.webhook_view(service.find(session, principal, webhook_id)))
 
 
 @router.delete(
@@ -100,10 +100,10 @@ def show_webhook(webhook_id: WebhookId, asking: Reading, here: Here) -> Response
     response_class=JSONResponse,
     responses=responses(404),
 )
-def delete_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Response:
+def delete_webhook(webhook_id: WebhookId, principal: Managing, app: App) -> Response:
     """Nothing is sent there any more; its deliveries are deleted with it."""
-    with here.database.write() as session:
-        return JSONResponse(schemas.webhook_view(service.remove(session, asking, webhook_id)))
+    with app.database.write() as session:
+        return JSONResponse(schemas.webhook_view(service.remove(session, principal, webhook_id)))
 
 
 @router.post(
@@ -116,18 +116,18 @@ def delete_webhook(webhook_id: WebhookId, asking: Managing, here: Here) -> Respo
 )
 def rotate_webhook(
     webhook_id: WebhookId,
-    asking: Managing,
-    here: Here,
+    principal: Managing,
+    app: App,
     once: Asked,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old secret signs, too.")] = 24.0,
 ) -> Response:
     """A new secret; the reply has it, this once. During the overlap each notice has a signature of either."""
 
     def make(session: Session) -> dict[str, Any]:
-        webhook, secret = service.rotate(session, asking, webhook_id, overlap_hours * 3600)
+        webhook, secret = service.rotate(session, principal, webhook_id, overlap_hours * 3600)
         return {**schemas.webhook_view(webhook), "secret": secret}
 
-    return answer(here, asking, once, None, make, status=201, headers=NO_STORE, secret="secret")  # noqa: S106
+    return answer(app, principal, once, None, make, status=201, headers=NO_STORE, secret="secret")  # noqa: S106
 
 
 @router.post(
@@ -137,10 +137,10 @@ def rotate_webhook(
     response_class=JSONResponse,
     responses=responses(404),
 )
-def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: Asked) -> Response:
+def enable_webhook(webhook_id: WebhookId, principal: Managing, app: App, once: Asked) -> Response:
     """One that was disabled, by 410 Gone or by days of failure. Dead letters stay until they are sent again."""
     return answer(
-        here, asking, once, None, lambda session: schemas.webhook_view(service.enable(session, asking, webhook_id))
+        app, principal, once, None, lambda session: schemas.webhook_view(service.enable(session, principal, webhook_id))
     )
 
 
@@ -152,13 +152,13 @@ def enable_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: As
     response_class=JSONResponse,
     responses=responses(404, 409),
 )
-def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: Asked) -> Response:
+def test_webhook(webhook_id: WebhookId, principal: Managing, app: App, once: Asked) -> Response:
     """A notice of type `webhook.test`, sent as any other: look at its deliveries for what became of it."""
 
     def send(session: Session) -> dict[str, Any]:
-        return schemas.delivery_view(service.test(session, asking, webhook_id))
+        return schemas.delivery_view(service.test(session, principal, webhook_id))
 
-    return answer(here, asking, once, None, send, status=201)
+    return answer(app, principal, once, None, send, status=201)
 
 
 @router.get(
@@ -170,15 +170,15 @@ def test_webhook(webhook_id: WebhookId, asking: Managing, here: Here, once: Aske
 )
 def list_deliveries(
     webhook_id: WebhookId,
-    asking: Reading,
-    here: Here,
+    principal: Reading,
+    app: App,
     state: Annotated[Literal["pending", "delivered", "dead"] | None, Query(description="Only these.")] = None,
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
     """Newest first, with the outcome of the last attempt; `state=dead` are those that were given up."""
-    with here.database.read() as session:
-        page = service.deliveries(session, asking, webhook_id, state=state, after=after, limit=limit)
+    with app.database.read() as session:
+        page = service.deliveries(session, principal, webhook_id, state=state, after=after, limit=limit)
     following = page.items[-1].id if page.has_more else None
     data = [schemas.delivery_view(delivery) for delivery in page.items]
     return JSONResponse({"data": data, "has_more": page.has_more, "next": following})
@@ -192,33 +192,33 @@ def list_deliveries(
     responses=responses(404, 409),
 )
 def resend_delivery(
-    webhook_id: WebhookId, delivery_id: DeliveryId, asking: Managing, here: Here, once: Asked
+    webhook_id: WebhookId, delivery_id: DeliveryId, principal: Managing, app: App, once: Asked
 ) -> Response:
     """Now, and then by the schedule from its beginning; with the same `webhook-id`, so receivers can tell."""
 
     def send(session: Session) -> dict[str, Any]:
-        return schemas.delivery_view(service.resend(session, asking, webhook_id, delivery_id))
+        return schemas.delivery_view(service.resend(session, principal, webhook_id, delivery_id))
 
-    return answer(here, asking, once, None, send)
+    return answer(app, principal, once, None, send)
 
 
-def _room(here: Installation, asking: Principal, once: Once, document: Any) -> Response | None:
+def _room(app: AppState, principal: Principal, once: Once, document: Any) -> Response | None:
     """The answer of before. Raises Conflict where there is none and the project has its webhooks."""
-    found = earlier(here, asking, once, document, secret="secret")  # noqa: S106
+    found = earlier(app, principal, once, document, secret="secret")  # noqa: S106
     if found is None:
-        with here.database.read() as session:
-            service.require_room(session, asking)
+        with app.database.read() as session:
+            service.require_room(session, principal)
     return found
 
 
-def _create(here: Installation, asking: Principal, once: Once, document: Any, wish: schemas.WebhookWish) -> Response:
+def _create(app: AppState, principal: Principal, once: Once, document: Any, wish: schemas.WebhookWish) -> Response:
     def make(session: Session) -> dict[str, Any]:
-        webhook, secret = service.create(session, asking, wish)
+        webhook, secret = service.create(session, principal, wish)
         return {**schemas.webhook_view(webhook), "secret": secret}
 
     return answer(
-        here,
-        asking,
+        app,
+        principal,
         once,
         document,
         make,

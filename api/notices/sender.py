@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from api.notices import queue
 from api.notices.addresses import Lookup
 from api.notices.post import post
-from api.notices.queue import DAY, Due, Patience
+from api.notices.queue import DAY, Due, RetrySchedule
 from api.notices.render import message, valid
 from core.db.engine import Database
 from core.ids import new_id
@@ -44,7 +44,7 @@ class Sender:
         self._holder = new_id("api")
         self._lead_seconds = max(3.0, 2 * settings.webhook_timeout_seconds)
         self._leads_until = self._next_forget = 0.0
-        self._patience = Patience(settings.webhook_retry_seconds, settings.webhook_disable_days * DAY)
+        self._patience = RetrySchedule(settings.webhook_retry_seconds, settings.webhook_disable_days * DAY)
         self._site = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
         self._lock = threading.Lock()
         self._busy: dict[str, threading.Thread] = {}

@@ -19,7 +19,7 @@ from core.ids import new_id
 from core.jobs import deliveries as notices
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
-from core.jobs.views.queries import Page, UnknownCursor
+from core.jobs.views.queries import ResultPage, UnknownCursor
 
 MOST = 20
 """Webhooks of one project."""
@@ -27,22 +27,22 @@ MOST_SECRETS = 3
 """That sign at the same time."""
 
 
-def require_room(session: Session, asking: Principal) -> None:
+def require_room(session: Session, principal: Principal) -> None:
     """Raises Conflict when the project has MOST already."""
-    count = session.execute(select(func.count()).where(Webhook.project_id == asking.project_id)).scalar_one()
+    count = session.execute(select(func.count()).where(Webhook.project_id == principal.project_id)).scalar_one()
     if count >= MOST:
         raise Conflict(f"a project has at most {MOST} webhooks; delete one", code="too_many")
 
 
-def create(session: Session, asking: Principal, wish: WebhookWish) -> tuple[Webhook, str | None]:
+def create(session: Session, principal: Principal, wish: WebhookWish) -> tuple[Webhook, str | None]:
     """With its secret. Raises Conflict when the project has MOST already."""
-    session.execute(select(Project.id).where(Project.id == asking.project_id).with_for_update())  # one at a time
-    require_room(session, asking)
+    session.execute(select(Project.id).where(Project.id == principal.project_id).with_for_update())  # one at a time
+    require_room(session, principal)
     secret = new_secret() if wish.kind == "standard" else None
     webhook = Webhook(
         id=new_id("hook"),
-        owner_id=asking.user_id,
-        project_id=asking.project_id,
+        owner_id=principal.user_id,
+        project_id=principal.project_id,
         name=wish.name,
         kind=wish.kind,
         url=wish.url,
@@ -54,7 +54,7 @@ def create(session: Session, asking: Principal, wish: WebhookWish) -> tuple[Webh
     session.flush()
     session.refresh(webhook)
     told = {"name": wish.name, "kind": wish.kind, "origin": parse(wish.url).origin, "events": webhook.events}
-    audit.record(session, asking, "webhook.create", webhook.id, told)
+    audit.record(session, principal, "webhook.create", webhook.id, told)
     return webhook, secret
 
 
@@ -92,18 +92,18 @@ def unknown(session: Session, actor: Actor, webhook_ids: Sequence[str]) -> list[
     return [webhook_id for webhook_id in webhook_ids if webhook_id not in known]
 
 
-def remove(session: Session, asking: Principal, webhook_id: str) -> Webhook:
+def remove(session: Session, principal: Principal, webhook_id: str) -> Webhook:
     """With all that was and is to be delivered to it."""
-    webhook = find(session, asking, webhook_id, lock="delete")
+    webhook = find(session, principal, webhook_id, lock="delete")
     session.execute(delete(Delivery).where(Delivery.webhook_id == webhook_id))
     session.delete(webhook)
-    audit.record(session, asking, "webhook.delete", webhook_id, {"name": webhook.name})
+    audit.record(session, principal, "webhook.delete", webhook_id, {"name": webhook.name})
     return webhook
 
 
-def rotate(session: Session, asking: Principal, webhook_id: str, overlap_seconds: float) -> tuple[Webhook, str]:
+def rotate(session: Session, principal: Principal, webhook_id: str, overlap_seconds: float) -> tuple[Webhook, str]:
     """A new secret; the others sign as well for `overlap_seconds` more. Raises Conflict for a chat."""
-    webhook = find(session, asking, webhook_id, lock="change")
+    webhook = find(session, principal, webhook_id, lock="change")
     if webhook.kind == "chat":
         raise Conflict("a chat checks no signature; make a new webhook there if its URL has leaked", code="no_secret")
     now = float(session.execute(select(db_now())).scalar_one())
@@ -114,31 +114,31 @@ def rotate(session: Session, asking: Principal, webhook_id: str, overlap_seconds
         if overlap_seconds > 0 and one["secret"] in valid(webhook.secrets, now)
     ]
     webhook.secrets = [{"secret": secret, "until": None}, *before][:MOST_SECRETS]
-    audit.record(session, asking, "webhook.rotate", webhook_id, {"old_secret_ends_at": ends})
+    audit.record(session, principal, "webhook.rotate", webhook_id, {"old_secret_ends_at": ends})
     return webhook, secret
 
 
-def enable(session: Session, asking: Principal, webhook_id: str) -> Webhook:
+def enable(session: Session, principal: Principal, webhook_id: str) -> Webhook:
     """Asking twice is fine. Dead letters stay until they are sent again."""
-    webhook = find(session, asking, webhook_id, lock="change")
+    webhook = find(session, principal, webhook_id, lock="change")
     if webhook.disabled_at is not None:
         webhook.disabled_at = webhook.disabled_reason = webhook.failing_since = None
-        audit.record(session, asking, "webhook.enable", webhook_id)
+        audit.record(session, principal, "webhook.enable", webhook_id)
     return webhook
 
 
-def test(session: Session, asking: Principal, webhook_id: str) -> Delivery:
+def test(session: Session, principal: Principal, webhook_id: str) -> Delivery:
     """Raises Conflict for one that is disabled."""
-    webhook = _enabled(find(session, asking, webhook_id, lock="change"))
+    webhook = _enabled(find(session, principal, webhook_id, lock="change"))
     data = {"webhook": webhook_id, "name": webhook.name}
-    delivery_id = notices.write(session, asking.user_id, asking.project_id, webhook_id, notices.TEST, data)
-    audit.record(session, asking, "webhook.test", webhook_id)
+    delivery_id = notices.write(session, principal.user_id, principal.project_id, webhook_id, notices.TEST, data)
+    audit.record(session, principal, "webhook.test", webhook_id)
     return session.get_one(Delivery, delivery_id)
 
 
 def deliveries(
     session: Session, actor: Actor, webhook_id: str, *, state: str | None, after: str | None, limit: int
-) -> Page[Delivery]:
+) -> ResultPage[Delivery]:
     """Newest first. Raises NotFound, UnknownCursor."""
     find(session, actor, webhook_id)
     query = select(Delivery).where(Delivery.webhook_id == webhook_id)
@@ -149,12 +149,12 @@ def deliveries(
             raise UnknownCursor("`after` is not the id of a delivery in this list", field="after")
         query = query.where(Delivery.id < after)
     rows = session.execute(query.order_by(Delivery.id.desc()).limit(limit + 1)).scalars().all()
-    return Page(list(rows[:limit]), len(rows) > limit)
+    return ResultPage(list(rows[:limit]), len(rows) > limit)
 
 
-def resend(session: Session, asking: Principal, webhook_id: str, delivery_id: str) -> Delivery:
+def resend(session: Session, principal: Principal, webhook_id: str, delivery_id: str) -> Delivery:
     """From the first attempt on, under the same id. One that waits is tried now. Raises NotFound, Conflict."""
-    webhook = _enabled(find(session, asking, webhook_id, lock="change"))
+    webhook = _enabled(find(session, principal, webhook_id, lock="change"))
     again = session.execute(
         update(Delivery)
         .where(Delivery.id == delivery_id, Delivery.webhook_id == webhook.id)
@@ -163,7 +163,7 @@ def resend(session: Session, asking: Principal, webhook_id: str, delivery_id: st
     ).one_or_none()
     if again is None:
         raise NotFound(f"there is no delivery `{delivery_id[:60]}` of this webhook", field="delivery_id")
-    audit.record(session, asking, "webhook.resend", webhook_id, {"delivery": delivery_id})
+    audit.record(session, principal, "webhook.resend", webhook_id, {"delivery": delivery_id})
     return session.execute(
         select(Delivery).where(Delivery.id == delivery_id).execution_options(populate_existing=True)
     ).scalar_one()

@@ -11,8 +11,8 @@ from api.fields import Moment, Name, Slot, Words
 from api.http.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import Hold, Maintenance
-from core.jobs.policies.holds import Held
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.policies.holds import NamedHold
+from core.jobs.scheduling.cluster import SlotState
 
 _JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 
@@ -127,7 +127,7 @@ class SpanList(BaseModel):
     data: list[SpanView]
 
 
-def gpu_view(seat: Seat, project_id: str) -> dict[str, Any]:
+def gpu_view(seat: SlotState, project_id: str) -> dict[str, Any]:
     slot = seat.slot
     return {
         "gpu": seat.label,
@@ -203,7 +203,7 @@ class HoldList(BaseModel):
     data: list[HoldView]
 
 
-def hold_view(held: Held, labels: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def hold_view(held: NamedHold, labels: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     row: Hold = held.hold
     return {
         "gpu": labels.get((row.node, row.slot), f"{row.node}/{row.slot}"),

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, Principal, ReadingOrOperating, Writing
-from api.deps import Here, Installation
+from api.deps import App, AppState
 from api.errors import responses
 from api.http.body import json_body, read_json
 from api.http.once import Asked, Once, answer
@@ -30,12 +30,12 @@ router = APIRouter(tags=["queue"])
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_gpus(asking: ReadingOrOperating, here: Here) -> Response:
+def list_gpus(principal: ReadingOrOperating, app: App) -> Response:
     """Every slot that trains: what it is, whether it is free, and if not, who has it: a job, a hold, somebody's own
     process outside eft (with its number and user)."""
-    with here.database.read() as session:
-        seats = cluster.seats(session, _now(session), here.settings.lease_seconds)
-    data = [schemas.gpu_view(seat, asking.project_id) for seat in seats if seat.slot.phase == "train"]
+    with app.database.read() as session:
+        seats = cluster.slot_states(session, _now(session), app.settings.lease_seconds)
+    data = [schemas.gpu_view(seat, principal.project_id) for seat in seats if seat.slot.phase == "train"]
     return JSONResponse({"data": data})
 
 
@@ -47,23 +47,23 @@ def list_gpus(asking: ReadingOrOperating, here: Here) -> Response:
     responses=responses(404, 409, 422),
 )
 def gpu_history(
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     gpu: Annotated[str, Query(max_length=400, pattern=r"^[^\x00]+$", description="NODE/INDEX: see `GET /gpus`.")],
     limit: Annotated[int, Query(ge=1, le=1000, description="Spans.")] = 100,
 ) -> Response:
     """What it was used for, newest first: jobs and holds."""
-    with here.database.read() as session:
+    with app.database.read() as session:
         one = holds.place(session, gpu, "gpu")
         spans = cluster.history(session, one.node, one.slot, limit)
     data = []
     for span in spans:
-        shown = span.what != "job" or span.project_id == asking.project_id
+        shown = span.what != "job" or span.project_id == principal.project_id
         data.append(
             {
                 "what": span.what,
                 "job": span.job_id if shown else None,
-                "by": span.user if shown or asking.operates else None,
+                "by": span.user if shown or principal.operates else None,
                 "why": span.why,
                 "since": iso(span.began),
                 "until": iso(span.ended),
@@ -79,9 +79,9 @@ def gpu_history(
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_holds(asking: ReadingOrOperating, here: Here) -> Response:
+def list_holds(principal: ReadingOrOperating, app: App) -> Response:
     """GPUs that are held or drained now: for whom, until when, why."""
-    with here.database.read() as session:
+    with app.database.read() as session:
         return JSONResponse({"data": _shown(session, holds.active(session, _now(session)))})
 
 
@@ -97,16 +97,16 @@ def list_holds(asking: ReadingOrOperating, here: Here) -> Response:
         {"gpus": ["box/cpu"], "until": None, "for": "bob", "why": "notebook", "now": False},
     ),
 )
-async def hold_gpus(request: Request, asking: Writing, here: Here, once: Asked) -> Response:
+async def hold_gpus(request: Request, principal: Writing, app: App, once: Asked) -> Response:
     """Leave GPUs to somebody: nothing is claimed on them until then. All of them are held, or none.
 
     On a busy GPU it counts from the end of its job on; with `now` the job writes a checkpoint and goes on elsewhere.
     Only an admin of the box may hold GPUs without an end. A hold of anybody else lasts at most EFT_HOLD_HOURS, on at
     most EFT_HOLD_SLOTS GPUs at once.
     """
-    wish = await read_json(request, schemas.NewHold, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.NewHold, app.settings.max_body_bytes)
     until = None if wish.until is None else wish.until.timestamp()
-    return await _held(here, asking, once, wish, "hold", wish.held_for, until, wish.now)
+    return await _held(app, principal, once, wish, "hold", wish.held_for, until, wish.now)
 
 
 @router.post(
@@ -117,11 +117,11 @@ async def hold_gpus(request: Request, asking: Writing, here: Here, once: Asked) 
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.NewDrain, {"gpus": ["box/cpu"], "why": "a new fan"}),
 )
-async def drain_gpus(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
+async def drain_gpus(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """Take GPUs out of service as `POST /nodes/{name}/drain` does whole nodes: what runs there writes a checkpoint and
     goes on elsewhere; nothing is claimed there until `POST /gpus/undrain`, also over restarts."""
-    wish = await read_json(request, schemas.NewDrain, here.settings.max_body_bytes)
-    return await _held(here, asking, once, wish, "drain", "", None, True)
+    wish = await read_json(request, schemas.NewDrain, app.settings.max_body_bytes)
+    return await _held(app, principal, once, wish, "drain", "", None, True)
 
 
 @router.post(
@@ -132,9 +132,9 @@ async def drain_gpus(request: Request, asking: Operating, here: Here, once: Aske
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
-async def release_gpus(request: Request, asking: Writing, here: Here, once: Asked) -> Response:
+async def release_gpus(request: Request, principal: Writing, app: App, once: Asked) -> Response:
     """eft may use them again. Who asked for the hold may, and an admin of the box."""
-    return await _released(request, asking, here, once)
+    return await _released(request, principal, app, once)
 
 
 @router.post(
@@ -145,24 +145,24 @@ async def release_gpus(request: Request, asking: Writing, here: Here, once: Aske
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
-async def undrain_gpus(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
+async def undrain_gpus(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """They take jobs again; whoever held or drained them."""
-    return await _released(request, asking, here, once)
+    return await _released(request, principal, app, once)
 
 
-async def _released(request: Request, asking: Principal, here: Installation, once: Once) -> Response:
-    wish = await read_json(request, schemas.Release, here.settings.max_body_bytes)
+async def _released(request: Request, principal: Principal, app: AppState, once: Once) -> Response:
+    wish = await read_json(request, schemas.Release, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:
-        done = holds.release(session, asking, wish.gpus, anybodys=asking.operates)
+        done = holds.release(session, principal, wish.gpus, anybodys=principal.operates)
         return {"data": _shown(session, done)}
 
-    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write)
+    return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write)
 
 
 async def _held(
-    here: Installation,
-    asking: Principal,
+    app: AppState,
+    principal: Principal,
     once: Once,
     wish: schemas.NewHold | schemas.NewDrain,
     kind: Literal["hold", "drain"],
@@ -170,28 +170,28 @@ async def _held(
     until: float | None,
     now: bool,
 ) -> Response:
-    bounds = holds.Bounds(here.settings.hold_hours * 3600.0, here.settings.hold_slots)
+    bounds = holds.HoldLimits(app.settings.hold_hours * 3600.0, app.settings.hold_slots)
 
     def write(session: Session) -> dict[str, Any]:
         made = holds.hold(
             session,
-            asking,
+            principal,
             wish.gpus,
             held_for=held_for,
             why=wish.why,
             until=until,
             kind=kind,
             now=now,
-            others_jobs=asking.operates,
-            bounds=None if asking.operates else bounds,
+            others_jobs=principal.operates,
+            bounds=None if principal.operates else bounds,
         )
         return {"data": _shown(session, made)}
 
     status = 201 if kind == "hold" else 200
-    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write, status=status)
+    return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write, status=status)
 
 
-def _shown(session: Session, held: list[holds.Held]) -> list[dict[str, Any]]:
+def _shown(session: Session, held: list[holds.NamedHold]) -> list[dict[str, Any]]:
     labels = {(one.node, one.slot): one.label for one in holds.places(session)}
     return [schemas.hold_view(one, labels) for one in held]
 
@@ -210,9 +210,9 @@ def _now(session: Session) -> float:
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_maintenance(asking: ReadingOrOperating, here: Here) -> Response:
+def list_maintenance(principal: ReadingOrOperating, app: App) -> Response:
     """What is planned, and what is under way."""
-    with here.database.read() as session:
+    with app.database.read() as session:
         return JSONResponse({"data": [schemas.maintenance_view(row) for row in holds.planned(session, _now(session))]})
 
 
@@ -228,16 +228,16 @@ def list_maintenance(asking: ReadingOrOperating, here: Here) -> Response:
         {"node": "box", "from": "2099-12-30T08:00:00+01:00", "until": "2099-12-30T10:00:00+01:00", "why": "new fans"},
     ),
 )
-async def plan_maintenance(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
+async def plan_maintenance(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """A time in which nothing runs on a node: jobs whose time limit reaches into it are not started there, and what
     still runs when it begins writes a checkpoint and goes on elsewhere, or there once it is over."""
-    wish = await read_json(request, schemas.NewMaintenance, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.NewMaintenance, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:
         times = wish.starts_at.timestamp(), wish.until.timestamp()
-        return schemas.maintenance_view(holds.plan(session, asking, wish.node, *times, wish.why))
+        return schemas.maintenance_view(holds.plan(session, principal, wish.node, *times, wish.why))
 
-    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write, status=201)
+    return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write, status=201)
 
 
 @router.post(
@@ -248,11 +248,11 @@ async def plan_maintenance(request: Request, asking: Operating, here: Here, once
     responses=responses(404, 413, 415, 422),
     openapi_extra=json_body(schemas.CancelMaintenance, {"id": "maint-01kar3v8x5m2h6n9qst4wyz0bc"}),
 )
-async def cancel_maintenance(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
+async def cancel_maintenance(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """It does not take place, or is over now. Asking twice is fine."""
-    wish = await read_json(request, schemas.CancelMaintenance, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.CancelMaintenance, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:
-        return schemas.maintenance_view(holds.cancel(session, asking, wish.id))
+        return schemas.maintenance_view(holds.cancel(session, principal, wish.id))
 
-    return await run_in_threadpool(answer, here, asking, once, wish.model_dump(mode="json"), write)
+    return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write)

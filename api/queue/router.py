@@ -14,7 +14,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
-from api.deps import Here
+from api.deps import App
 from api.errors import BadRequest, responses
 from api.fields import QueryDay, cell
 from api.http.body import json_body, read_json
@@ -37,8 +37,8 @@ _EPOCH = date(1970, 1, 1)
     responses=responses(422),
 )
 def show_queue(
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     limit: Annotated[
         int, Query(ge=1, le=1000, description="Jobs that wait for training, and as many to prepare.")
     ] = 100,
@@ -47,12 +47,12 @@ def show_queue(
 
     Everybody sees every place of the line; whose job of another project stands there, only admins of the box see.
     """
-    with here.database.read() as session:
-        told = explain.queue(session, desk(here), limit)
+    with app.database.read() as session:
+        told = explain.queue(session, desk(app), limit)
         more = explain.beyond(session, told, limit)
         ids = {one.job.owner_id for one in told} | {one.job.project_id for one in told}
         names = quotas.names(session, ids)
-    data = [schemas.waiting_view(one, names, asking.project_id, asking.operates) for one in told]
+    data = [schemas.waiting_view(one, names, principal.project_id, principal.operates) for one in told]
     return JSONResponse({"data": data, "more": more})
 
 
@@ -80,8 +80,8 @@ def show_queue(
 )
 def report_usage(
     request: Request,
-    asking: ReadingOrOperating,
-    here: Here,
+    principal: ReadingOrOperating,
+    app: App,
     since: Annotated[QueryDay | None, Query(description="First day, UTC. Default: six days before the last.")] = None,
     until: Annotated[QueryDay | None, Query(description="Last day, UTC. Default: today.")] = None,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
@@ -91,9 +91,9 @@ def report_usage(
     first = since or last - timedelta(days=6)
     if first > last:
         raise BadRequest("`since` is after `until`", field="since")
-    with here.database.read() as session:
-        only = None if asking.operates else asking.project_id
-        half_life = here.settings.fairshare_half_life_hours * 3600.0
+    with app.database.read() as session:
+        only = None if principal.operates else principal.project_id
+        half_life = app.settings.fairshare_half_life_hours * 3600.0
         rows = usage.report(session, (first - _EPOCH).days, (last - _EPOCH).days, only, half_life)
         names = quotas.names(session, {row.owner_id for row in rows} | {row.project_id for row in rows})
     data = [schemas.usage_view(row, names) for row in rows]
@@ -113,13 +113,13 @@ def report_usage(
     response_class=JSONResponse,
     responses=responses(),
 )
-def list_limits(asking: ReadingOrOperating, here: Here) -> Response:
+def list_limits(principal: ReadingOrOperating, app: App) -> Response:
     """Your own and your project's; all of them for an admin of the box."""
     query = select(Limit).order_by(Limit.scope.desc(), Limit.subject_id)
-    if not asking.operates:
-        project = (Limit.scope == "project") & (Limit.subject_id == asking.project_id)
-        query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == asking.user_id)))
-    with here.database.read() as session:
+    if not principal.operates:
+        project = (Limit.scope == "project") & (Limit.subject_id == principal.project_id)
+        query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == principal.user_id)))
+    with app.database.read() as session:
         rows = session.execute(query).scalars().all()
         names = quotas.names(session, [row.subject_id for row in rows])
         return JSONResponse({"data": [schemas.limit_view(row, names) for row in rows]})
@@ -133,20 +133,20 @@ def list_limits(asking: ReadingOrOperating, here: Here) -> Response:
     responses=responses(404, 413, 415, 422),
     openapi_extra=json_body(schemas.NewLimit, {"scope": "project", "name": "lab", "max_running": 2}),
 )
-async def set_limits(request: Request, asking: Operating, here: Here, once: Asked) -> Response:
+async def set_limits(request: Request, principal: Operating, app: App, once: Asked) -> Response:
     """Of a project or an owner: what is named is set, what is null is taken away, the rest stays.
 
     A quota refuses no job: it holds the job in the queue, with its reason.
     """
-    wish = await read_json(request, schemas.NewLimit, here.settings.max_body_bytes)
+    wish = await read_json(request, schemas.NewLimit, app.settings.max_body_bytes)
     values: dict[str, Any] = {name: getattr(wish, name) for name in quotas.FIELDS if name in wish.model_fields_set}
 
     def write(session: Session) -> dict[str, Any]:
-        row = quotas.change(session, asking, wish.scope, wish.name, values)
+        row = quotas.change(session, principal, wish.scope, wish.name, values)
         return schemas.limit_view(row, quotas.names(session, [row.subject_id]))
 
     document = wish.model_dump(mode="json", exclude_unset=True)
-    return await run_in_threadpool(answer, here, asking, once, document, write)
+    return await run_in_threadpool(answer, app, principal, once, document, write)
 
 
 @router.post(
@@ -157,28 +157,28 @@ async def set_limits(request: Request, asking: Operating, here: Here, once: Aske
     responses=responses(422),
 )
 def collect(
-    asking: Operating,
-    here: Here,
+    principal: Operating,
+    app: App,
     once: Asked,
     dry_run: Annotated[bool, Query(description="Only say what would go.")] = False,
 ) -> Response:
     """Checkpoints of jobs that ended long ago, old previews, files that were never used: by the settings
     EFT_KEEP_…_DAYS. Nothing goes that a job in progress may need, nor what a job has handed back.
     """
-    if (found_before := earlier(here, asking, once, None)) is not None:
+    if (found_before := earlier(app, principal, once, None)) is not None:
         return found_before
-    settings = here.settings
-    rules = retention.Rules(
+    settings = app.settings
+    rules = retention.RetentionRules(
         settings.keep_checkpoints_days,
         settings.keep_previews_days,
         settings.keep_unused_files_days,
         settings.keep_history_days,
     )
-    with here.database.read() as session:
-        found = list(retention.find(session, here.layout, rules))
+    with app.database.read() as session:
+        found = list(retention.find(session, app.layout, rules))
     if not dry_run:
-        retention.sweep(here.layout)
-        found = [one for one in found if retention.remove(here.database, here.layout, asking, one)]
+        retention.sweep(app.layout)
+        found = [one for one in found if retention.remove(app.database, app.layout, principal, one)]
     data = [{"kind": one.kind, "id": one.id, "bytes": one.bytes, "why": one.why} for one in found]
     told = {"dry_run": dry_run, "bytes": sum(one.bytes for one in found), "data": data}
-    return answer(here, asking, once, None, lambda _: told)
+    return answer(app, principal, once, None, lambda _: told)

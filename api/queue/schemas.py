@@ -12,7 +12,7 @@ from api.http.body import Body
 from api.jobs.schemas import iso
 from core.db.tables import Limit
 from core.jobs.policies.quotas import FIELDS
-from core.jobs.policies.usage import Row
+from core.jobs.policies.usage import UsageRow
 from core.jobs.views.explain import Explanation
 
 _JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -153,7 +153,7 @@ class UsageList(BaseModel):
     data: list[UsageView]
 
 
-def usage_view(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
+def usage_view(row: UsageRow, names: Mapping[str, str]) -> dict[str, Any]:
     return {
         "owner": names.get(row.owner_id, row.owner_id),
         "project": names.get(row.project_id, row.project_id),

@@ -25,7 +25,7 @@ from core.db.engine import Database
 from core.db.tables import Job, Limit, Project, User
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, submit
 from core.jobs.policies import nodes, usage
 from core.jobs.scheduling import preempt
@@ -42,7 +42,7 @@ LOADS_FOR = 30.0
 """Until its first step, each time that it starts."""
 LEAVES_AFTER = 20.0
 WRONG_BY = 0.1
-RULES = preempt.Rules(min_seconds=600.0, silent_after=LEASE)
+RULES = preempt.PreemptionSettings(min_seconds=600.0, silent_after=LEASE)
 GPU: dict[str, Any] = {"vendor": "amd", "arch": "gfx942", "memory_bytes": 192 << 30}
 
 
@@ -185,7 +185,7 @@ class Week:
         with self.database.write() as session:
             claims.running(session, claim.token)
             relay.relay(
-                session, claim.token, relay.Batch(1, [{"seq": 1 + at, **line} for at, line in enumerate(lines)])
+                session, claim.token, relay.EventBatch(1, [{"seq": 1 + at, **line} for at, line in enumerate(lines)])
             )
 
     def _end(self, claim: Claim) -> None:
@@ -201,7 +201,7 @@ class Week:
         run.outcome.spans[-1] = (since, self.now - MONDAY)
         run.left = max(1.0, run.left - (self.now - MONDAY - LEAVES_AFTER - since))
         with self.database.write() as session:
-            finish(session, claim.token, claim.kind, HandedBack("left its slots to others"), 75, RetryPolicy())
+            finish(session, claim.token, claim.kind, Requeued("left its slots to others"), 75, RetryPolicy())
         self._leaving.discard(claim.token.job_id)
         self._gone(claim)
         self._waiting += 1

@@ -13,7 +13,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Attempt, Delivery, Installation, Job, Leader
-from core.jobs.lifecycle.claims import hand_back
+from core.jobs.lifecycle.claims import requeue
 from core.jobs.lifecycle.states import LEASED
 from core.jobs.policies import audit
 
@@ -39,7 +39,7 @@ def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *
     ids = [job.id for job in jobs]
     for job in jobs:
         job_id, attempt = job.id, job.attempt
-        hand_back(session, job, f"the installation was restored from the backup {snapshot}")
+        requeue(session, job, f"the installation was restored from the backup {snapshot}")
         for table, ended in ((Allocation, Allocation.released_at), (Attempt, Attempt.ended_at)):
             session.execute(
                 update(table)

@@ -26,7 +26,7 @@ MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LineBlock:
     """Whole lines, and how many rows they are; None: somebody has to read them."""
 
     start: int
@@ -41,7 +41,7 @@ def processes() -> int:
 
 def glance(
     path: Path, start: int, row_format: RowFormat, columns: Mapping[str, str], first: Mapping[str, Any]
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """Blocks of the file from the line that begins at `start`, in order, without a gap."""
     size = path.stat().st_size
     stretches = [(at, min(at + STRETCH_BYTES, size)) for at in range(start, size, STRETCH_BYTES)]
@@ -63,10 +63,10 @@ def _stretch(
     row_format: RowFormat,
     columns: dict[str, str],
     first: dict[str, Any],
-) -> list[Block]:
+) -> list[LineBlock]:
     """The lines that begin in [start, end)."""
     usual = UsualLines(row_format, columns, first)
-    blocks: list[Block] = []
+    blocks: list[LineBlock] = []
     with path.open("rb", buffering=0) as stream:
         if not at_line:
             start = _next_line(stream, start - 1)
@@ -78,14 +78,14 @@ def _stretch(
             if at + whole >= end:  # the last line that begins in here may end behind it
                 whole = _next_line(stream, end - 1) - at
                 if whole > len(block):
-                    blocks.append(Block(at, at + whole, None))
+                    blocks.append(LineBlock(at, at + whole, None))
                     break
             elif not whole:
                 line_end = _next_line(stream, at)
-                blocks.append(Block(at, line_end, None))
+                blocks.append(LineBlock(at, line_end, None))
                 at = line_end
                 continue
-            blocks.append(Block(at, at + whole, usual.rows(block[:whole])))
+            blocks.append(LineBlock(at, at + whole, usual.rows(block[:whole])))
             at += whole
     return blocks
 

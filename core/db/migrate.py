@@ -38,7 +38,7 @@ class NewerSchema(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SchemaState:
     """How a database stands to this version's code."""
 
     current: str | None
@@ -93,7 +93,7 @@ def history(scripts: Path = SCRIPTS, upto: str = "head") -> Iterator[Script]:
     yield from reversed(list(ScriptDirectory(str(scripts)).iterate_revisions(upto, "base")))
 
 
-def standing(database: Database, scripts: Path = SCRIPTS) -> Standing:
+def standing(database: Database, scripts: Path = SCRIPTS) -> SchemaState:
     """May this code use the database as it is? Reads only."""
     with database.read() as session:
         found = MigrationContext.configure(session.connection()).get_current_revision()
@@ -101,20 +101,22 @@ def standing(database: Database, scripts: Path = SCRIPTS) -> Standing:
     wanted = head(scripts)
     known = {script.revision for script in history(scripts)}
     if found == wanted:
-        return Standing(found, wanted, True, False, wanted)
+        return SchemaState(found, wanted, True, False, wanted)
     if found is None:
-        return Standing(None, wanted, False, False, f"is at nothing, this version needs {wanted}: run `eft migrate`")
+        return SchemaState(None, wanted, False, False, f"is at nothing, this version needs {wanted}: run `eft migrate`")
     if found in known:
-        return Standing(found, wanted, False, False, f"is at {found}, this version needs {wanted}: run `eft migrate`")
+        return SchemaState(
+            found, wanted, False, False, f"is at {found}, this version needs {wanted}: run `eft migrate`"
+        )
     if works_from in known:
-        return Standing(
+        return SchemaState(
             found, wanted, True, True, f"{found}, of a newer version; this one ({wanted}) may go on with it"
         )
     words = (
         f"is at {found}, of a newer version, and only those from {works_from or 'there'} on may use it; this one knows "
         f"{wanted}: bring this box to the same version as the others"
     )
-    return Standing(found, wanted, False, True, words)
+    return SchemaState(found, wanted, False, True, words)
 
 
 def _floor(session: Session) -> str | None:

@@ -39,7 +39,7 @@ class OtherDataRoot(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class VersionFit:
     """Whether a worker of this version may serve an installation, and what to tell of it."""
 
     fit: bool
@@ -180,28 +180,28 @@ def announce(database: Database, version: str) -> None:
         session.execute(update(Installation).values(**values))
 
 
-def standing(database: Database, version: str) -> Standing:
+def standing(database: Database, version: str) -> VersionFit:
     """Of a worker of this version and these words. It may be newer than the API, whose every word it knows; an older
     one may serve as long as the API's jobs say nothing that it does not know."""
     with database.read() as session:
         theirs = session.execute(select(Installation.version, Installation.words_sha256)).one()
         if theirs.version is None:
-            return Standing(True, "")  # no API has been started yet
+            return VersionFit(True, "")  # no API has been started yet
         if theirs.words_sha256 == vocabulary.digest():
             if theirs.version == version:
-                return Standing(True, "")
-            return Standing(
+                return VersionFit(True, "")
+            return VersionFit(
                 True, f"this worker is eft {version}, the API {theirs.version}: their jobs are the same, they fit"
             )
         words = frozenset(session.execute(select(Installation.words)).scalar_one() or ())
     unknown = sorted(words - vocabulary.words())
     if not unknown:
-        return Standing(
+        return VersionFit(
             True,
             f"this worker (eft {version}) is newer than the API ({theirs.version}); it knows all that jobs say there",
         )
     named = ", ".join(f"`{word}`" for word in unknown[:SHOWN]) + (" …" if len(unknown) > SHOWN else "")
-    return Standing(
+    return VersionFit(
         False,
         f"this worker (eft {version}) is older than the API ({theirs.version}): jobs say {named} there, which it "
         "cannot read. Bring this box to the API's version; where boxes are upgraded one by one, the API comes last",

@@ -10,7 +10,7 @@ from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.policies import budget, retention
 from core.jobs.policies.budget import Budget, Over
-from core.jobs.policies.retention import Rules
+from core.jobs.policies.retention import RetentionRules
 from core.jobs.scheduling.slots import Slot
 from core.jobs.views import explain
 from core.settings import Settings
@@ -75,7 +75,7 @@ def test_beyond_a_budget_nothing_starts_and_jobs_say_why(lab: Lab, layout: Layou
         assert "EFT_DISK_BUDGET_CHECKPOINTS_BYTES" in row.reason
     with lab.database.read() as session:
         state = budget.room(session, Budget.of(tight), 10**12, 0)
-    desk = explain.Desk(free=state.left, silent_after=600.0, over=state.over)
+    desk = explain.QueueSettings(free=state.left, silent_after=600.0, over=state.over)
     assert (lab.why("waits", desk).code, "checkpoints take 4.0 MB" in lab.why("waits", desk).reason) == ("disk", True)
 
     wide = settings(layout, disk_budget_checkpoints_bytes=30 * MB)
@@ -107,7 +107,7 @@ def test_history_goes_and_the_job_stays(lab: Lab, layout: Layout) -> None:
             ids = {"job_id": one, "owner_id": row.owner_id, "project_id": row.project_id, "attempt": 1}
             session.execute(insert(Metric).values(**ids, name="loss", step=1, value=1.0, time=1.0))
             session.execute(insert(Event).values(**ids, seq=900, type="samples", data={}))
-    rules = Rules(checkpoints_days=0, previews_days=0, history_days=30)
+    rules = RetentionRules(checkpoints_days=0, previews_days=0, history_days=30)
     for expected in ([("history", job_id)], []):
         with lab.database.read() as session:
             found = list(retention.find(session, layout, rules))

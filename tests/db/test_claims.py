@@ -20,7 +20,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, Job, OutboxMessage
 from core.jobs.lifecycle import claims, lease_expiry, relay
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.lifecycle.states import TRANSITIONS, Status
 from core.jobs.lifecycle.submit import Actor, cancel
@@ -187,8 +187,8 @@ def test_a_stale_token_writes_nothing(database: Database, make_job: Make, row: R
         assert claims.stop_requested(session, stale.token) is None
         assert claims.started(session, stale.token, 1, 1.0) is False
         claims.running(session, stale.token)
-        assert relay.relay(session, stale.token, relay.Batch(10, [line])) is False
-    outcomes: list[Outcome] = [Succeeded({}), Failed("user", "x", "y"), HandedBack("z")]
+        assert relay.relay(session, stale.token, relay.EventBatch(10, [line])) is False
+    outcomes: list[Outcome] = [Succeeded({}), Failed("user", "x", "y"), Requeued("z")]
     for outcome in outcomes:
         assert end(database, stale, outcome) is None
 
@@ -295,7 +295,7 @@ def test_an_unheard_claim_is_handed_back_and_frees_its_slot(database: Database, 
     theirs = won(database, worker="worker-b")
     with database.write() as session:
         known = {(heard.token.job_id, heard.token.attempt)}
-        assert claims.give_back_unheard(session, "worker-a", known) == [unheard]
+        assert claims.requeue_unacknowledged(session, "worker-a", known) == [unheard]
     assert [row(job_id).status for job_id in (unheard, waiting, elsewhere)] == ["queued", "starting", "starting"]
     assert (heard.token.job_id, theirs.token.job_id) == (waiting, elsewhere)
     assert row(unheard).reason == "waits to go on: its worker did not hear that it had claimed it"

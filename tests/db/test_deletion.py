@@ -18,7 +18,7 @@ from core.jobs.lifecycle.deletion import Freed
 from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, cancel, retry, submit
 from core.jobs.policies import quotas, retention, usage, volume
-from core.jobs.policies.volume import Bounds, QueueFull, SpecsFull
+from core.jobs.policies.volume import QueueFull, SpecsFull, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
@@ -131,7 +131,7 @@ def test_previews_of_old_go_as_jobs_do(lab: Lab, layout: Layout) -> None:
         row.status, row.finished_at = "succeeded", row.created_at - 99 * retention.DAY
         assert session.get_one(Project, actor.project_id).spec_bytes > 0
     with lab.database.read() as session:
-        found = list(retention.find(session, layout, retention.Rules()))
+        found = list(retention.find(session, layout, retention.RetentionRules()))
     assert [retention.remove(lab.database, layout, None, one) for one in found] == [True]
     with lab.database.read() as session:
         assert session.get_one(Project, actor.project_id).spec_bytes == 0
@@ -143,7 +143,7 @@ def test_a_rule_finds_nothing_left_of_a_deleted_job(lab: Lab, layout: Layout) ->
     with lab.database.write() as session:
         session.execute(update(Job).values(finished_at=1.0))
     with lab.database.read() as session:
-        found = list(retention.find(session, layout, retention.Rules()))
+        found = list(retention.find(session, layout, retention.RetentionRules()))
     assert [one.id for one in found] == [job_id]
     assert delete(lab, job_id)
     assert [retention.remove(lab.database, layout, None, one) for one in found] == [False]
@@ -163,7 +163,7 @@ def counted(database: Database, project_id: str) -> tuple[int, int]:
 def test_specs_are_counted_and_bounded(lab: Lab) -> None:
     actor = lab.actor("ada")
     long = spec(data={"train": FILE, "rendering": {"type": "model", "system_prompt": "ä" * 20_000}})
-    bounds = Bounds(spec_bytes=300_000)
+    bounds = VolumeLimits(spec_bytes=300_000)
     made = []
     with pytest.raises(SpecsFull, match=r"EFT_MAX_SPEC_BYTES.*eft delete") as full:
         for _ in range(4):
@@ -184,7 +184,7 @@ def test_specs_are_counted_and_bounded(lab: Lab) -> None:
 
 
 def test_waiting_jobs_are_bounded(lab: Lab) -> None:
-    actor, bounds = lab.actor("ada"), Bounds(waiting=2)
+    actor, bounds = lab.actor("ada"), VolumeLimits(waiting=2)
     for _ in range(2):
         with lab.database.write() as session:
             last = submit(session, actor, spec(), bounds=bounds).id
@@ -201,7 +201,7 @@ def test_waiting_jobs_are_bounded(lab: Lab) -> None:
 
 
 def test_bounds_hold_when_all_submit_at_once(lab: Lab) -> None:
-    actor, bounds = lab.actor("ada"), Bounds(waiting=3)
+    actor, bounds = lab.actor("ada"), VolumeLimits(waiting=3)
     barrier = threading.Barrier(8)
     refused: list[QueueFull] = []
 
@@ -229,7 +229,7 @@ def test_previews_have_a_quota(lab: Lab) -> None:
     def ask(owner: Actor = actor, length: int = 64) -> str:
         with lab.database.write() as session:
             asked = spec(training={"max_length": length})
-            return previews.ask(session, owner, asked, FILE, Bounds(previews=2)).id
+            return previews.ask(session, owner, asked, FILE, VolumeLimits(previews=2)).id
 
     assert len({ask(length=64), ask(length=65), ask(length=65)}) == 2, "the same question is one"
     with pytest.raises(QueueFull, match=r"2 previews of this project .*EFT_MAX_PREVIEWS"):

@@ -15,7 +15,7 @@ from core.db.tables import Audit, Event, Job, OutboxMessage
 from core.errors import NotFound
 from core.jobs.lifecycle import claims, outbox
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause
 from core.jobs.policies import nodes
@@ -69,7 +69,7 @@ def test_what_runs_is_asked_to_leave_and_its_event_names_who_asked(
         wishes = [claims.stop_requested(session, claim.token) for claim in (first, second, third)]
     assert wishes == ["drain", "pause", ""], "a wish of the job's owner stands"
     with database.write() as session:
-        back = HandedBack("node box is drained")
+        back = Requeued("node box is drained")
         assert finish(session, first.token, "train", back, 75, RetryPolicy()) is Status.QUEUED
     job = row(drained)
     assert (job.status, job.stop_requested, job.machine_failures, job.losses) == ("queued", None, 0, 0)

@@ -19,7 +19,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Event, Job, Leader, OutboxMessage
 from core.jobs.lifecycle import claims, leader, lease_expiry, outbox
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import Failed, HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.lifecycle.states import Status
 
@@ -81,7 +81,7 @@ def test_of_many_ends_of_one_attempt_one_is_written(database: Database, make_job
             claims.running(session, claim.token)
         artifact = {"path": "a", "kind": "adapter", "bytes": 1, "sha256": "0" * 64}
         outcomes = [Succeeded({"n": n}, [artifact]) for n in range(2)]
-        outcomes += [Failed("user", "x", "y"), HandedBack("z")]  # type: ignore[list-item]
+        outcomes += [Failed("user", "x", "y"), Requeued("z")]  # type: ignore[list-item]
         barrier = Barrier(len(outcomes))
 
         def end(

@@ -13,7 +13,7 @@ from core.db.tables import Attempt, Event, Job
 from core.jobs.admission import oom_backoff
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause, retry, submit
 from core.jobs.policies import disk_room as room
@@ -171,12 +171,12 @@ def test_a_job_waits_for_the_room_it_needs(database: Database, row: Row) -> None
     with database.write() as session:
         assert room.tell(session, 1324 << 20, reserve) == [job_id]
     assert row(job_id).reason == "waits for a slot"
-    assert end(database, smaller, HandedBack("a test"), 75)
+    assert end(database, smaller, Requeued("a test"), 75)
     mine = again(database, 300 << 20)
     assert mine is not None and mine.token.job_id == job_id
     line = {"seq": 1, "time": 1.0, "type": "checkpoint", "step": 10, "micro_step": 0, "path": "checkpoints/x"}
     with database.write() as session:
-        assert relay.relay(session, mine.token, relay.Batch(10, [line]))
+        assert relay.relay(session, mine.token, relay.EventBatch(10, [line]))
     assert (row(job_id).needs_bytes, row(job_id).full_disks) == (None, 0), "it has found its room"
 
 
@@ -205,7 +205,7 @@ def test_earlier_attempts_at_training_are_added_up(database: Database) -> None:
     with database.write() as session:
         job = session.get_one(Job, job_id)
         token = claims.Token(job_id, 1, "worker-a")
-        assert finish(session, token, "train", HandedBack("a test"), 75, POLICY) is Status.QUEUED
+        assert finish(session, token, "train", Requeued("a test"), 75, POLICY) is Status.QUEUED
         session.execute(update(Attempt).values(ended_at=Attempt.started_at + 100))
         row = {"job_id": job_id, "owner_id": job.owner_id, "project_id": job.project_id, "node": "box"}
         prepared = {"worker": "w", "slot": "prepare-0", "kind": "prepare", "started_at": 0.0, "ended_at": 1000.0}

@@ -11,7 +11,7 @@ from core.db.engine import Database
 from core.db.tables import Allocation, Artifact, Attempt, Job, OutboxMessage
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, cancel
 
@@ -104,16 +104,14 @@ def test_a_vanished_model_is_prepared_again(database: Database, make_job: Make, 
 
 def test_handed_back_costs_no_retry_and_rings(database: Database, make_job: Make, row: Row) -> None:
     job_id = make_job()
-    assert end(database, won(database, CPU), HandedBack("worker on box is leaving"), 75) is Status.QUEUED
+    assert end(database, won(database, CPU), Requeued("worker on box is leaving"), 75) is Status.QUEUED
     job = row(job_id)
     assert (job.machine_failures, job.reason) == (0, "waits to go on: worker on box is leaving")
     with database.read() as session:
         assert len(session.execute(select(OutboxMessage)).all()) == 2
 
 
-@pytest.mark.parametrize(
-    "outcome", [Succeeded({}), Failed("internal", "x", "y"), HandedBack("z")], ids=lambda o: o.kind
-)
+@pytest.mark.parametrize("outcome", [Succeeded({}), Failed("internal", "x", "y"), Requeued("z")], ids=lambda o: o.kind)
 def test_a_job_that_was_to_stop_is_cancelled_whatever_came_of_it(
     database: Database, make_job: Make, row: Row, outcome: Outcome
 ) -> None:

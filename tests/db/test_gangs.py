@@ -17,7 +17,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
 from core.jobs.lifecycle import lease_expiry, submit
 from core.jobs.lifecycle.claims import Claim
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.policies import holds, priority, usage
 from core.jobs.scheduling.shares import SLICE_SECONDS
@@ -257,7 +257,7 @@ def test_lost_and_handed_back_as_one(lab: Lab) -> None:
     with lab.database.write() as session:
         assert lease_expiry.reap(session, LossPolicy()) == [(claim.token.job_id, 1)]
     with lab.database.write() as session:
-        assert finish(session, claim.token, "train", HandedBack("late"), 75, RetryPolicy()) is None, "fenced"
+        assert finish(session, claim.token, "train", Requeued("late"), 75, RetryPolicy()) is None, "fenced"
     assert slots(lab.turn("box-1")) == [f"GPU-{n}" for n in range(4)]
 
 
@@ -270,7 +270,7 @@ def test_a_bound_is_its_limit_less_what_it_used_or_its_own_pace(lab: Lab) -> Non
         lab.tell(name, left)
         lab.wait(400)
         with lab.database.write() as session:
-            finish(session, claim.token, "train", HandedBack("drained"), 75, RetryPolicy())
+            finish(session, claim.token, "train", Requeued("drained"), 75, RetryPolicy())
         with lab.database.write() as session:
             row = session.get_one(Job, lab.ids[name])
             assert row.bound_seconds == pytest.approx(bound, abs=5)
@@ -279,7 +279,7 @@ def test_a_bound_is_its_limit_less_what_it_used_or_its_own_pace(lab: Lab) -> Non
     claim = won(lab.turn("box-1"))
     lab.tell("killed", 400.0)
     with lab.database.write() as session:
-        finish(session, claim.token, "train", HandedBack("drained"), -9, RetryPolicy())
+        finish(session, claim.token, "train", Requeued("drained"), -9, RetryPolicy())
         assert session.get_one(Job, lab.ids["killed"]).bound_seconds is None, "its checkpoint may be an old one"
 
 

@@ -13,12 +13,12 @@ from core.db.engine import Database, db_now
 from core.db.tables import Attempt, Audit, Hold, Job, Node, OutboxMessage
 from core.errors import Conflict, EftError, Forbidden, NotFound
 from core.jobs.lifecycle import claims
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies import holds
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.slots import Needs, Slot
-from core.jobs.views.explain import Desk, duration, ordinal
+from core.jobs.views.explain import QueueSettings, duration, ordinal
 from tests.support.lab import DESK, Lab, gpu
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
@@ -37,20 +37,20 @@ def lab(database: Database) -> Lab:
     return found
 
 
-def hold(lab: Lab, *names: str, actor: Actor = ADA, seconds: float | None = HOUR, **more: Any) -> list[holds.Held]:
+def hold(lab: Lab, *names: str, actor: Actor = ADA, seconds: float | None = HOUR, **more: Any) -> list[holds.NamedHold]:
     until = None if seconds is None else lab.database.now() + seconds
     with lab.database.write() as session:
         return holds.hold(session, actor, names, held_for="bob", why="notebook", until=until, **more)
 
 
-def release(lab: Lab, *names: str, actor: Actor = ADA, **more: Any) -> list[holds.Held]:
+def release(lab: Lab, *names: str, actor: Actor = ADA, **more: Any) -> list[holds.NamedHold]:
     with lab.database.write() as session:
         return holds.release(session, actor, names, **more)
 
 
-def seat(lab: Lab, label: str) -> cluster.Seat:
+def seat(lab: Lab, label: str) -> cluster.SlotState:
     with lab.database.read() as session:
-        (found,) = [one for one in cluster.seats(session, lab.database.now(), 600) if one.label == label]
+        (found,) = [one for one in cluster.slot_states(session, lab.database.now(), 600) if one.label == label]
     return found
 
 
@@ -107,7 +107,7 @@ def test_names_of_gpus(lab: Lab) -> None:
 
 
 def test_a_members_holds_have_an_end_and_are_few(lab: Lab) -> None:
-    few, bob = holds.Bounds(seconds=HOUR, slots=1), lab.actor("bob", "thesis")
+    few, bob = holds.HoldLimits(seconds=HOUR, slots=1), lab.actor("bob", "thesis")
     with pytest.raises(EftError, match=r"at most 1 hours here \(EFT_HOLD_HOURS\), until \d\d:\d\d UTC") as late:
         hold(lab, "box-1/0", seconds=2 * HOUR, bounds=few)
     assert late.value.code == "bad_time"
@@ -122,7 +122,7 @@ def test_a_members_holds_have_an_end_and_are_few(lab: Lab) -> None:
     with pytest.raises(holds.TooManyHolds, match="would make 2"):
         hold(lab, "box-1/0", "box-1/1", bounds=few)
     with pytest.raises(EftError, match="only admins of the box hold GPUs here") as refused:
-        hold(lab, "box-1/0", bounds=holds.Bounds(HOUR, 0))
+        hold(lab, "box-1/0", bounds=holds.HoldLimits(HOUR, 0))
     assert refused.value.status == 403
     assert len(hold(lab, "box-1/0", "box-1/1", seconds=None)) == 2, "an admin of the box: any number, without an end"
 
@@ -140,7 +140,7 @@ def test_on_a_busy_gpu_it_counts_from_the_end_of_the_job_on_or_from_now(lab: Lab
     with lab.database.read() as session:
         assert claims.stop_requested(session, also.token) == holds.HOLD
     with lab.database.write() as session:
-        finish(session, also.token, "train", HandedBack("slot GPU-1 of box-1 is held"), 75, RetryPolicy())
+        finish(session, also.token, "train", Requeued("slot GPU-1 of box-1 is held"), 75, RetryPolicy())
     assert lab.claim(SECOND, "box-1") is None
     told = lab.why("b")
     assert told.code == "closed" and "0 of 2 free" in told.reason and told.estimated_start is not None
@@ -194,7 +194,7 @@ def test_a_job_that_has_run_before_has_only_the_rest_of_its_time(lab: Lab) -> No
     assert claim is not None
     with lab.database.write() as session:
         session.execute(update(Attempt).values(started_at=Attempt.started_at - 1.5 * HOUR))
-        finish(session, claim.token, "train", HandedBack("a test"), 75, RetryPolicy())
+        finish(session, claim.token, "train", Requeued("a test"), 75, RetryPolicy())
     plan(lab, HOUR, 3 * HOUR)
     assert lab.claim(FIRST, "box-1") is not None
 
@@ -323,7 +323,7 @@ def test_why_it_waits(lab: Lab, case: str) -> None:
 
 def test_room_on_the_disk(lab: Lab) -> None:
     lab.job("a")
-    told = lab.why("a", Desk(free=100 << 20, reserve=200 << 20, silent_after=600.0))
+    told = lab.why("a", QueueSettings(free=100 << 20, reserve=200 << 20, silent_after=600.0))
     assert (told.code, told.position) == ("disk", None)
     assert told.reason.startswith("waits for room on the data root: 100 MiB free, needs 200")
 

@@ -14,7 +14,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, OutboxMessage
 from core.jobs.lifecycle import claims, lease_expiry, relay
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.lifecycle.submit import Actor, cancel, pause, retry
 
@@ -45,7 +45,7 @@ def vanish(database: Database) -> int:
 def checkpoint(database: Database, claim: Claim, step: int, *, of: int | None = None) -> None:
     line = {"seq": 1, "time": 1.0, "type": "checkpoint", "step": step, "micro_step": 0, "path": "checkpoints/x"}
     with database.write() as session:
-        assert relay.relay(session, claim.token, relay.Batch(10, [line]), of=of)
+        assert relay.relay(session, claim.token, relay.EventBatch(10, [line]), of=of)
 
 
 @pytest.mark.parametrize("slot", [CPU, PREPARE], ids=lambda slot: slot.kind)
@@ -113,7 +113,7 @@ def test_leaving_in_good_order_is_no_loss(database: Database, make_job: Make, ro
     for _ in range(2 * POLICY.max_losses):
         claim = won(database)
         with database.write() as session:
-            finish(session, claim.token, "train", HandedBack("worker on box is leaving"), 75, RetryPolicy())
+            finish(session, claim.token, "train", Requeued("worker on box is leaving"), 75, RetryPolicy())
     assert (row(job_id).status, row(job_id).losses) == ("queued", 0)
 
 

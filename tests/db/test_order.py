@@ -15,7 +15,7 @@ from sqlalchemy import func, select
 
 from core import HOME
 from core.db.engine import Database
-from core.db.tables import Allocation, Attempt, Job, Usage, UsageDay
+from core.db.tables import Allocation, Attempt, Job, UsageDay, UsageTotal
 from core.errors import SpecError
 from core.jobs.policies import usage
 from core.jobs.policies.quotas import MAX_PRIORITY
@@ -162,7 +162,7 @@ def test_any_state_is_claimed_as_it_is_explained(lab: Lab) -> None:
     for seed in range(3):
         made = random.Random(seed)
         with lab.database.write() as session:
-            for table in (Attempt, Allocation, Usage):
+            for table in (Attempt, Allocation, UsageTotal):
                 session.execute(table.__table__.delete())
             session.execute(Job.__table__.update().values(status="cancelled"))
         lab.ids = {}

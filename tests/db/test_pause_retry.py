@@ -12,7 +12,7 @@ from core.db.tables import Allocation, Event, Job, OutboxMessage
 from core.errors import Conflict, NotFound
 from core.jobs.lifecycle import claims, lease_expiry
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, cancel, pause, resume, retry, submit
@@ -62,7 +62,7 @@ def test_a_running_job_pauses_once_its_process_is_gone(
     assert (row(job_id).status, row(job_id).stop_requested) == ("pausing", "pause")
     with pytest.raises(Conflict, match="still writing"):
         wish(database, resume, job_id)
-    assert end(database, claim, HandedBack("asked to pause")) is Status.PAUSED
+    assert end(database, claim, Requeued("asked to pause")) is Status.PAUSED
     job = row(job_id)
     assert (job.status, job.stop_requested, job.worker, job.lease_until) == ("paused", None, None, None)
     with database.read() as session:
@@ -91,7 +91,7 @@ def test_a_waiting_job_pauses_at_once(database: Database, make_job: Make, row: R
     [
         (Succeeded({"train_loss": 1.0}), "succeeded"),
         (Failed("user", "bad_row", "line 3"), "failed"),
-        (HandedBack("asked to pause"), "paused"),
+        (Requeued("asked to pause"), "paused"),
     ],
 )
 def test_an_end_is_an_end_even_if_a_pause_was_wanted(
@@ -112,7 +112,7 @@ def test_cancel_wins_over_pause(database: Database, make_job: Make, row: Row) ->
     assert row(job_id).status == "stopping"
     with pytest.raises(Conflict):
         wish(database, pause, job_id)
-    assert end(database, claim, HandedBack("asked to pause")) is Status.CANCELLED
+    assert end(database, claim, Requeued("asked to pause")) is Status.CANCELLED
 
 
 def test_a_worker_lost_while_pausing_leaves_a_paused_job(database: Database, make_job: Make, row: Row) -> None:
@@ -149,7 +149,7 @@ def test_every_change_names_the_request_it_comes_from(database: Database) -> Non
         cancel(session, Actor("user-ada", "proj-lab", "req-2"), job_id)
     with database.write() as session:
         token = claims.Token(job_id, 1, "worker-a")
-        assert finish(session, token, "prepare", HandedBack("a test"), 75, RetryPolicy()) is Status.CANCELLED
+        assert finish(session, token, "prepare", Requeued("a test"), 75, RetryPolicy()) is Status.CANCELLED
     with database.read() as session:
         told = session.execute(select(Event.data).where(Event.job_id == job_id).order_by(Event.seq)).scalars().all()
     assert [(change["to"], change["request_id"]) for change in told] == [

@@ -9,13 +9,13 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Audit, Event, Job, Node
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.policies import holds
 from core.jobs.scheduling import preempt
-from core.jobs.scheduling.preempt import PREEMPT, Rules
+from core.jobs.scheduling.preempt import PREEMPT, PreemptionSettings
 from tests.support.lab import DESK, Lab, gpu
 
-RULES = Rules(600.0, 600.0, leave_seconds=0.0)
+RULES = PreemptionSettings(600.0, 600.0, leave_seconds=0.0)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def allow(lab: Lab, project: str = "lab") -> None:
     lab.limit("project", project, preemptible=True)
 
 
-def ask(lab: Lab, rules: Rules = RULES) -> list[tuple[str, list[str]]]:
+def ask(lab: Lab, rules: PreemptionSettings = RULES) -> list[tuple[str, list[str]]]:
     with lab.database.write() as session:
         if not preempt.possible(session):
             return []
@@ -47,7 +47,7 @@ def ask(lab: Lab, rules: Rules = RULES) -> list[tuple[str, list[str]]]:
 def leave(lab: Lab, name: str) -> None:
     claim = lab.held[name]
     with lab.database.write() as session:
-        finish(session, claim.token, "train", HandedBack("asked to preempt"), 75, RetryPolicy())
+        finish(session, claim.token, "train", Requeued("asked to preempt"), 75, RetryPolicy())
 
 
 def test_one_makes_room_and_goes_on_later(lab: Lab) -> None:
@@ -136,7 +136,7 @@ def _silence(lab: Lab) -> None:
 def test_nobody_is_asked_of(lab: Lab, case: str) -> None:
     CASES[case](lab)
     lab.job("urgent", "bob", priority=5)
-    assert ask(lab, Rules(600.0, 600.0, leave_seconds=100.0)) == []
+    assert ask(lab, PreemptionSettings(600.0, 600.0, leave_seconds=100.0)) == []
 
 
 def test_nobody_is_asked_in_vain_and_no_more_than_needed(lab: Lab) -> None:

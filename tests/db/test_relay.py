@@ -14,7 +14,7 @@ from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job, Metric
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim, Slot
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 
 Make = Callable[..., str]
 Row = Callable[[str], Job]
@@ -41,14 +41,14 @@ def take(database: Database) -> Claim:
     return claim
 
 
-def tell(database: Database, claim: Claim, batch: relay.Batch, of: int | None = None) -> bool:
+def tell(database: Database, claim: Claim, batch: relay.EventBatch, of: int | None = None) -> bool:
     with database.write() as session:
         return relay.relay(session, claim.token, batch, of=of)
 
 
 def test_a_line_still_being_written_is_left_for_later(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert relay.read_batch(path, 0) == relay.Batch(0)
+    assert relay.read_batch(path, 0) == relay.EventBatch(0)
     whole = line(1, "phase", phase="loading")
     path.write_text(whole + '{"seq": 2, "ty')
     batch = relay.read_batch(path, 0)
@@ -105,7 +105,7 @@ def test_events_metrics_progress_and_record(database: Database, claim: Claim, ro
 
 
 def test_numbers_that_json_has_no_word_for(database: Database, claim: Claim) -> None:
-    batch = relay.Batch(
+    batch = relay.EventBatch(
         9,
         [
             {"seq": 1, "time": 1.0, "type": "metrics", "step": 1, "values": {"loss": float("nan"), "lr": 1.0}},
@@ -126,7 +126,7 @@ def test_an_earlier_attempts_rest_is_told_under_the_new_token(database: Database
     assert tell(database, claim, relay.read_batch(path, 0))
     path.write_text(first + metrics(2, 2, 4.0) + line(3, "checkpoint", step=2, path="checkpoints/step-2"))
     with database.write() as session:
-        finish(session, claim.token, "train", HandedBack("its worker died"), None, RetryPolicy())
+        finish(session, claim.token, "train", Requeued("its worker died"), None, RetryPolicy())
     second = take(database)
     with database.read() as session:
         ((attempt, offset),) = relay.untold(session, job_id, second.token.attempt)

@@ -6,16 +6,16 @@ from sqlalchemy import func, insert, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Audit, Event, File, Job
-from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import retry, submit
 from core.jobs.policies import retention
-from core.jobs.policies.retention import DAY, Rules
+from core.jobs.policies.retention import DAY, RetentionRules
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support.lab import Lab
 
-RULES = Rules(checkpoints_days=30, previews_days=30, unused_files_days=90)
+RULES = RetentionRules(checkpoints_days=30, previews_days=30, unused_files_days=90)
 
 
 def run(lab: Lab, layout: Layout, name: str, *outcomes: Outcome, days_ago: float, job_id: str | None = None) -> str:
@@ -36,7 +36,7 @@ def run(lab: Lab, layout: Layout, name: str, *outcomes: Outcome, days_ago: float
     return job_id
 
 
-def collect(lab: Lab, layout: Layout, rules: Rules = RULES) -> list[tuple[str, str]]:
+def collect(lab: Lab, layout: Layout, rules: RetentionRules = RULES) -> list[tuple[str, str]]:
     with lab.database.read() as session:
         found = list(retention.find(session, layout, rules))
     assert all(one.bytes > 0 for one in found if one.paths)
@@ -51,10 +51,10 @@ ARTIFACT = {"path": "adapter/weights.bin", "kind": "adapter", "bytes": 5000, "sh
 
 
 def test_an_ended_job_keeps_what_it_hands_back_and_its_logs(lab: Lab, layout: Layout) -> None:
-    done = run(lab, layout, "a", HandedBack("a test"), Succeeded({"ok": 1}, [ARTIFACT]), days_ago=31)
+    done = run(lab, layout, "a", Requeued("a test"), Succeeded({"ok": 1}, [ARTIFACT]), days_ago=31)
     young = run(lab, layout, "b", Succeeded({"ok": 1}, [ARTIFACT]), days_ago=29)
     before = left(layout, young)
-    assert collect(lab, layout, Rules(0, 0, 0)) == []
+    assert collect(lab, layout, RetentionRules(0, 0, 0)) == []
     assert collect(lab, layout) == [("checkpoints", done)]
     assert left(layout, done) == ["attempt-1/log.txt", "attempt-2/artifacts/adapter/weights.bin", "attempt-2/log.txt"]
     assert left(layout, young) == before
@@ -118,7 +118,7 @@ def test_files_that_no_job_has_ever_named(lab: Lab, layout: Layout) -> None:
     with lab.database.write() as session:
         spec = JobSpec.model_validate({"model": "team/tiny", "data": names["a"]})
         submit(session, actor, resolve(spec)).status = "cancelled"
-    assert collect(lab, layout, Rules(30, 30, 0)) == []
+    assert collect(lab, layout, RetentionRules(30, 30, 0)) == []
     assert collect(lab, layout) == [("file", names["b"])]
     assert [layout.file(file_id).exists() for file_id in names.values()] == [True, False, True]
 

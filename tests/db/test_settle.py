@@ -12,13 +12,13 @@ from core.db.tables import Event, Job, ModelShape
 from core.jobs.admission import auto_method, fit, ready
 from core.jobs.admission.ready import SHAPE, WHOLE
 from core.jobs.lifecycle.claims import Claim, claim
-from core.jobs.lifecycle.finish import Failed, HandedBack, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause, resume, retry, submit
 from core.jobs.policies import nodes
 from core.jobs.scheduling.slots import Key, Slot
 from core.jobs.views import explain
-from core.jobs.views.explain import Desk
+from core.jobs.views.explain import QueueSettings
 from core.plan.memory import plan
 from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
@@ -107,7 +107,7 @@ def test_auto_is_settled_at_the_first_claim_and_stays(box: Box) -> None:
         data = session.execute(query.limit(1)).scalar_one()
     assert data["settled"] == first.settled and data["to"] == "starting"
 
-    assert box.end(first, HandedBack("the worker leaves")) is Status.QUEUED
+    assert box.end(first, Requeued("the worker leaves")) is Status.QUEUED
     again = box.claim("large", LARGE)  # where full fine-tuning would fit
     assert again is not None and again.settled == first.settled and method_of(again) == method_of(first)
     assert box.end(again, Failed("machine", "killed", "gone")) is Status.QUEUED
@@ -143,7 +143,7 @@ def test_what_was_settled_is_not_claimed_where_it_does_not_fit(box: Box) -> None
     box.prepare(job_id)
     first = box.claim("large", LARGE)
     assert first is not None and method_of(first) == "full"
-    box.end(first, HandedBack("the worker leaves"))
+    box.end(first, Requeued("the worker leaves"))
     assert box.claim("small", SMALL) is None
     assert box.claim("large", LARGE) is not None
 
@@ -160,7 +160,7 @@ def test_what_nothing_fits_is_tried_again_where_it_began(box: Box) -> None:
     first = box.claim("tight", gigabytes)
     assert first is not None and first.settled is not None and "nothing fits" in first.settled["reason"]
     assert first.adjusted["training.per_device_train_batch_size"] == 1, "it begins with the smallest batch"
-    assert box.end(first, HandedBack("the worker leaves")) is Status.QUEUED
+    assert box.end(first, Requeued("the worker leaves")) is Status.QUEUED
     again = box.claim("tight", gigabytes)
     assert again is not None and (again.settled, again.adjusted) == (first.settled, first.adjusted)
 
@@ -174,7 +174,7 @@ def test_a_job_is_passed_over_where_it_does_not_fit(box: Box) -> None:
     won = box.claim("small", SMALL)
     assert won is not None and won.token.job_id == small and won.settled is None
     with box.database.read() as session:
-        told = explain.job(session, Desk(), box.job(large))
+        told = explain.job(session, QueueSettings(), box.job(large))
     assert told is not None and told.code == "turn", told
     card = Slot("GPU-small", "gpu", "amd", "gfx942", round(SMALL * 1e9), host_bytes=10**12)
     spec = JobSpec.model_validate(box.job(large).spec)

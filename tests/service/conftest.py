@@ -26,7 +26,7 @@ from core.db.migrate import upgrade
 from core.db.tables import Job
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.relay import Batch, relay
+from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import Actor, cancel
 from core.jobs.lifecycle.transitions import Token
 from core.storage.layout import Layout
@@ -123,7 +123,7 @@ class Api:
         """Lines of a trainer's events.jsonl."""
         told = [{"seq": number, "time": time.time(), **line} for number, line in enumerate(lines, 1)]
         with self.database.write() as session:
-            assert relay(session, token, Batch(0, told))
+            assert relay(session, token, EventBatch(0, told))
 
     def end(self, token: Token, outcome: Outcome) -> None:
         with self.database.write() as session:

@@ -225,7 +225,7 @@ def test_rotation_leaves_time_to_change_over(here: World, member: Caller) -> Non
 
 
 def test_last_use_is_noted_without_a_write_a_request(here: World, member: Caller) -> None:
-    uses: LastUse = here.app.state.installation.last_use
+    uses: LastUse = here.app.state.eft.last_use
 
     def last() -> float | None:
         with here.database.read() as session:
@@ -250,13 +250,13 @@ def test_a_database_that_is_away_costs_no_last_use(here: World, member: Caller, 
     from core.db.engine import Database
 
     with here.database.read() as session:
-        asking = authenticate(session, member.key)
-    assert asking is not None
+        principal = authenticate(session, member.key)
+    assert principal is not None
     uses = LastUse(Database(f"sqlite:///{tmp_path / 'empty.db'}"), seconds=0.01)
-    uses.note(asking)
+    uses.note(principal)
     uses.start()
     time.sleep(0.1)
-    assert list(uses._seen) == [asking.key_id], "kept, and the thread goes on"
+    assert list(uses._seen) == [principal.key_id], "kept, and the thread goes on"
     uses._database = here.database
     deadline = time.monotonic() + 90
     while uses._seen:
@@ -264,22 +264,22 @@ def test_a_database_that_is_away_costs_no_last_use(here: World, member: Caller, 
         time.sleep(0.01)
     uses.close()
     with here.database.read() as session:
-        assert session.get_one(ApiKey, asking.key_id).last_used_at is not None
+        assert session.get_one(ApiKey, principal.key_id).last_used_at is not None
 
 
 def test_a_stream_does_not_outlive_its_key(here: World, member: Caller) -> None:
-    app = here.app.state.installation
+    app = here.app.state.eft
     with here.database.read() as session:
-        asking = authenticate(session, member.key)
-    assert asking is not None
+        principal = authenticate(session, member.key)
+    assert principal is not None
 
     async def read(*, revoke_after: int) -> list[bytes]:
         seen = []
-        async for encoded in while_allowed(app, asking, app.hub.follow(here.lab.job, 0), seconds=0):
+        async for encoded in while_allowed(app, principal, app.hub.follow(here.lab.job, 0), seconds=0):
             seen.append(encoded)
             if len(seen) == revoke_after:
                 with here.database.write() as session:
-                    session.execute(update(ApiKey).where(ApiKey.id == asking.key_id).values(revoked_at=db_now()))
+                    session.execute(update(ApiKey).where(ApiKey.id == principal.key_id).values(revoked_at=db_now()))
         return seen
 
     whole = asyncio.run(read(revoke_after=0))

@@ -190,10 +190,10 @@ def test_nothing_is_done_that_cannot_be_answered(here: World, boss: Caller) -> N
         session.execute(update(User).where(User.id == here.lab.owner.user_id).values(name="owner of lab"))
     from api.http.once import Once, answer
 
-    installation = here.app.state.installation
+    installation = here.app.state.eft
     with here.database.read() as session:
-        asking = auth.authenticate(session, boss.key)
-    assert asking is not None
+        principal = auth.authenticate(session, boss.key)
+    assert principal is not None
 
     def work(session: Any) -> dict[str, Any]:
         session.add(User(id="user-" + "1" * 26, name=name))
@@ -201,20 +201,20 @@ def test_nothing_is_done_that_cannot_be_answered(here: World, boss: Caller) -> N
         return {"number": float("inf")}
 
     with pytest.raises(ValueError, match="Out of range"):
-        answer(installation, asking, Once(None, "/", b""), None, work)
+        answer(installation, principal, Once(None, "/", b""), None, work)
     with here.database.read() as session:
         assert session.execute(select(User).where(User.name == name)).all() == []
 
 
 def test_a_project_has_so_many_webhooks_also_at_once(here: World, boss: Caller) -> None:
     with here.database.read() as session:
-        asking = auth.authenticate(session, boss.key)
-    assert asking is not None
+        principal = auth.authenticate(session, boss.key)
+    assert principal is not None
 
     def make(_: int) -> bool:
         try:
             with here.database.write() as session:
-                webhooks.create(session, asking, WebhookWish(url="https://9.9.9.9/"))
+                webhooks.create(session, principal, WebhookWish(url="https://9.9.9.9/"))
         except Conflict:
             return False
         return True

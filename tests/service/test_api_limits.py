@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 
 from api.errors import RateLimited
-from api.http.body_limits import REMEMBERED, Buckets, Limits
+from api.http.body_limits import REMEMBERED, Buckets, RequestLimits
 from core.settings import Settings
 from tests.service.conftest import StartApi
 
@@ -104,7 +104,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
 
 
 def test_addresses_of_one_ipv6_subscriber_count_as_one() -> None:
-    limits = Limits(Settings(rate_strangers_per_minute=1))
+    limits = RequestLimits(Settings(rate_strangers_per_minute=1))
     limits.stranger(None, "2001:db8:1:2::1")
     for address, free in (("2001:db8:1:2:ffff::9", False), ("2001:db8:1:3::1", True), ("::ffff:10.0.0.1", True)):
         try:
@@ -116,7 +116,7 @@ def test_addresses_of_one_ipv6_subscriber_count_as_one() -> None:
 
 
 def test_more_keys_of_a_user_gain_nothing() -> None:
-    limits = Limits(Settings(rate_per_minute=60, rate_burst=2))
+    limits = RequestLimits(Settings(rate_per_minute=60, rate_burst=2))
     passed = 0
     for number in range(100):
         try:

@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 
 from core.db.engine import db_now
 from core.db.tables import Audit, Node
-from core.jobs.lifecycle.finish import HandedBack
+from core.jobs.lifecycle.finish import Requeued
 from core.jobs.policies import nodes
 from tests.support.client import eft
 
@@ -54,7 +54,7 @@ def test_drain_and_undrain(api: Any, box: str) -> None:
         drained = reply.json()
         assert drained["state"] == "draining"
         assert (drained["drained"]["by"], drained["drained"]["reason"]) == ("ada", "a new fan")
-    api.end(token, HandedBack(f"node {box} is drained"))
+    api.end(token, Requeued(f"node {box} is drained"))
     job = api.http.get(f"/jobs/{job_id}").json()
     assert (job["status"], job["reason"]) == ("queued", f"waits to go on: node {box} is drained")
     with pytest.raises(AssertionError):
@@ -64,7 +64,7 @@ def test_drain_and_undrain(api: Any, box: str) -> None:
     assert (last.action, last.request_id) == ("node.drain", first)
 
     assert api.http.post(f"/nodes/{box}/undrain").json()["state"] == "serving"
-    api.end(api.go_on(job_id), HandedBack("a test"))
+    api.end(api.go_on(job_id), Requeued("a test"))
     assert api.http.post(f"/jobs/{job_id}/cancel").json()["status"] == "cancelled"
 
 

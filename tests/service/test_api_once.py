@@ -149,16 +149,18 @@ def test_many_at_once_are_done_once(here: World, boss: Caller) -> None:
     from api.http.once import Once, answer
     from core.jobs.lifecycle.submit import submit
 
-    installation = here.app.state.installation
+    installation = here.app.state.eft
     with here.database.read() as session:
-        asking = service.authenticate(session, boss.key)
+        principal = service.authenticate(session, boss.key)
         before = session.execute(select(func.count()).select_from(Job)).scalar_one()
-    assert asking is not None
+    assert principal is not None
     once = Once("race", "/race?", boss.key.encode())
 
     def send(_: int) -> str:
         spec = here.spec(here.lab.file)
-        reply = answer(installation, asking, once, None, lambda session: {"id": submit(session, asking, spec).id[4:]})
+        reply = answer(
+            installation, principal, once, None, lambda session: {"id": submit(session, principal, spec).id[4:]}
+        )
         return bytes(reply.body).decode()
 
     with ThreadPoolExecutor(8) as pool:

@@ -16,7 +16,7 @@ from sqlalchemy import delete, update
 from api.jobs import schemas as jobs_schemas
 from api.queue import gpu_schemas, schemas
 from core.db.engine import db_now
-from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, Usage, UsageDay
+from core.db.tables import Allocation, Hold, Job, Limit, Maintenance, Node, UsageDay, UsageTotal
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
@@ -39,7 +39,7 @@ def box(api: Any) -> Iterator[str]:
 
     def clear() -> None:
         with api.database.write() as session:
-            for table in (Hold, Maintenance, Limit, Usage, UsageDay):
+            for table in (Hold, Maintenance, Limit, UsageTotal, UsageDay):
                 session.execute(delete(table))
             session.execute(update(Allocation).values(charged_at=db_now()))
             session.execute(update(Job).where(Job.status == "queued").values(status="cancelled"))

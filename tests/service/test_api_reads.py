@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
+from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
 
 ROW = b'{"prompt": "off", "completion": "lamp.off"}\n'
 
@@ -29,7 +29,7 @@ def run(api: Any) -> tuple[str, Path]:
     folder = api.layout.attempt(job_id, token.attempt)
     folder.mkdir(parents=True)
     (folder / "log.txt").write_bytes(b"first\n")
-    api.end(token, HandedBack("the worker leaves"))
+    api.end(token, Requeued("the worker leaves"))
     token = api.go_on(job_id)
     api.tell(token, *[metrics(step, loss=10 - step + 0.5) for step in (3, 4)])
     api.tell(token, {"type": "progress", "step": 4, "total_steps": 4, "epoch": 1.0, "seconds_left": 0})

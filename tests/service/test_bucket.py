@@ -30,7 +30,7 @@ from core.ids import new_id
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.submit import Actor, submit
 from core.jobs.lifecycle.transitions import Token
-from core.jobs.policies.retention import Rules
+from core.jobs.policies.retention import RetentionRules
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -210,7 +210,7 @@ def test_a_log_in_parts_reads_as_the_file_does(bucket: Bucket, tmp_path: Path, m
         assert logs.of_run(here, f"runs/{JOB}/attempt-1", **asked) == logs.of_run(
             there, f"runs/{JOB}/attempt-1", **asked
         ), asked
-    assert logs.of_run(there, f"runs/{JOB}/attempt-2") == logs.Window("", 0, 0)
+    assert logs.of_run(there, f"runs/{JOB}/attempt-2") == logs.LogWindow("", 0, 0)
     assert sender.finish((), False, lambda _: True)
 
 
@@ -429,10 +429,10 @@ def test_what_rules_let_go_and_what_nobody_knows(bucket: Bucket, tmp_path: Path)
     assert {kind: used[kind] for kind in ("checkpoints", "runs", "models")} == {
         "checkpoints": 40, "runs": 80, "models": 5
     }  # fmt: skip
-    assert objects.collect(database, bucket, Rules(checkpoints_days=30)) == 30
+    assert objects.collect(database, bucket, RetentionRules(checkpoints_days=30)) == 30
     left = [key.removeprefix(f"runs/{old}/") for key in keys(bucket, f"runs/{old}")]
     assert left == ["attempt-1/log/0000000000000000", "attempt-2/artifacts/adapter", "attempt-2/log/0000000000000000"]
     assert len(keys(bucket, f"runs/{young}")) == 6
-    assert objects.collect(database, bucket, Rules(checkpoints_days=30, history_days=30)) == 20
+    assert objects.collect(database, bucket, RetentionRules(checkpoints_days=30, history_days=30)) == 20
     assert keys(bucket, f"runs/{old}") == [f"runs/{old}/attempt-2/artifacts/adapter"]
     database.dispose()

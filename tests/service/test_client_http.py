@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from eft import ApiError, Client, NotEft, Unreachable
 
-from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
+from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
 from tests.support.client import EFT, Cutter, client, eft, environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,7 +69,7 @@ def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, wo
         told += line
     if outcome is None:
         assert eft(sqlite_api, "cancel", job_id).returncode == 0
-        outcome = HandedBack("cancelled by its owner")
+        outcome = Requeued("cancelled by its owner")
     sqlite_api.end(token, outcome)
     stdout, rest = watcher.communicate(timeout=120)
     stderr = told + rest

@@ -19,7 +19,7 @@ from eft.watch.frame import BARS, Frame, sparkline
 from eft.watch.world import Line, Watched, World
 from rich.console import Console
 
-from core.jobs.lifecycle.finish import Failed, HandedBack, Succeeded
+from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
 from core.spec.run.contract import LOG_FILE
 from tests.support.client import EFT, environment
 from tests.support.service import wait_for
@@ -98,7 +98,7 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
         assert "voice intents" in "\n".join(narrow)
 
         write_log(api, job_id, token.attempt, b"last words of the first\n")
-        api.end(token, HandedBack("its box is needed"))
+        api.end(token, Requeued("its box is needed"))
         second = api.go_on(job_id)
         write_log(api, job_id, second.attempt, b"the second attempt\nno line end")
         screen.see("running: runs on box", since=mark)

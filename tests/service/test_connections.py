@@ -16,7 +16,7 @@ from fastapi import Request
 
 from api.errors import RequestTimeout
 from api.http import body
-from api.http.connections import Bounds, Connection, quiet_about_accept
+from api.http.connections import Connection, ConnectionLimits, quiet_about_accept
 from core.descriptors import raise_limit
 from core.settings import Settings, crosses_in_clear
 from tests.service.conftest import Api, StartApi
@@ -94,14 +94,14 @@ class Waiting(Connection):
     def __init__(self, peer: str | None) -> None:
         self.peer = peer
         self.was_cut = False
-        self.bounds_of: Bounds
+        self.bounds_of: ConnectionLimits
 
     def cut(self) -> None:
         self.was_cut = True
         self.bounds_of.leave(self)
 
 
-def entered(bounds: Bounds, peer: str | None, *, waits: bool = True) -> Waiting | None:
+def entered(bounds: ConnectionLimits, peer: str | None, *, waits: bool = True) -> Waiting | None:
     one = Waiting(peer)
     one.bounds_of = bounds
     if not bounds.enter(one):
@@ -112,7 +112,7 @@ def entered(bounds: Bounds, peer: str | None, *, waits: bool = True) -> Waiting 
 
 
 def test_who_has_waited_longest_makes_room() -> None:
-    bounds = Bounds(4, 2, ["10.0.0.0/8"])
+    bounds = ConnectionLimits(4, 2, ["10.0.0.0/8"])
     first, second = entered(bounds, "a"), entered(bounds, "a")
     other = entered(bounds, "b")
     assert first and second and other
@@ -128,8 +128,14 @@ def test_who_has_waited_longest_makes_room() -> None:
 
 
 def test_bounds_stay_within_the_descriptors() -> None:
-    assert (Bounds.within(65_536, 4096, 1024).most, Bounds.within(65_536, 4096, 1024).most_of_one) == (4096, 1024)
-    assert (Bounds.within(1024, 4096, 1024).most, Bounds.within(1024, 4096, 1024).most_of_one) == (768, 384)
+    assert (
+        ConnectionLimits.within(65_536, 4096, 1024).most,
+        ConnectionLimits.within(65_536, 4096, 1024).most_of_one,
+    ) == (4096, 1024)
+    assert (ConnectionLimits.within(1024, 4096, 1024).most, ConnectionLimits.within(1024, 4096, 1024).most_of_one) == (
+        768,
+        384,
+    )
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,10 +208,10 @@ def _attempt(here: World, member: Caller) -> bool:
     """As the route does it, from a thread of its own."""
     try:
         with here.database.read() as session:
-            asking = service.authenticate(session, member.key)
-        assert asking is not None
+            principal = service.authenticate(session, member.key)
+        assert principal is not None
         with here.database.write() as session:
-            keyring.create(session, asking, KeyWish(), here.settings)
+            keyring.create(session, principal, KeyWish(), here.settings)
     except Conflict as error:
         assert error.code == "too_many_keys"
         return False
@@ -222,13 +222,13 @@ def test_a_key_that_is_being_revoked_makes_no_more(here: World, member: Caller) 
     """It was let in, and revoked before its request came to its transaction."""
     parent = made(here, member.key)
     with here.database.read() as session:
-        asking = service.authenticate(session, parent["key"])
-    assert asking is not None
+        principal = service.authenticate(session, parent["key"])
+    assert principal is not None
     here.ask("DELETE", f"/keys/{parent['id']}", member.key)
     with pytest.raises(Unauthorized), here.database.write() as session:
-        keyring.create(session, asking, KeyWish(), here.settings)
+        keyring.create(session, principal, KeyWish(), here.settings)
     with pytest.raises(Unauthorized), here.database.write() as session:
-        keyring.rotate(session, asking, parent["id"], 0, here.settings)
+        keyring.rotate(session, principal, parent["id"], 0, here.settings)
 
 
 def test_the_checksum_tells_a_key_from_a_text_like_one(here: World, member: Caller) -> None:

@@ -16,7 +16,7 @@ from api.metrics.exposition import CONTENT_TYPE, Family, Histogram, page
 from core import HOME
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.relay import Batch, relay
+from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import submit
 from core.jobs.policies import nodes
 from tests.support.world import World, world
@@ -97,7 +97,7 @@ def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             ]
             lines.append({"type": "progress", "step": 2, "total_steps": 50})
             told = [{"seq": number, "time": time.time(), **line} for number, line in enumerate(lines, 1)]
-            assert relay(session, won.token, Batch(0, told))
+            assert relay(session, won.token, EventBatch(0, told))
             for _ in range(2):
                 submit(session, made.lab.owner, made.spec(made.lab.file))
         made.webhook(made.lab)

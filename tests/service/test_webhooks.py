@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from api.auth.policy import Principal, Role, Scope
 from api.notices import service
 from api.notices.addresses import NotAllowed, parse, permitted, resolve
-from api.notices.post import Answer, post
+from api.notices.post import WebhookReply, post
 from api.notices.render import chat
 from api.notices.sender import Sender
 from core.db.tables import Delivery, Job, Webhook
@@ -172,16 +172,16 @@ def test_a_webhook_may_be_deleted_while_a_job_changes(here: World, there: Target
     for delete_first in (False, True):
         made = hook(here, there.url("/x"), events=["job.cancelled"])
         job_id = submitted(here)
-        asking = Principal(**dict.fromkeys(Principal.__dataclass_fields__) | vars_of(here))
+        principal = Principal(**dict.fromkeys(Principal.__dataclass_fields__) | vars_of(here))
 
         def cancel_it(job_id: str = job_id) -> None:
             with here.database.write() as session:
                 assert move(session, session.get_one(Job, job_id), Status.CANCELLED, reason="x")
                 time.sleep(0.1)
 
-        def delete_it(asking: Principal = asking, number: str = made["id"]) -> None:
+        def delete_it(principal: Principal = principal, number: str = made["id"]) -> None:
             with here.database.write() as session:
-                service.remove(session, asking, number)
+                service.remove(session, principal, number)
                 time.sleep(0.1)
 
         both = [delete_it, cancel_it] if delete_first else [cancel_it, delete_it]
@@ -459,14 +459,14 @@ def test_certificates_are_checked_by_the_urls_name(tmp_path: Path, monkeypatch: 
     def lookup(host: str, port: int, **_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
-    def send(host: str) -> Answer:
+    def send(host: str) -> WebhookReply:
         url = f"https://{host}:{there.port}/tls"
         return post(url, {}, b"{}", allow=("127.0.0.1",), seconds=5, lookup=lookup)
 
     with target(tls=tls) as there:
         assert "certificate is not good" in str(send("hooks.example.org").error) and not there.got
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert send("hooks.example.org") == Answer(200)
+        assert send("hooks.example.org") == WebhookReply(200)
         assert there.got[0].headers["host"] == f"hooks.example.org:{there.port}"
         assert "certificate is not good" in str(send("other.example.org").error)
     assert asked == ["hooks.example.org", "hooks.example.org", "other.example.org"] and len(there.got) == 1

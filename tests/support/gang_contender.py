@@ -22,7 +22,7 @@ def main() -> None:
         with database.read() as session:
             if session.execute(select(func.count()).where(Job.status != "succeeded")).scalar_one() == 0:
                 break
-            seats = [seat for seat in cluster.seats(session, database.now(), 600.0) if seat.node == node]
+            seats = [seat for seat in cluster.slot_states(session, database.now(), 600.0) if seat.node == node]
         free = [seat.slot for seat in seats if seat.free]
         claim = None
         for slot in free:

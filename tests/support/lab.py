@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import insert, select, update
 
 from core.db.engine import Database, db_now
-from core.db.tables import Allocation, Attempt, Job, Limit, Project, Usage, User
+from core.db.tables import Allocation, Attempt, Job, Limit, Project, UsageTotal, User
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
@@ -23,7 +23,7 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
 GPU: dict[str, Any] = {"index": 0, "vendor": "amd", "uuid": "GPU-0", "arch": "gfx942", "memory_bytes": 192 << 30}
-DESK = explain.Desk(silent_after=600.0, leave_seconds=0.0)
+DESK = explain.QueueSettings(silent_after=600.0, leave_seconds=0.0)
 CLOCKS = (
     Job.created_at,
     Job.started_at,
@@ -34,7 +34,7 @@ CLOCKS = (
     Attempt.ended_at,
     Allocation.created_at,
     Allocation.released_at,
-    Usage.at,
+    UsageTotal.at,
 )
 
 
@@ -100,7 +100,7 @@ class Lab:
         with self.database.write() as session:
             now = session.execute(select(db_now())).scalar_one()
             session.execute(
-                insert(Usage).values(
+                insert(UsageTotal).values(
                     owner_id=actor.user_id, project_id=actor.project_id, billed=seconds, at=now - 86_400 * days_ago
                 )
             )
@@ -120,7 +120,7 @@ class Lab:
     def turn(self, node: str) -> Claim | None:
         """As the node's worker claims: for each of its free slots, with the others beside it."""
         with self.database.read() as session:
-            seats = cluster.seats(session, self.database.now(), DESK.silent_after)
+            seats = cluster.slot_states(session, self.database.now(), DESK.silent_after)
         free = [seat.slot for seat in seats if seat.node == node and seat.free and seat.slot.phase == "train"]
         for slot in free:
             with self.database.write() as session:
@@ -177,7 +177,7 @@ class Lab:
         told = [one for one in self.explained() if one.position is not None and one.phase == "train"]
         return [self.name(one.job.id) for one in sorted(told, key=lambda one: one.position or 0)]
 
-    def why(self, name: str, desk: explain.Desk = DESK) -> explain.Explanation:
+    def why(self, name: str, desk: explain.QueueSettings = DESK) -> explain.Explanation:
         with self.database.read() as session:
             row = session.get_one(Job, self.ids[name])
             told = explain.job(session, desk, row)

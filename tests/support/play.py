@@ -13,7 +13,7 @@ from core.db.engine import Database
 from core.db.tables import Attempt, Base, Job, Limit
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
-from core.jobs.lifecycle.finish import HandedBack, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.scheduling import cluster, preempt
 from tests.support.lab import Lab, gpu
 
@@ -135,7 +135,7 @@ class Play:
         """Every free slot of every node asks once, as the workers do."""
         started = False
         with self.database.read() as session:
-            seats = [seat for seat in cluster.seats(session, self.clock[0], SILENT) if seat.slot.phase == "train"]
+            seats = [seat for seat in cluster.slot_states(session, self.clock[0], SILENT) if seat.slot.phase == "train"]
         for node in self.boxes:
             free = [seat.slot for seat in seats if seat.node == node and seat.free]
             for slot in list(free):
@@ -164,7 +164,7 @@ class Play:
         if not self.preemptible:
             return False
         with self.database.write() as session:
-            done = preempt.ask(session, preempt.Rules(self.min_seconds, SILENT, leave_seconds=0.0))
+            done = preempt.ask(session, preempt.PreemptionSettings(self.min_seconds, SILENT, leave_seconds=0.0))
         for one in done:
             victims = tuple(self.lab.name(job_id) for job_id in one.victims)
             self.asked.append((self.lab.name(one.waiting), victims))
@@ -174,7 +174,7 @@ class Play:
                 self.left[name] -= run.ended - run.began
                 self.runs.append(run)
                 with self.database.write() as session:
-                    finish(session, claim.token, "train", HandedBack("asked"), 75, RetryPolicy())
+                    finish(session, claim.token, "train", Requeued("asked"), 75, RetryPolicy())
         return bool(done)
 
     def _pass(self, time: float) -> None:

@@ -69,7 +69,7 @@ class World:
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.app = create_app(self.settings)
-        here = self.app.state.installation
+        here = self.app.state.eft
         self.database, self.layout = here.database, here.layout
         upgrade(self.database)
         self._numbers = itertools.count()

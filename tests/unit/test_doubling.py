@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from api.files.form import Form
+from api.files.form import UploadForm
 from core.data.check import FileCheck
 from core.data.containers.parquet_pages import BadPage, pages
 from core.data.decode import decode
@@ -325,7 +325,7 @@ def column_mapping(n: int, _: Path) -> Work:
 
 def form_of(body: bytes) -> Work:
     def work() -> object:
-        form = Form(
+        form = UploadForm(
             "multipart/form-data; boundary=bound",
             on_field=lambda name, value: None,
             on_file=lambda name: None,

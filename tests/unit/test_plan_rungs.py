@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Key, Needs, PlanNeeds, Slot
 from core.plan.candidates import rungs
 from core.plan.compatibility import check
@@ -43,8 +43,8 @@ def gpu(gigabytes: float, host: float = 512) -> Slot:
     return Slot("GPU-1", "gpu", "amd", "gfx942", round(gigabytes * 1e9), host_bytes=round(host * 1e9))
 
 
-def seat(slot: Slot, label: str = "box-1/0") -> Seat:
-    return Seat("box-1", slot, label, {}, None, None, None, "free", [], {}, None, None, None)
+def seat(slot: Slot, label: str = "box-1/0") -> SlotState:
+    return SlotState("box-1", slot, label, {}, None, None, None, "free", [], {}, None, None, None)
 
 
 def taken(spec: JobSpec) -> list[tuple[str, str, str]]:

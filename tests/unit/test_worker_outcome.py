@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.jobs.admission import oom_backoff
-from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Succeeded
+from core.jobs.lifecycle.finish import Failed, NoRoom, Requeued, Succeeded
 from core.spec.run.contract import EXIT_NO_SPACE
 from worker.attempt.outcome import read
 
@@ -91,7 +91,7 @@ def test_real_deaths_become_words(death: str) -> None:
     assert (outcome.code, outcome.failure) == (name, "internal" if name == "crashed" else "machine")
     assert words in outcome.message and "log" in outcome.message
     # Any of them is a hand-back when we had asked it to go, and a hang when that is why it was killed.
-    assert isinstance(read(process.returncode, None, asked="a test", out_of_memory=False), HandedBack)
+    assert isinstance(read(process.returncode, None, asked="a test", out_of_memory=False), Requeued)
     hung = read(process.returncode, None, asked=None, out_of_memory=False, hung="it hung: no sign of life for 9 s")
     assert isinstance(hung, Failed) and (hung.failure, hung.code) == ("machine", "hung")
 
@@ -109,7 +109,7 @@ def test_a_full_disk_is_not_a_failure() -> None:
 @pytest.mark.parametrize("code", [75, 76, -9, -15, 1, 0, 143])
 def test_a_child_that_was_told_to_go_hands_back(code: int) -> None:
     outcome = read(code, None, asked="worker on box is leaving", out_of_memory=False)
-    assert isinstance(outcome, HandedBack)
+    assert isinstance(outcome, Requeued)
     assert "leaving" in outcome.why or "silent" in outcome.why
 
 
@@ -118,5 +118,5 @@ def test_work_that_was_done_when_the_wish_to_stop_came_is_kept() -> None:
 
 
 def test_a_child_that_leaves_unasked_hands_back() -> None:
-    assert isinstance(read(75, None, asked=None, out_of_memory=False), HandedBack)
-    assert isinstance(read(76, None, asked=None, out_of_memory=False), HandedBack)
+    assert isinstance(read(75, None, asked=None, out_of_memory=False), Requeued)
+    assert isinstance(read(76, None, asked=None, out_of_memory=False), Requeued)

@@ -316,7 +316,7 @@ class Agent:
             return
         known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
         with self.site.database.write() as session:
-            given_back = claims.give_back_unheard(session, self.worker, known)
+            given_back = claims.requeue_unacknowledged(session, self.worker, known)
         self._unheard = False
         for job_id in given_back:
             log.warning("%s: handed back; it was claimed while the database went away", job_id)

@@ -23,7 +23,7 @@ from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
-from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Outcome, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.states import Status
 from core.jobs.policies import holds, nodes
 from core.jobs.scheduling import preempt
@@ -169,7 +169,7 @@ class Attempt:
             batch_helps=self.claim.slot.kind == "cpu" and self._pulse.phase == "training",
             last_words=self._last_words() if code < 0 else "",
         )
-        if self._time_is_up and isinstance(result, HandedBack):
+        if self._time_is_up and isinstance(result, Requeued):
             result = self._over()
         if self.claim.kind == "prepare" and isinstance(result, Succeeded):
             weights = self.claim.slot.kind != "preview"
@@ -252,7 +252,7 @@ class Attempt:
             )
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
-                    raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+                    raise _Ended(Requeued(f"worker on {self.site.node} is leaving"))
                 # The child of several ranks is their launcher, which imports nothing that a spare has imported.
                 if self.claim.kind == "train" and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
@@ -295,16 +295,16 @@ class Attempt:
                     log.warning("%s: %s; trying again", self.claim.label, error)
                     told = True
                 if self._gives_up(RETRY_SECONDS):
-                    raise _Ended(HandedBack(f"the data root cannot be reached from {self.site.node}")) from error
+                    raise _Ended(Requeued(f"the data root cannot be reached from {self.site.node}")) from error
 
     def _halted(self) -> None:
         """Raises _Ended when nobody waits any more for what is being brought."""
         if self.lost.is_set() or self.site.leaving.is_set():
-            raise _Ended(HandedBack(f"worker on {self.site.node} is leaving"))
+            raise _Ended(Requeued(f"worker on {self.site.node} is leaving"))
         with self.site.database.read() as session:
             stop = claims.stop_requested(session, self.token)
         if stop is None or stop:
-            raise _Ended(HandedBack("it was asked to stop while its data was on the way"))
+            raise _Ended(Requeued("it was asked to stop while its data was on the way"))
 
     def _publish(self, result: Outcome) -> bool:
         """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,

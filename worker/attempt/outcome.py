@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from core.jobs.admission import oom_backoff
-from core.jobs.lifecycle.finish import Failed, HandedBack, NoRoom, Outcome, Succeeded
+from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, Succeeded
 from core.spec.run.contract import (
     EXIT_CHECKPOINTED,
     EXIT_DATA_ROOT_LOST,
@@ -59,9 +59,9 @@ def read(
             words = "the folder of its run is gone: the data root was unmounted, moved or deleted; bring it back"
             return Failed("machine", "data_root_lost", f"{words} (`eft doctor` of that box looks for it)")
         case _ if code == EXIT_CHECKPOINTED:
-            return HandedBack(asked or "its process was told to stop by somebody else")
+            return Requeued(asked or "its process was told to stop by somebody else")
         case _ if code == EXIT_FENCED:
-            return HandedBack("its worker had gone silent, so that the process ended itself")
+            return Requeued("its worker had gone silent, so that the process ended itself")
         case _ if hung is not None:
             return Failed("machine", "hung", f"{hung}; the stacks of its threads are in its log")
         case _ if code == -signal.SIGKILL and out_of_memory:
@@ -70,7 +70,7 @@ def read(
             words = "a library found no memory and gave up (SIGABRT): it wanted more than the process may take"
             return Failed("memory", "memory_limit", f"{words} (EFT_PREPARE_BYTES, EFT_CPU_SLOT_BYTES); see the log")
         case _ if asked is not None:
-            return HandedBack(asked)
+            return Requeued(asked)
         case _ if code == EXIT_OK:
             return Failed("internal", "no_result", "the process ended well but left no result; see the log")
         case _ if code == EXIT_FAILED:

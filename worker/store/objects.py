@@ -15,7 +15,7 @@ from core.jobs.housekeeping import unknown_files
 from core.jobs.lifecycle.states import FINAL
 from core.jobs.policies import audit, budget, retention, usage
 from core.jobs.policies.budget import Kind
-from core.jobs.policies.retention import DAY, Rules
+from core.jobs.policies.retention import DAY, RetentionRules
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
 from core.storage.bucket import LOG, Bucket
 from core.storage.store import Entry
@@ -41,7 +41,7 @@ def remove_orphans(database: Database, bucket: Bucket, older_than: float = ORPHA
     return gone
 
 
-def collect(database: Database, bucket: Bucket, rules: Rules) -> int:
+def collect(database: Database, bucket: Bucket, rules: RetentionRules) -> int:
     """What the rules of retention let go of runs (core/jobs/policies/retention.py); bytes."""
     runs, freed = _runs(bucket), 0
     for job_id, entries in runs.items():

@@ -33,7 +33,7 @@ class Room:
 
     def left(self) -> int:
         """As `room_on`; below 0 nothing is started."""
-        return budget.Room(shutil.disk_usage(self._root).free, self._reserve, self._budget).left
+        return budget.Headroom(shutil.disk_usage(self._root).free, self._reserve, self._budget).left
 
     def tell(self) -> None:
         """Log a change once, and keep the words of waiting jobs up to it. Call it every sweep. What only saves

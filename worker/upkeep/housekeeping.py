@@ -171,7 +171,7 @@ class Housekeeper:
 
     def _preempt(self) -> list[preempt.Preemption]:
         settings = self._settings
-        rules = preempt.Rules(
+        rules = preempt.PreemptionSettings(
             settings.preempt_min_seconds,
             settings.lease_seconds,
             room_on(settings, self._database),

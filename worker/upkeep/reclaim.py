@@ -14,7 +14,7 @@ from core import caches
 from core.db.engine import Database
 from core.jobs.policies import budget, retention
 from core.jobs.policies.budget import Budget, Over
-from core.jobs.policies.retention import Removal, Rules
+from core.jobs.policies.retention import Removal, RetentionRules
 from core.settings import Settings
 from core.storage.layout import Layout
 from worker.upkeep import disk_usage
@@ -22,8 +22,8 @@ from worker.upkeep import disk_usage
 log = logging.getLogger("eft.housekeeping")
 
 
-def rules(settings: Settings) -> Rules:
-    return Rules(
+def rules(settings: Settings) -> RetentionRules:
+    return RetentionRules(
         settings.keep_checkpoints_days,
         settings.keep_previews_days,
         settings.keep_unused_files_days,
@@ -45,7 +45,7 @@ def reclaim(
             log.info("removed %d entries of the cache (EFT_DISK_BUDGET_BYTES)", len(gone))
         over = _measured(database, layout, limits)
     soon = max(settings.budget_keep_hours / 24, 1e-9)  # 0 days would be: never
-    early = Rules(checkpoints_days=soon, previews_days=soon)
+    early = RetentionRules(checkpoints_days=soon, previews_days=soon)
     for which in (rules(settings), early):
         if not over:
             break

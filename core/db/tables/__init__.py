@@ -23,7 +23,7 @@ from core.db.tables.jobs import (
 from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
-from core.db.tables.usage import DiskUsage, Limit, Usage, UsageDay
+from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
 
 __all__ = [
     "BOUNDED",
@@ -57,8 +57,8 @@ __all__ = [
     "Owned",
     "Project",
     "SchemaFloor",
-    "Usage",
     "UsageDay",
+    "UsageTotal",
     "User",
     "Webhook",
 ]

@@ -9,7 +9,7 @@ from core.db.engine import db_now
 from core.db.tables.base import Base, Id, Owned
 
 
-class Usage(Owned, Base):
+class UsageTotal(Owned, Base):
     """What an owner has used in a project, as far as it is charged (core/jobs/policies/usage.py)."""
 
     __tablename__ = "usage"

@@ -30,7 +30,7 @@ AXES = ("method", "quantization", "optimizer", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ResolvedMethod:
     """What a job comes to on a slot."""
 
     rung: Rung
@@ -61,7 +61,7 @@ class Settled:
         }
 
 
-def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> Settled:
+def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> ResolvedMethod:
     """What `spec` comes to on `slot`; a job that names its method comes to that."""
     if shape is None:
         return _unknown(spec, "the shape of its model is not known, so that nothing can be planned")
@@ -73,7 +73,7 @@ def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> Sett
         return _unknown(spec, f"nothing can be planned ({error.message})")
 
 
-def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int) -> Settled:
+def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int) -> ResolvedMethod:
     rejected: list[tuple[str, str]] = []
     possible: list[tuple[Rung, Plan]] = []
     for rung in rungs(spec):
@@ -83,7 +83,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
             continue
         planned = plan(rung.spec, shape, longest=longest, device=device)
         if fits(planned, usable):
-            return Settled(rung, _fits_words(planned, usable), tuple(rejected), {}, planned, True)
+            return ResolvedMethod(rung, _fits_words(planned, usable), tuple(rejected), {}, planned, True)
         rejected.append((rung.name, f"takes {fit.gb(planned.peak)}, more than {fit.gb(MARGIN * usable)}"))
         possible.append((rung, planned))
     least: list[tuple[Rung, dict[str, int], Plan]] = []
@@ -95,13 +95,13 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
             planned = plan(oom_backoff.apply(rung.spec, cut), shape, longest=longest, device=device)
             if fits(planned, usable):
                 words = f"{_fits_words(planned, usable)} with {oom_backoff.words(cut)}"
-                return Settled(rung, words, _others(rejected, rung), cut, planned, True)
+                return ResolvedMethod(rung, words, _others(rejected, rung), cut, planned, True)
         least.append((rung, cut, planned))
     if not least:
         return _unknown(spec, "; ".join(f"{name}: {why}" for name, why in rejected))
     rung, cut, planned = min(least, key=lambda one: one[2].peak)
     words = f"nothing fits by the plan; this takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
-    return Settled(rung, words, _others(rejected, rung), cut, planned, False)
+    return ResolvedMethod(rung, words, _others(rejected, rung), cut, planned, False)
 
 
 def _smaller(spec: JobSpec, planned: Plan) -> dict[str, int] | None:
@@ -113,12 +113,12 @@ def _others(rejected: list[tuple[str, str]], rung: Rung) -> tuple[tuple[str, str
     return tuple((name, why) for name, why in rejected if name != rung.name)
 
 
-def _unknown(spec: JobSpec, why: str) -> Settled:
+def _unknown(spec: JobSpec, why: str) -> ResolvedMethod:
     """LoRA, which is the default of every job, or whatever is left of the rungs."""
     left = [rung for rung in rungs(spec) if rung.spec is not None]
     assert left, "core.plan.compatibility.check refuses a job without"
     rung = next((rung for rung in left if rung.name == LORA), left[-1])
-    return Settled(rung, f"{why}: the default of all jobs, as far as this one allows it", (), {}, None, True)
+    return ResolvedMethod(rung, f"{why}: the default of all jobs, as far as this one allows it", (), {}, None, True)
 
 
 def planned_bytes(session: Session, job: Job, slot: Slot) -> int | None:

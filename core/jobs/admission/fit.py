@@ -13,7 +13,7 @@ from typing import Any
 
 from core.errors import SpecError
 from core.jobs.admission import oom_backoff
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.plan.candidates import rungs
 from core.plan.compatibility import check
@@ -130,7 +130,7 @@ def _in_files(spec: JobSpec) -> JobSpec:
 # --- refusals --------------------------------------------------------------------------------------------
 
 
-def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> SpecError | None:
+def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState]) -> SpecError | None:
     """Why the job cannot run with this model, or fits none of the slots that have all else that it asks for, with what
     would make it fit; None where one may take it, or none is there at all. SpecError as of `plan`."""
     if (wrong := _wrong_stream(spec, shape)) is not None:
@@ -181,7 +181,7 @@ def _wrong_stream(spec: JobSpec, shape: Shape) -> SpecError | None:
     return None
 
 
-def proposals(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[Seat]) -> list[str]:
+def proposals(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState]) -> list[str]:
     """Changes of the job with which it would fit one of these slots, the smallest first; at most three."""
     slots = [seat.slot for seat in seats]
 

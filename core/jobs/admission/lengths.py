@@ -18,7 +18,7 @@ NEWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowLengths:
     """What is known of a job's rows before it runs."""
 
     longest: int
@@ -30,12 +30,12 @@ class Rows:
     """Training rows that are used."""
 
 
-def rows(session: Session, project_id: str, spec: JobSpec) -> Rows:
+def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
     """A preview counts if its file, model, rendering and truncation are the job's."""
     limit = spec.training.max_length
     train = spec.data.train
     if not isinstance(train, FileSource):
-        return Rows(limit, "max_length")
+        return RowLengths(limit, "max_length")
     found = session.execute(
         select(Job.spec, Job.result)
         .where(
@@ -57,13 +57,13 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> Rows:
         longest = min(limit, max(1, int(result["tokens"]["longest"]))) if here else limit
         rows_used = int(result["rows"]["used"])
         whole = spec.data.split is None  # of a part nobody has counted the tokens
-        return Rows(
+        return RowLengths(
             longest,
             "preview" if here else "max_length",
             int(epoch["tokens"]) if whole and "tokens" in epoch else None,
             rows_used if whole else None,
         )
-    return Rows(limit, "max_length")
+    return RowLengths(limit, "max_length")
 
 
 def _counted_by(spec: dict[str, Any]) -> tuple[Any, ...]:

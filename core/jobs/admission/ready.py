@@ -13,7 +13,7 @@ from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit, lengths, shapes
 from core.jobs.scheduling import cluster
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Key, Slot
 from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
@@ -60,11 +60,11 @@ def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None)
     return fit.refusal(spec, shape, lengths.rows(session, project_id, spec).longest, seats(session))
 
 
-def seats(session: Session) -> list[Seat]:
+def seats(session: Session) -> list[SlotState]:
     """Of all nodes that are registered, silent ones too."""
     now = float(session.execute(select(db_now())).scalar_one())
-    return cluster.seats(session, now, SILENT_AFTER)
+    return cluster.slot_states(session, now, SILENT_AFTER)
 
 
-def training(seats: list[Seat]) -> list[Slot]:
+def training(seats: list[SlotState]) -> list[Slot]:
     return [seat.slot for seat in seats if seat.slot.phase == "train"]

@@ -23,7 +23,7 @@ from core.jobs.lifecycle.states import LEASED, Status
 from core.jobs.lifecycle.transitions import Token, move
 from core.jobs.policies import holds
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
-from core.jobs.scheduling.scheduler_lock import take_turn
+from core.jobs.scheduling.scheduler_lock import lock_scheduler
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
 from core.jobs.scheduling.slots import Key, Phase, Slot
 from core.spec.job import JobSpec
@@ -97,7 +97,7 @@ def claim(
     slot that is held. They are the job's from here on. Raises IntegrityError if a job holds `slot` already, and
     Unclaimable where it is the job that cannot be taken: defects.
     """
-    now = take_turn(session)
+    now = lock_scheduler(session)
     # Held until the commit: a drain that was answered is not followed by a claim that had begun before it.
     drained_at = select(Node.drained_at).where(Node.name == node).with_for_update(read=True)
     if session.execute(drained_at).scalar_one_or_none() is not None:
@@ -107,12 +107,12 @@ def claim(
         return None
     ends_before = opening.ends_before if slot.phase == "train" else None  # a time limit is one of training
     conditions = queue_order.ready(now, room, ends_before)
-    hall = partial(gang_scheduling.hall, session, now, lease_seconds)
+    look = partial(gang_scheduling.cluster_state, session, now, lease_seconds)
     while True:
         order = queue_order.look(
             session, slot.phase, now, conditions, half_life=half_life, deep=gang_scheduling.MOST_KEPT
         )
-        choice = gang_scheduling.choose(order, node, slot, beside, hall, leave_seconds)
+        choice = gang_scheduling.choose(order, node, slot, beside, look, leave_seconds)
         _write_down(session, choice.kept, now)
         if choice.waiting is None:
             return None
@@ -205,7 +205,7 @@ def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
     return {"settled": found.as_dict(), "queue_key": str(key), **smaller}
 
 
-def _write_down(session: Session, kept: Sequence[gang_scheduling.Kept], now: float) -> None:
+def _write_down(session: Session, kept: Sequence[gang_scheduling.Reservation], now: float) -> None:
     """Who has come to its turn keeps it while its slots come together (Order.rank)."""
     for one in kept:
         if one.waiting.reserved_node != one.group.node:
@@ -284,7 +284,7 @@ def release(
     runtime_estimates.keep(session, job_id, paced=paced)
 
 
-def hand_back(session: Session, job: Job, why: str, values: Mapping[str, Any] | None = None) -> None:
+def requeue(session: Session, job: Job, why: str, values: Mapping[str, Any] | None = None) -> None:
     """The worker of `job` is gone: queue the job (with these `values`), or end it where its owner had asked for that.
 
     core/jobs/lifecycle/lease_expiry.py counts such losses; here none is.
@@ -303,7 +303,7 @@ def hand_back(session: Session, job: Job, why: str, values: Mapping[str, Any] | 
         release(session, job_id, attempt, why, None)
 
 
-def give_back_unheard(session: Session, worker: str, known: Collection[tuple[str, int]]) -> list[str]:
+def requeue_unacknowledged(session: Session, worker: str, known: Collection[tuple[str, int]]) -> list[str]:
     """Hand back what `worker` holds beside the `known` (job, attempt) pairs; the jobs' ids.
 
     The database may have gone away between the commit of a claim and its answer. Call while that worker claims nothing.
@@ -314,5 +314,5 @@ def give_back_unheard(session: Session, worker: str, known: Collection[tuple[str
     jobs = [job for job in held.scalars() if (job.id, job.attempt) not in known]
     ids = [job.id for job in jobs]
     for job in jobs:
-        hand_back(session, job, "its worker did not hear that it had claimed it")
+        requeue(session, job, "its worker did not hear that it had claimed it")
     return ids

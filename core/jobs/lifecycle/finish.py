@@ -44,7 +44,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedBack:
+class Requeued:
     """The child left on request with everything saved: for a cancel, or because its worker is leaving."""
 
     why: str
@@ -61,7 +61,7 @@ class NoRoom:
     kind: Literal["no_room"] = "no_room"
 
 
-Outcome = Succeeded | Failed | HandedBack | NoRoom
+Outcome = Succeeded | Failed | Requeued | NoRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def finish(
             outcome = Failed("user", refused.code, refused.message, refused.field)
     after, reason, values, data = _next(job, kind, outcome, policy)
     values = values | planned
-    if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, HandedBack):
+    if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, Requeued):
         data = nodes.drained_by(session, job.node)
-    if after is Status.QUEUED and job.stop_requested == preempt.PREEMPT and isinstance(outcome, HandedBack):
+    if after is Status.QUEUED and job.stop_requested == preempt.PREEMPT and isinstance(outcome, Requeued):
         assert job.preempted is not None  # both are written together
         reason = f"made room and waits to go on: {preempt.words(job.preempted, job.project_id)}"
     if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
@@ -137,9 +137,9 @@ def _next(
             return Status.QUEUED, "its model is ready; waits for a slot", _got_on | {"prepared": outcome.result}, {}
         case Succeeded():
             return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
-        case HandedBack() if pausing:
+        case Requeued() if pausing:
             return Status.PAUSED, "paused by its owner", {}, {}
-        case HandedBack():
+        case Requeued():
             return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
         case NoRoom() if pausing:
             return Status.PAUSED, f"paused by its owner; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}

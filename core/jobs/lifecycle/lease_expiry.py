@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job
-from core.jobs.lifecycle.claims import hand_back, release
+from core.jobs.lifecycle.claims import release, requeue
 from core.jobs.lifecycle.states import LEASED, Status
 from core.jobs.lifecycle.transitions import move
 
@@ -38,7 +38,7 @@ def lose(session: Session, job: Job, why: str, policy: LossPolicy) -> None:
     values: dict[str, Any] = {"losses": losses}
     if losses > 1:
         values["not_before"] = db_now() + policy.backoff_seconds * 2 ** min(losses - 2, 10)
-    hand_back(session, job, why, values)
+    requeue(session, job, why, values)
 
 
 def _give_up(session: Session, job: Job, why: str, losses: int) -> None:

@@ -14,7 +14,7 @@ from core.errors import NotFound
 from core.jobs.lifecycle.states import FINAL, Status
 from core.jobs.lifecycle.submit import submit
 from core.jobs.lifecycle.transitions import Actor
-from core.jobs.policies.volume import NO_BOUNDS, Bounds
+from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
 from core.spec.job import JobSpec
 
 FRESH_SECONDS = 600
@@ -22,7 +22,7 @@ FRESH_SECONDS = 600
 NEWEST = 50
 
 
-def ask(session: Session, actor: Actor, spec: JobSpec, file_id: str, bounds: Bounds = NO_BOUNDS) -> Job:
+def ask(session: Session, actor: Actor, spec: JobSpec, file_id: str, bounds: VolumeLimits = NO_BOUNDS) -> Job:
     """A preview of the file that `data.train` of a resolved spec names: a new one, or what was asked for just now.
 
     Raises QueueFull and SpecsFull beyond `bounds`.

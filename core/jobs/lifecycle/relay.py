@@ -21,14 +21,14 @@ MAX_BATCH_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class Batch:
+class EventBatch:
     """Complete lines read from one place of the file; `end` is where the next batch starts."""
 
     end: int
     lines: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_batch(path: Path, offset: int) -> Batch:
+def read_batch(path: Path, offset: int) -> EventBatch:
     """Up to about a MiB of complete lines from `offset`; a line still being written is left for the next time.
 
     Raises ValueError when a complete line is not a JSON object: the child is ours, so that is a defect.
@@ -43,15 +43,15 @@ def read_batch(path: Path, offset: int) -> Batch:
                     break
                 data += more
     except FileNotFoundError:
-        return Batch(offset)
+        return EventBatch(offset)
     complete = data[: data.rfind(b"\n") + 1]
     lines = [json.loads(line) for line in complete.splitlines()]
     if not all(isinstance(line, dict) for line in lines):
         raise ValueError(f"{path}: an event is not an object")
-    return Batch(offset + len(complete), lines)
+    return EventBatch(offset + len(complete), lines)
 
 
-def relay(session: Session, token: Token, batch: Batch, *, of: int | None = None) -> bool:
+def relay(session: Session, token: Token, batch: EventBatch, *, of: int | None = None) -> bool:
     """Write a batch and move the attempt's offset past it, in the caller's transaction. False: the job is lost.
 
     `of` names an earlier attempt, whose worker went before it had told everything; the right to write is the token's.

@@ -14,7 +14,7 @@ from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import FINAL, Status
 from core.jobs.lifecycle.transitions import Actor, move
 from core.jobs.policies import audit, disk_room, quotas, volume
-from core.jobs.policies.volume import NO_BOUNDS, Bounds
+from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
 from core.jobs.scheduling.slots import Key, Needs
 from core.spec.job import JobSpec
 
@@ -28,7 +28,7 @@ def submit(
     *,
     kind: Literal["train", "preview"] = "train",
     retry_of: Job | None = None,
-    bounds: Bounds = NO_BOUNDS,
+    bounds: VolumeLimits = NO_BOUNDS,
 ) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
@@ -174,7 +174,7 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
     return job
 
 
-def retry(session: Session, actor: Actor, job_id: str, bounds: Bounds = NO_BOUNDS) -> Job:
+def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO_BOUNDS) -> Job:
     """A new job with the spec of one that failed or was cancelled, going on from that one's newest checkpoint.
 
     A new job, since an end is an end: whoever saw the old one fail, saw right. Asked again while that one has not

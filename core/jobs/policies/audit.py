@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Audit, Project, User
 from core.ids import new_id
 from core.jobs.lifecycle.transitions import Actor
-from core.jobs.views.queries import Page, UnknownCursor
+from core.jobs.views.queries import ResultPage, UnknownCursor
 
 ADMINISTRATIVE = ("user.", "project.", "member.", "key.", "node.", "gpu.", "hold.", "quota.", "limits.")
 """Kinds that admins of the box may read of every project: they tell nothing of its jobs and files."""
@@ -72,7 +72,7 @@ def page(
     until: float | None = None,
     after: str | None = None,
     limit: int = 50,
-) -> Page[Entry]:
+) -> ResultPage[Entry]:
     """All of `project_id`, and with `box` what an admin of the box may see, newest first; less what the filters leave
     out. An action with a dot at its end stands for its kind. Raises UnknownCursor.
     """
@@ -112,4 +112,4 @@ def page(
         .order_by(Audit.id.desc())
         .limit(limit + 1)
     ).all()
-    return Page([(row[0], row[1], row[2]) for row in rows[:limit]], len(rows) > limit)
+    return ResultPage([(row[0], row[1], row[2]) for row in rows[:limit]], len(rows) > limit)

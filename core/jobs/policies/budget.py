@@ -71,7 +71,7 @@ NO_BUDGET = Budget({})
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """What jobs may take of the data root: of the disk less the reserve, and of the budgets."""
 
     free: int
@@ -107,12 +107,12 @@ def tell(session: Session, used: Mapping[Kind, int]) -> None:
     session.execute(insert(DiskUsage), [{"kind": kind, "bytes": size} for kind, size in sorted(used.items())])
 
 
-def room(session: Session, budget: Budget, free: int, reserve: int) -> Room:
+def room(session: Session, budget: Budget, free: int, reserve: int) -> Headroom:
     """As it stands; nothing is asked of the database where there is no budget."""
     if not budget.limits:
-        return Room(free, reserve)
+        return Headroom(free, reserve)
     used = measured(session)
-    return Room(free, reserve, budget.left(used), budget.over(used))
+    return Headroom(free, reserve, budget.left(used), budget.over(used))
 
 
 def _gb(count: float) -> str:

@@ -23,7 +23,7 @@ from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
-from core.jobs.scheduling.scheduler_lock import take_turn
+from core.jobs.scheduling.scheduler_lock import lock_scheduler
 
 HOLD: Literal["hold"] = "hold"
 """In `jobs.stop_requested`: its slot is held or drained; checkpoint and leave, to go on elsewhere."""
@@ -39,7 +39,7 @@ class BadTime(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamedSlot:
     """A slot of a node, by a name that people use."""
 
     node: str
@@ -56,7 +56,7 @@ class TooManyHolds(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class HoldLimits:
     """Of the holds of one user who is not an admin of the box."""
 
     seconds: float
@@ -66,7 +66,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NamedHold:
     """A hold as it is shown."""
 
     hold: Hold
@@ -77,14 +77,14 @@ class Held:
 # -- which slot
 
 
-def places(session: Session) -> list[Place]:
+def places(session: Session) -> list[NamedSlot]:
     """The slots that train, of all nodes."""
     found = []
     for name, slots in session.execute(select(Node.name, Node.slots).order_by(Node.name)):
         for entry in slots:
             if entry["kind"] in ("gpu", "cpu"):
                 gpu = entry.get("gpu")
-                found.append(Place(name, entry["id"], f"{name}/{entry['id'] if gpu is None else gpu['index']}"))
+                found.append(NamedSlot(name, entry["id"], f"{name}/{entry['id'] if gpu is None else gpu['index']}"))
     return found
 
 
@@ -93,7 +93,7 @@ def labels(session: Session) -> dict[tuple[str, str], str]:
     return {(one.node, one.slot): one.label for one in places(session)}
 
 
-def place(session: Session, name: str, field: str = "gpus") -> Place:
+def place(session: Session, name: str, field: str = "gpus") -> NamedSlot:
     """By `NODE/INDEX`, `NODE/UUID`, `NODE/cpu-0`, or the part behind the slash where only one node has it.
 
     Raises NotFound, and Conflict for a name that several have.
@@ -125,15 +125,15 @@ def hold(
     kind: Literal["hold", "drain"] = "hold",
     now: bool = False,
     others_jobs: bool = False,
-    bounds: Bounds | None = None,
-) -> list[Held]:
+    bounds: HoldLimits | None = None,
+) -> list[NamedHold]:
     """Nothing is claimed on these slots until then, or until `release`. All of them or none.
 
     `now`: their jobs leave at once; those of another project only with `others_jobs`. `bounds`: None for an admin of
     the box, whose holds may be without end; with bounds a hold has an end, by default the latest that it may have.
     Raises NotFound, Conflict for a slot that is held already, BadTime, Forbidden, TooManyHolds.
     """
-    moment = take_turn(session)
+    moment = lock_scheduler(session)
     if bounds is not None:
         until = _bounded(until, moment, bounds)
     if until is not None and until <= moment:
@@ -141,7 +141,7 @@ def hold(
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
     found = list({(one.node, one.slot): one for one in (place(session, name) for name in names)}.values())
     _let_go_of_expired(session, moment)
-    made: list[Held] = []
+    made: list[NamedHold] = []
     for one in found:
         row = {
             "id": new_id("hold"),
@@ -168,7 +168,7 @@ def hold(
     return made
 
 
-def _bounded(until: float | None, moment: float, bounds: Bounds) -> float:
+def _bounded(until: float | None, moment: float, bounds: HoldLimits) -> float:
     """The end of a hold. Raises BadTime for one that is too late, Forbidden where only admins of the box hold slots."""
     if bounds.slots < 1:
         raise Forbidden("only admins of the box hold GPUs here (EFT_HOLD_SLOTS is 0): ask one of them", field="gpus")
@@ -184,7 +184,7 @@ def _bounded(until: float | None, moment: float, bounds: Bounds) -> float:
     return until
 
 
-def _require_few(session: Session, actor: Actor, moment: float, bounds: Bounds) -> None:
+def _require_few(session: Session, actor: Actor, moment: float, bounds: HoldLimits) -> None:
     held = select(func.count()).select_from(Hold).where(Hold.user_id == actor.user_id, Hold.kind == HOLD)
     count = session.execute(held.where(*_counts(moment))).scalar_one()
     if count > bounds.slots:
@@ -196,7 +196,7 @@ def _require_few(session: Session, actor: Actor, moment: float, bounds: Bounds) 
         )
 
 
-def _held_already(session: Session, one: Place) -> Conflict:
+def _held_already(session: Session, one: NamedSlot) -> Conflict:
     held = session.execute(_active(one)).scalar_one()
     by = session.execute(select(User.name).where(User.id == held.user_id)).scalar_one()
     words = f"GPU {one.label} is {_KINDS[held.kind]} already for {held.held_for or by}"
@@ -206,15 +206,15 @@ def _held_already(session: Session, one: Place) -> Conflict:
 _KINDS: Mapping[str, str] = {"hold": "held", "drain": "drained"}
 
 
-def _shown(session: Session, row: Hold) -> Held:
-    return Held(row, session.execute(select(User.name).where(User.id == row.user_id)).scalar_one())
+def _shown(session: Session, row: Hold) -> NamedHold:
+    return NamedHold(row, session.execute(select(User.name).where(User.id == row.user_id)).scalar_one())
 
 
-def _active(one: Place) -> Any:
+def _active(one: NamedSlot) -> Any:
     return select(Hold).where(Hold.node == one.node, Hold.slot == one.slot, Hold.released_at.is_(None))
 
 
-def _hand_back(session: Session, actor: Actor, one: Place, others_jobs: bool) -> None:
+def _hand_back(session: Session, actor: Actor, one: NamedSlot, others_jobs: bool) -> None:
     query = select(Job).join(Allocation, Allocation.job_id == Job.id)
     query = query.where(Allocation.node == one.node, Allocation.slot == one.slot, Allocation.released_at.is_(None))
     for job in session.execute(query.with_for_update(of=Job)).scalars():
@@ -233,12 +233,12 @@ def _let_go_of_expired(session: Session, moment: float) -> None:
     session.execute(over.values(released_at=Hold.until).execution_options(synchronize_session=False))
 
 
-def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: bool = False) -> list[Held]:
+def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: bool = False) -> list[NamedHold]:
     """End the holds on these slots. Their maker may, and with `anybodys` an admin of the box.
 
     Raises NotFound, and Conflict for a slot that is not held or is somebody else's.
     """
-    moment = take_turn(session)
+    moment = lock_scheduler(session)
     _let_go_of_expired(session, moment)
     done = []
     for one in [place(session, name) for name in names]:
@@ -257,10 +257,10 @@ def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: b
     return done
 
 
-def active(session: Session, moment: float) -> list[Held]:
+def active(session: Session, moment: float) -> list[NamedHold]:
     """Holds that count now, by node and slot."""
     query = select(Hold, User.name).join(User, User.id == Hold.user_id).where(*_counts(moment))
-    return [Held(row, user) for row, user in session.execute(query.order_by(Hold.node, Hold.slot))]
+    return [NamedHold(row, user) for row, user in session.execute(query.order_by(Hold.node, Hold.slot))]
 
 
 def _counts(moment: float) -> list[ColumnElement[bool]]:
@@ -273,7 +273,7 @@ def _counts(moment: float) -> list[ColumnElement[bool]]:
 def plan(session: Session, actor: Actor, node: str | None, starts_at: float, ends_at: float, why: str) -> Maintenance:
     """Nothing runs on `node` (None: on any) from `starts_at` to `ends_at`: a job whose time limit reaches into it is
     not started, and what still runs then is handed back with a checkpoint. Raises NotFound, BadTime."""
-    moment = take_turn(session)
+    moment = lock_scheduler(session)
     if ends_at <= max(starts_at, moment):
         message = "a maintenance ends after it begins, and after now"
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
@@ -294,7 +294,7 @@ def plan(session: Session, actor: Actor, node: str | None, starts_at: float, end
 
 def cancel(session: Session, actor: Actor, maintenance_id: str) -> Maintenance:
     """It does not take place, or is over now. Asking twice is fine. Raises NotFound."""
-    take_turn(session)
+    lock_scheduler(session)
     found = session.get(Maintenance, maintenance_id, with_for_update=True)
     if found is None:
         raise NotFound("there is no such maintenance; `GET /maintenance` lists them", field="maintenance_id")

@@ -22,7 +22,7 @@ DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class NodeStatus:
     """A node as it is shown."""
 
     node: Node
@@ -132,7 +132,7 @@ def drained_by(session: Session, name: str | None) -> dict[str, Any]:
     return {"actor": row.drained_by, "drained": {"node": name, "reason": row.drain_reason}}
 
 
-def boxes(session: Session, name: str | None = None) -> list[Box]:
+def boxes(session: Session, name: str | None = None) -> list[NodeStatus]:
     """All nodes by name, or the one. Raises NotFound."""
     query = select(Node, db_now() - Node.heartbeat_at, User.name).outerjoin(User, User.id == Node.drained_by)
     rows = session.execute((query if name is None else query.where(Node.name == name)).order_by(Node.name)).all()
@@ -146,7 +146,7 @@ def boxes(session: Session, name: str | None = None) -> list[Box]:
     holds: dict[str, dict[str, tuple[str, str]]] = {}
     for node, slot, job_id, project_id in held:
         holds.setdefault(node, {})[slot] = (job_id, project_id)
-    return [Box(node, max(0.0, float(age)), holds.get(node.name, {}), user) for node, age, user in rows]
+    return [NodeStatus(node, max(0.0, float(age)), holds.get(node.name, {}), user) for node, age, user in rows]
 
 
 def _find(session: Session, name: str, *, lock: bool = False) -> Node:

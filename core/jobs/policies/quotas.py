@@ -10,12 +10,12 @@ from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from core.db.tables import Limit, Project, Usage, UsageDay, User
+from core.db.tables import Limit, Project, UsageDay, UsageTotal, User
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
 from core.jobs.policies.usage import DAY, by_day
-from core.jobs.scheduling.shares import Span
+from core.jobs.scheduling.shares import UsageSpan
 
 Scope = Literal["project", "owner"]
 MAX_PRIORITY = 10
@@ -60,7 +60,7 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Standing:
+class QuotaUsage:
     """Quotas and what is used of them, as of one moment. `take` counts a job that is started."""
 
     limits: Mapping[tuple[str, str], Limit]
@@ -112,10 +112,10 @@ def _scopes(owner_id: str, project_id: str) -> tuple[tuple[Scope, str], tuple[Sc
     return ("project", project_id), ("owner", owner_id)
 
 
-def standing(session: Session, spans: Iterable[Span], now: float) -> Standing:
+def standing(session: Session, spans: Iterable[UsageSpan], now: float) -> QuotaUsage:
     """What counts now; a quota's figures are looked up only where somebody has that quota."""
     limits = {(row.scope, row.subject_id): row for row in session.execute(select(Limit)).scalars()}
-    found = Standing(limits)
+    found = QuotaUsage(limits)
     spans = list(spans)
     at_work = {span.attempt: (span.owner_id, span.project_id) for span in spans if span.ended is None}
     for owner_id, project_id in at_work.values():  # jobs, however many slots each has
@@ -127,7 +127,7 @@ def standing(session: Session, spans: Iterable[Span], now: float) -> Standing:
     return found
 
 
-def _gpu_hours(session: Session, spans: Iterable[Span], now: float) -> dict[tuple[str, str], float]:
+def _gpu_hours(session: Session, spans: Iterable[UsageSpan], now: float) -> dict[tuple[str, str], float]:
     """Of today and the six days before it (UTC)."""
     first = int(now // DAY) - WEEK_DAYS + 1
     hours: dict[tuple[str, str], float] = {}
@@ -153,7 +153,9 @@ def _gpu_hours(session: Session, spans: Iterable[Span], now: float) -> dict[tupl
 
 def _disk(session: Session) -> dict[tuple[str, str], int]:
     used: dict[tuple[str, str], int] = {}
-    for owner_id, project_id, count in session.execute(select(Usage.owner_id, Usage.project_id, Usage.disk_bytes)):
+    for owner_id, project_id, count in session.execute(
+        select(UsageTotal.owner_id, UsageTotal.project_id, UsageTotal.disk_bytes)
+    ):
         for whose in _scopes(owner_id, project_id):
             used[whose] = used.get(whose, 0) + count
     return used

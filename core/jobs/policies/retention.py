@@ -41,7 +41,7 @@ _ENDED = [status.value for status in FINAL]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RetentionRules:
     """Days after which things go; 0: never."""
 
     checkpoints_days: float = 30.0
@@ -65,7 +65,7 @@ class Removal:
     """What ended, or was uploaded, before that."""
 
 
-def find(session: Session, layout: Layout, rules: Rules) -> Iterator[Removal]:
+def find(session: Session, layout: Layout, rules: RetentionRules) -> Iterator[Removal]:
     """What may go now, by the rules. Nothing is changed."""
     now = float(session.execute(select(db_now())).scalar_one())
     if rules.checkpoints_days:

@@ -15,9 +15,9 @@ from sqlalchemy import Select, func, insert, select
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import Allocation, File, Job, Usage, UsageDay
+from core.db.tables import Allocation, File, Job, UsageDay, UsageTotal
 from core.jobs.lifecycle.states import FINAL, Status
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, Booked, Span, effective, faded, weighed
+from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, Booked, UsageSpan, effective, faded, weighed
 
 DAY = 86_400
 
@@ -25,12 +25,14 @@ DAY = 86_400
 def booked(session: Session) -> list[Booked]:
     """What is charged: a row for an owner and a project."""
     rows = session.execute(
-        select(Usage.owner_id, Usage.project_id, Usage.billed, Usage.at).order_by(Usage.owner_id, Usage.project_id)
+        select(UsageTotal.owner_id, UsageTotal.project_id, UsageTotal.billed, UsageTotal.at).order_by(
+            UsageTotal.owner_id, UsageTotal.project_id
+        )
     )
     return [Booked(*row) for row in rows]
 
 
-def open_spans(session: Session) -> list[Span]:
+def open_spans(session: Session) -> list[UsageSpan]:
     """What is not: about one a slot, and what ended in the last seconds."""
     rows = session.execute(
         select(
@@ -46,7 +48,7 @@ def open_spans(session: Session) -> list[Span]:
         .where(Allocation.charged_at.is_(None))
         .order_by(Allocation.job_id, Allocation.attempt, Allocation.slot)
     )
-    return [Span(*row[:6], attempt=(row[6], row[7])) for row in rows]
+    return [UsageSpan(*row[:6], attempt=(row[6], row[7])) for row in rows]
 
 
 def due(session: Session) -> bool:
@@ -88,7 +90,7 @@ def _book(session: Session, ended: Sequence[Allocation], half_life: float) -> in
             gpu_cpu[0 if row.gpus else 1] += seconds * max(1, row.gpus)
         row.charged_at = now
     for (owner_id, project_id), seconds in sorted(billed.items()):
-        known = _mine(session, Usage, {"owner_id": owner_id, "project_id": project_id})
+        known = _mine(session, UsageTotal, {"owner_id": owner_id, "project_id": project_id})
         known.billed = faded(known.billed, now - known.at, half_life) + seconds
         known.at = now
     for (day, owner_id, project_id), (gpu, cpu) in sorted(days.items()):
@@ -136,10 +138,10 @@ def tell_disk(session: Session, runs: Mapping[tuple[str, str], int]) -> None:
     query = select(File.owner_id, File.project_id, func.sum(File.bytes)).group_by(File.owner_id, File.project_id)
     for owner_id, project_id, count in session.execute(query):
         taken[owner_id, project_id] = taken.get((owner_id, project_id), 0) + int(count)
-    for row in session.execute(select(Usage)).scalars():
+    for row in session.execute(select(UsageTotal)).scalars():
         taken.setdefault((row.owner_id, row.project_id), 0)
     for (owner_id, project_id), count in sorted(taken.items()):
-        mine = _mine(session, Usage, {"owner_id": owner_id, "project_id": project_id})
+        mine = _mine(session, UsageTotal, {"owner_id": owner_id, "project_id": project_id})
         if mine.disk_bytes != count or mine.disk_at is None:
             mine.disk_bytes, mine.disk_at = count, now
 
@@ -148,7 +150,7 @@ def tell_disk(session: Session, runs: Mapping[tuple[str, str], int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class UsageRow:
     """Of an owner in a project, over the days that were asked for."""
 
     owner_id: str
@@ -168,7 +170,7 @@ def report(
     last: int,
     project_id: str | None = None,
     half_life: float = HALF_LIFE_SECONDS,
-) -> list[Row]:
+) -> list[UsageRow]:
     """Days `first` to `last` since 1970, both included; what runs and waits is as of now. By owner and project.
 
     Time that is not charged yet (what runs, and what ended seconds ago) is counted in its days.
@@ -205,7 +207,7 @@ def report(
     for owner, project, status, jobs in session.execute(states):
         into = queued if status in (Status.QUEUED, Status.PAUSED, Status.PREPARING) else running
         into[owner, project] = into.get((owner, project), 0) + jobs
-    rows = session.execute(select(Usage.owner_id, Usage.project_id, Usage.disk_bytes))
+    rows = session.execute(select(UsageTotal.owner_id, UsageTotal.project_id, UsageTotal.disk_bytes))
     disk = {(owner, project): count for owner, project, count in rows}
     known = sorted({*hours, *running, *queued, *(whose for whose, count in disk.items() if count)})
     found = []
@@ -215,5 +217,5 @@ def report(
             gpu, cpu = hours.get(whose, [0.0, 0.0])
             at_work, waiting = running.get(whose, 0), queued.get(whose, 0)
             taken, counts = disk.get(whose, 0), counted.get(owner, 0.0) / 3600
-            found.append(Row(*whose, gpu, cpu, at_work, waiting, taken, counts))
+            found.append(UsageRow(*whose, gpu, cpu, at_work, waiting, taken, counts))
     return found

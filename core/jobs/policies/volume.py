@@ -34,7 +34,7 @@ class SpecsFull(NoSpace):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class VolumeLimits:
     """Of one project; 0: none."""
 
     waiting: int = 0
@@ -45,11 +45,11 @@ class Bounds:
     """Specs of all its jobs and previews, as JSON."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Bounds:
+    def of(cls, settings: Settings) -> VolumeLimits:
         return cls(settings.max_waiting_jobs, settings.max_previews, settings.max_spec_bytes)
 
 
-NO_BOUNDS = Bounds()
+NO_BOUNDS = VolumeLimits()
 
 
 def size(document: Mapping[str, Any]) -> int:
@@ -57,7 +57,7 @@ def size(document: Mapping[str, Any]) -> int:
     return len(json.dumps(document))
 
 
-def add(session: Session, project_id: str, document: Mapping[str, Any], bounds: Bounds = NO_BOUNDS) -> None:
+def add(session: Session, project_id: str, document: Mapping[str, Any], bounds: VolumeLimits = NO_BOUNDS) -> None:
     """Count a new job's spec. Raises SpecsFull."""
     more = size(document)
     counted = update(Project).where(Project.id == project_id).values(spec_bytes=Project.spec_bytes + more)
@@ -79,7 +79,7 @@ def drop(session: Session, project_id: str, document: Mapping[str, Any]) -> None
     session.execute(counted.execution_options(synchronize_session=False))
 
 
-def require_room(session: Session, project_id: str, bounds: Bounds) -> None:
+def require_room(session: Session, project_id: str, bounds: VolumeLimits) -> None:
     """Raises QueueFull before a job is put in the queue. Call it behind `add`, which takes the lock."""
     if bounds.waiting and _waiting(session, project_id, "train") >= bounds.waiting:
         raise QueueFull(
@@ -88,7 +88,7 @@ def require_room(session: Session, project_id: str, bounds: Bounds) -> None:
         )
 
 
-def require_preview(session: Session, project_id: str, owner_id: str, bounds: Bounds) -> None:
+def require_preview(session: Session, project_id: str, owner_id: str, bounds: VolumeLimits) -> None:
     """Raises QueueFull before a preview is put in the queue."""
     held = {
         row.scope: row.max_previews

@@ -15,7 +15,7 @@ from core.jobs.scheduling.slots import Slot
 
 
 @dataclass(slots=True)
-class Seat:
+class SlotState:
     """A slot of a node, now."""
 
     node: str
@@ -48,7 +48,7 @@ class Seat:
         return self.busy is None and self.closed is None
 
 
-def seats(session: Session, now: float, silent_after: float) -> list[Seat]:
+def slot_states(session: Session, now: float, silent_after: float) -> list[SlotState]:
     """All slots, by node, in the order in which their workers name them."""
     held: dict[tuple[str, str], Hold] = {(one.hold.node, one.hold.slot): one.hold for one in holds.active(session, now)}
     planned = holds.planned(session, now)
@@ -81,7 +81,7 @@ def _seat(
     windows: Sequence[Maintenance],
     now: float,
     silent_after: float,
-) -> Seat:
+) -> SlotState:
     gpu = entry.get("gpu") or {}
     label = f"{node.name}/{gpu.get('index', slot.id)}"
     processes = entry.get("processes") or []
@@ -102,7 +102,7 @@ def _seat(
     elif processes:
         closed, state = f"used by {_people(processes)}", "outside"
     ends_before = opening.ends_before
-    return Seat(
+    return SlotState(
         node.name, slot, label, gpu, None, None, closed, state, processes, live, hold, ends_before, opens_at, silent
     )
 
@@ -114,9 +114,9 @@ def _people(processes: Sequence[Mapping[str, Any]]) -> str:
     return f"{first.get('user') or 'somebody'}, outside eft (pid {first['pid']}, {first.get('name') or '?'}{more})"
 
 
-def running(session: Session, seats: Sequence[Seat]) -> dict[str, Job]:
+def running(session: Session, slot_states: Sequence[SlotState]) -> dict[str, Job]:
     """The jobs that have them."""
-    ids = [seat.busy for seat in seats if seat.busy is not None]
+    ids = [seat.busy for seat in slot_states if seat.busy is not None]
     rows = session.execute(select(Job).where(Job.id.in_(ids))).scalars() if ids else ()
     return {job.id: job for job in rows}
 
@@ -135,7 +135,7 @@ def held(session: Session, job_ids: Sequence[str]) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlotUse:
     """A time in which a slot was not free."""
 
     what: str
@@ -148,7 +148,7 @@ class Span:
     ended: float | None
 
 
-def history(session: Session, node: str, slot: str, limit: int) -> list[Span]:
+def history(session: Session, node: str, slot: str, limit: int) -> list[SlotUse]:
     """Newest first."""
     taken = session.execute(
         select(Allocation, User.name)
@@ -158,7 +158,7 @@ def history(session: Session, node: str, slot: str, limit: int) -> list[Span]:
         .limit(limit)
     )
     spans = [
-        Span("job", row.job_id, row.project_id, user, None, row.created_at, row.released_at) for row, user in taken
+        SlotUse("job", row.job_id, row.project_id, user, None, row.created_at, row.released_at) for row, user in taken
     ]
     held = session.execute(
         select(Hold, User.name)
@@ -169,5 +169,5 @@ def history(session: Session, node: str, slot: str, limit: int) -> list[Span]:
     )
     for row, user in held:
         words = " ".join(part for part in (f"for {row.held_for}" if row.held_for else "", row.why) if part)
-        spans.append(Span(row.kind, None, None, user, words or None, row.created_at, row.released_at or row.until))
+        spans.append(SlotUse(row.kind, None, None, user, words or None, row.created_at, row.released_at or row.until))
     return sorted(spans, key=lambda span: span.began, reverse=True)[:limit]

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from sqlalchemy.orm import Session
 
 from core.jobs.scheduling import cluster, runtime_estimates
-from core.jobs.scheduling.cluster import Seat
-from core.jobs.scheduling.queue_order import Order, Waiting, serves
+from core.jobs.scheduling.cluster import SlotState
+from core.jobs.scheduling.queue_order import QueueOrder, Waiting, serves
 from core.jobs.scheduling.slots import Key, Needs, Slot
 
 LEAVE_SECONDS = 150.0
@@ -48,7 +48,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Reservation:
     """What is kept for whom."""
 
     waiting: Waiting
@@ -56,11 +56,11 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Hall:
+class ClusterState:
     """The slots that train, of all nodes, at one moment, and when each comes free by itself."""
 
     now: float
-    seats: Sequence[Seat]
+    seats: Sequence[SlotState]
     free_at: Mapping[int, float | None]
     """Of the seats that anybody may have: the open ones. None: at any moment, as far as anybody knows."""
     opens_at: Mapping[int, float] = field(default_factory=dict)
@@ -77,12 +77,12 @@ class Hall:
         return self.numbers.get((node, slot.id))
 
 
-def hall(session: Session, now: float, silent_after: float) -> Hall:
+def cluster_state(session: Session, now: float, silent_after: float) -> ClusterState:
     """As a claim sees it: a running job leaves no sooner than its own steps say."""
-    return hall_of(session, now, cluster.seats(session, now, silent_after))
+    return cluster_state_of(session, now, cluster.slot_states(session, now, silent_after))
 
 
-def hall_of(session: Session, now: float, everything: Sequence[Seat]) -> Hall:
+def cluster_state_of(session: Session, now: float, everything: Sequence[SlotState]) -> ClusterState:
     """The same of seats that were read already."""
     seats = [seat for seat in everything if seat.slot.phase == "train"]
     running = cluster.running(session, seats)
@@ -100,11 +100,11 @@ def hall_of(session: Session, now: float, everything: Sequence[Seat]) -> Hall:
         else:
             seconds = to_go[job.id].surely
             free_at[number] = None if seconds is None else now + seconds
-    return Hall(now, seats, free_at, opens_at)
+    return ClusterState(now, seats, free_at, opens_at)
 
 
 def gather(
-    seats: Sequence[Seat],
+    seats: Sequence[SlotState],
     free_at: Mapping[int, float | None],
     needs: Needs,
     taken: Collection[int] = (),
@@ -152,73 +152,78 @@ def gather(
     return replace(group, earliest=here, anywhere=min(lower.values()))
 
 
-def closes_too_soon(seats: Sequence[Seat], waiting: Waiting) -> bool:
+def closes_too_soon(seats: Sequence[SlotState], waiting: Waiting) -> bool:
     """A maintenance is planned that may be what keeps it out, and not one that needs the same and is shorter."""
     return waiting.bound is not None and any(seat.ends_before is not None for seat in seats)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """Who takes a slot that is free, together with which others, and for whom slots are kept."""
 
     waiting: Waiting | None
     slots: tuple[Slot, ...]
     """In the order of their node."""
-    kept: tuple[Kept, ...]
+    kept: tuple[Reservation, ...]
 
 
 def choose(
-    order: Order, node: str, slot: Slot, beside: Sequence[Slot], look: Callable[[], Hall], leave_seconds: float
-) -> Choice:
+    order: QueueOrder,
+    node: str,
+    slot: Slot,
+    beside: Sequence[Slot],
+    look: Callable[[], ClusterState],
+    leave_seconds: float,
+) -> SlotChoice:
     """Whose turn it is on `slot` of `node`, where `beside` are the free slots of the node that may be taken with it, in
     its order. The order is used up by it. `look` is asked only where jobs of several slots wait.
 
     `leave_seconds`: how long after its time limit a job may still hold its slots.
     """
-    walk = _Walk(order, node, slot, beside, look)
+    walk = _QueueWalk(order, node, slot, beside, look)
     while (waiting := order.next(walk.fits)) is not None:
         slots = walk.members(waiting.key)
         if slots is not None:
-            return Choice(waiting, slots, tuple(walk.kept))
+            return SlotChoice(waiting, slots, tuple(walk.kept))
         group = walk.keep(waiting)
         if group is not None and walk.is_in(group):
             break
     else:
-        return Choice(None, (), tuple(walk.kept))
+        return SlotChoice(None, (), tuple(walk.kept))
     # The slot is kept, and whoever else takes it must be gone by then.
     within = group.earliest - order.now - leave_seconds
     if within <= 0:
-        return Choice(None, (), tuple(walk.kept))
-    gap = _Walk(order.bounded(within), node, slot, beside, look, list(walk.kept), set(walk.passed), group.earliest)
+        return SlotChoice(None, (), tuple(walk.kept))
+    gap = _QueueWalk(order.bounded(within), node, slot, beside, look, list(walk.kept), set(walk.passed), group.earliest)
     while (waiting := gap.order.next(gap.fits)) is not None:
         slots = gap.members(waiting.key)
         if slots is not None:
-            return Choice(waiting, slots, tuple(gap.kept))
+            return SlotChoice(waiting, slots, tuple(gap.kept))
         gap.passed.add(waiting.key.needs)
-    return Choice(None, (), tuple(gap.kept))
+    return SlotChoice(None, (), tuple(gap.kept))
 
 
 @dataclass(slots=True)
-class _Walk:
+class _QueueWalk:
     """Down the line, for one free slot."""
 
-    order: Order
+    order: QueueOrder
     node: str
     slot: Slot
     beside: Sequence[Slot]
-    look: Callable[[], Hall]
-    kept: list[Kept] = field(default_factory=list)
+    look: Callable[[], ClusterState]
+    kept: list[Reservation] = field(default_factory=list)
     passed: set[Needs | Key] = field(default_factory=set)
     """Needs of which no job can start here now, nor has slots kept; and lines whose next one cannot, for its length."""
     until: float | None = None
     """When what starts now must be gone; None: it may stay."""
-    _hall: Hall | None = None
+    _state: ClusterState | None = None
 
     @property
-    def hall(self) -> Hall:
-        if self._hall is None:
-            self._hall = self.look()
-        return self._hall
+    def state(self) -> ClusterState:
+        if self._state is None:
+            self._state = self.look()
+        return self._state
 
     def fits(self, key: Key) -> bool:
         if key.needs in self.passed or key in self.passed:
@@ -227,7 +232,7 @@ class _Walk:
             return False
         if key.needs.width(self.slot.phase) == 1:
             return not key.needs.missing(self.slot)
-        return serves(self.slot, self.hall.node(self.node))(key)
+        return serves(self.slot, self.state.node(self.node))(key)
 
     def _in_its_way(self, key: Key, kept: Key) -> bool:
         """What it uses may keep the other from starting, for want of a quota."""
@@ -239,7 +244,7 @@ class _Walk:
         width = key.needs.width(self.slot.phase)
         if width == 1:
             return (self.slot,)
-        mine = self.hall.number(self.node, self.slot)
+        mine = self.state.number(self.node, self.slot)
         if mine is None:
             return None  # a node that nobody has described
         usable = [one for one in self.beside if one.id != self.slot.id and self._usable(one, key.needs)]
@@ -250,29 +255,29 @@ class _Walk:
         return tuple(one for one in ordered if one.id in chosen)
 
     def _usable(self, slot: Slot, needs: Needs) -> bool:
-        number = self.hall.number(self.node, slot)
+        number = self.state.number(self.node, slot)
         if slot.family != self.slot.family or needs.missing(slot) or number is None:
             return False
-        if not self.hall.seats[number].free:
+        if not self.state.seats[number].free:
             return False
         groups = [one.group for one in self.kept if number in one.group.seats]
         return all(self.until is not None and one.earliest >= self.until for one in groups)
 
     def keep(self, waiting: Waiting) -> Group | None:
         """Slots are kept for it from here on, if any node will have enough."""
-        hall, needs = self.hall, waiting.key.needs
+        state, needs = self.state, waiting.key.needs
         taken = {number: kept.group.anywhere for kept in self.kept for number in kept.group.seats}
-        others = {**hall.opens_at, **taken}
+        others = {**state.opens_at, **taken}
         group = None
         if len(self.kept) < MOST_KEPT:
             stay = waiting.reserved_node
-            group = gather(hall.seats, hall.free_at, needs, taken, takes=waiting.bound, stay=stay, others=others)
+            group = gather(state.seats, state.free_at, needs, taken, takes=waiting.bound, stay=stay, others=others)
         if group is None:
-            self.passed.add(waiting.key if closes_too_soon(self.hall.seats, waiting) else waiting.key.needs)
+            self.passed.add(waiting.key if closes_too_soon(self.state.seats, waiting) else waiting.key.needs)
             return None
-        self.kept.append(Kept(waiting, group))
+        self.kept.append(Reservation(waiting, group))
         self.order.take(waiting, self.slot.billing)
         return group
 
     def is_in(self, group: Group) -> bool:
-        return self.hall.number(self.node, self.slot) in group.seats
+        return self.state.number(self.node, self.slot) in group.seats

@@ -20,9 +20,9 @@ from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.transitions import append_events
 from core.jobs.policies import audit
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
-from core.jobs.scheduling.gang_scheduling import Hall
+from core.jobs.scheduling.gang_scheduling import ClusterState
 from core.jobs.scheduling.queue_order import Waiting
-from core.jobs.scheduling.scheduler_lock import take_turn
+from core.jobs.scheduling.scheduler_lock import lock_scheduler
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
 from core.jobs.scheduling.slots import Key, Needs
 
@@ -31,7 +31,7 @@ PREEMPT = "preempt"
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PreemptionSettings:
     """What an installation is set up with."""
 
     min_seconds: float = 600.0
@@ -71,16 +71,21 @@ def possible(session: Session) -> bool:
     return session.execute(select(running.c.priority).where(waits).limit(1)).first() is not None
 
 
-def ask(session: Session, rules: Rules) -> list[Preemption]:
+def ask(session: Session, rules: PreemptionSettings) -> list[Preemption]:
     """Ask those to leave who keep jobs of a higher priority waiting, in the order of the queue. Call in a write
     transaction of its own."""
-    now = take_turn(session)
-    hall = gang_scheduling.hall(session, now, rules.silent_after)
-    victims = _victims(session, hall, rules)
+    now = lock_scheduler(session)
+    state = gang_scheduling.cluster_state(session, now, rules.silent_after)
+    victims = _victims(session, state, rules)
     order = queue_order.look(
-        session, "train", now, queue_order.ready(now, rules.room, None), half_life=rules.half_life, deep=len(hall.seats)
+        session,
+        "train",
+        now,
+        queue_order.ready(now, rules.room, None),
+        half_life=rules.half_life,
+        deep=len(state.seats),
     )
-    free = {number: at for number, at in hall.free_at.items() if at is not None and at <= now}
+    free = {number: at for number, at in state.free_at.items() if at is not None and at <= now}
     taken: set[int] = set()
     """Seats that those before in the line have, or will have."""
     passed: set[Needs | Key] = set()
@@ -89,13 +94,13 @@ def ask(session: Session, rules: Rules) -> list[Preemption]:
         needs = waiting.key.needs
         if waiting.key.priority <= min(victim.job.priority for victim in victims.values()):
             break
-        at_once = gang_scheduling.gather(hall.seats, free, needs, taken, takes=waiting.bound)
+        at_once = gang_scheduling.gather(state.seats, free, needs, taken, takes=waiting.bound)
         later = gang_scheduling.gather(
-            hall.seats, hall.free_at, needs, taken, takes=waiting.bound, stay=waiting.reserved_node
+            state.seats, state.free_at, needs, taken, takes=waiting.bound, stay=waiting.reserved_node
         )
         if at_once is not None:
             taken.update(at_once.seats)  # it starts now, or as soon as those have left who were asked before
-        elif (found := _cheapest(hall, waiting, victims, taken)) is not None:
+        elif (found := _cheapest(state, waiting, victims, taken)) is not None:
             chosen, seats = found
             for job_id in chosen:
                 _ask(session, victims.pop(job_id).job, waiting, now)
@@ -104,7 +109,7 @@ def ask(session: Session, rules: Rules) -> list[Preemption]:
         elif later is not None and needs.gpus > 1:
             taken.update(later.seats)  # kept for it: whoever comes after it finds its room elsewhere
         else:
-            passed.add(waiting.key if gang_scheduling.closes_too_soon(hall.seats, waiting) else needs)
+            passed.add(waiting.key if gang_scheduling.closes_too_soon(state.seats, waiting) else needs)
             continue
         order.take(waiting, 1.0)
     for one in done:
@@ -112,10 +117,10 @@ def ask(session: Session, rules: Rules) -> list[Preemption]:
     return done
 
 
-def _victims(session: Session, hall: Hall, rules: Rules) -> dict[str, _Victim]:
+def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -> dict[str, _Victim]:
     """By job, those that may be asked now."""
     seats: dict[str, set[int]] = {}
-    for number, seat in enumerate(hall.seats):
+    for number, seat in enumerate(state.seats):
         if seat.busy is not None:
             seats.setdefault(seat.busy, set()).add(number)
     rows = session.execute(
@@ -127,22 +132,22 @@ def _victims(session: Session, hall: Hall, rules: Rules) -> dict[str, _Victim]:
             Job.status == Status.RUNNING.value,
             Job.stop_requested.is_(None),
             Attempt.kind == "train",
-            Attempt.training_at <= hall.now - rules.min_seconds,
+            Attempt.training_at <= state.now - rules.min_seconds,
         )
         .order_by(Job.id)
     ).all()
-    to_go = runtime_estimates.of_running(session, [job for job, _ in rows], hall.now)
+    to_go = runtime_estimates.of_running(session, [job for job, _ in rows], state.now)
     found = {}
     for job, training_at in rows:
         over = to_go[job.id].expected
         assert training_at is not None  # the condition has it
         if job.id in seats and (over is None or over > rules.leave_seconds):
-            found[job.id] = _Victim(job, frozenset(seats[job.id]), hall.now - training_at)
+            found[job.id] = _Victim(job, frozenset(seats[job.id]), state.now - training_at)
     return found
 
 
 def _cheapest(
-    hall: Hall, waiting: Waiting, victims: Mapping[str, _Victim], taken: set[int]
+    state: ClusterState, waiting: Waiting, victims: Mapping[str, _Victim], taken: set[int]
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
     """Whom to ask so that `waiting` starts, and the seats that it will have; None: nobody's leaving would make it.
 
@@ -151,15 +156,15 @@ def _cheapest(
     needs = waiting.key.needs
     best: tuple[tuple[Any, ...], tuple[str, ...], tuple[int, ...]] | None = None
     there: dict[tuple[str, tuple[str, str, str]], list[int]] = {}
-    for number in sorted(hall.free_at):
-        seat = hall.seats[number]
+    for number in sorted(state.free_at):
+        seat = state.seats[number]
         if number not in taken and not needs.missing(seat.slot):
             there.setdefault((seat.node, seat.slot.family), []).append(number)
     for where, numbers in there.items():
-        closes = hall.seats[numbers[0]].ends_before
-        if closes is not None and waiting.bound is not None and hall.now + waiting.bound > closes:
+        closes = state.seats[numbers[0]].ends_before
+        if closes is not None and waiting.bound is not None and state.now + waiting.bound > closes:
             continue  # it would not be started there
-        free = [number for number in numbers if (at := hall.free_at[number]) is not None and at <= hall.now]
+        free = [number for number in numbers if (at := state.free_at[number]) is not None and at <= state.now]
         lower = [one for one in victims.values() if one.job.priority < waiting.key.priority]
         for level in sorted({one.job.priority for one in lower}):
             if best is not None and level > best[0][0]:

@@ -3,7 +3,7 @@
 A line is what has the same `queue_key`: the same needs, project, owner and priority; in it, age decides. The database
 finds the lines by jumping through an index and the head of each by one look more, whatever waits behind them. Among the
 heads `rank` decides: priority, then who has slots kept already (core/jobs/scheduling/gang_scheduling.py), then what the
-owner has used by its shares (core/jobs/scheduling/shares.py), then age. `Order.next` is whose turn it is; an
+owner has used by its shares (core/jobs/scheduling/shares.py), then age. `QueueOrder.next` is whose turn it is; an
 explanation calls it again and again and lets the state follow each choice as a claim would change it.
 """
 
@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import BOUNDED, WAITS_FOR, Job
 from core.jobs.policies import usage
-from core.jobs.policies.quotas import Quota, Standing, standing
+from core.jobs.policies.quotas import Quota, QuotaUsage, standing
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
 from core.jobs.scheduling.slots import Key, Phase, Slot
 
@@ -119,7 +119,7 @@ def _behind(
 
 
 @dataclass(slots=True)
-class Order:
+class QueueOrder:
     """All lines of a phase as of one moment. Read it in one transaction; nothing is written."""
 
     session: Session
@@ -129,7 +129,7 @@ class Order:
     lines: list[Line]
     used: dict[str, float]
     """Owner → billed seconds as they count now."""
-    standing: Standing
+    standing: QuotaUsage
     admitted: dict[tuple[str, str], Admitted] = field(default_factory=dict)
 
     def rank(self, waiting: Waiting) -> tuple[float, float, float, float, str]:
@@ -178,7 +178,7 @@ class Order:
         for admitted in self.admitted.values():
             admitted.gone.add(waiting.id)
 
-    def bounded(self, within: float) -> Order:
+    def bounded(self, within: float) -> QueueOrder:
         """The same moment, with those jobs alone that are over `within` seconds after their start."""
         rows = self.session.execute(heads(self.phase, self.conditions, within))
         # Nobody takes a second one from a line of it.
@@ -213,13 +213,13 @@ def look(
     *,
     half_life: float = HALF_LIFE_SECONDS,
     deep: int = 0,
-) -> Order:
+) -> QueueOrder:
     """The order as it stands. `deep`: how many jobs will be taken from it."""
     spans = usage.open_spans(session)
     used = effective(usage.booked(session), spans, now, half_life)
     counts = standing(session, spans, now)
     lines = [_line(row) for row in session.execute(heads(phase, conditions))]
-    order = Order(session, phase, now, conditions, lines, used, counts)
+    order = QueueOrder(session, phase, now, conditions, lines, used, counts)
     if phase == "train":
         for scope, subject_id, most in counts.queues():
             quota = Quota(scope, subject_id, "queued", most, most)

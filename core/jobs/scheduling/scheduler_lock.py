@@ -11,7 +11,7 @@ _LOCK = 6710615
 """Of PostgreSQL's advisory locks; 6710614 is the migrations'."""
 
 
-def take_turn(session: Session) -> float:
+def lock_scheduler(session: Session) -> float:
     """Wait until nobody else is choosing, then hold the turn to the transaction's end. Returns the database's time.
 
     Take it before any row. On SQLite a writer is alone anyway.

@@ -26,7 +26,7 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UsageSpan:
     """A slot's time that is not charged yet."""
 
     owner_id: str
@@ -53,7 +53,7 @@ def weighed(began: float, ended: float, now: float, half_life: float) -> float:
     return -math.expm1(-rate * (ended - began)) / rate * math.exp2(-max(0.0, now - ended) / half_life)
 
 
-def effective(booked: Iterable[Booked], spans: Iterable[Span], now: float, half_life: float) -> dict[str, float]:
+def effective(booked: Iterable[Booked], spans: Iterable[UsageSpan], now: float, half_life: float) -> dict[str, float]:
     """Billed seconds of every owner as they count at `now`."""
     usage: dict[str, float] = {}
     for row in booked:

@@ -24,7 +24,7 @@ from core.jobs.policies.budget import NO_BUDGET, Budget, Over
 from core.jobs.policies.holds import clock
 from core.jobs.policies.quotas import names
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
 from core.jobs.scheduling.slots import Key, Phase, Slot
 from core.jobs.views.forecast import Forecast
@@ -52,7 +52,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class QueueSettings:
     """What an installation is set up with, as far as the queue depends on it."""
 
     free: int | None = None
@@ -72,12 +72,12 @@ class Desk:
         return None if self.free is None else self.free - self.reserve
 
 
-def queue(session: Session, desk: Desk, limit: int = 100) -> list[Explanation]:
+def queue(session: Session, desk: QueueSettings, limit: int = 100) -> list[Explanation]:
     """What waits: those in line first, by their positions, then what is held; at most `limit` of each phase.
 
     Training stands before preparing. Previews are not listed: nobody waits for one in this line.
     """
-    clerk = _Clerk(session, desk)
+    clerk = QueueExplainer(session, desk)
     phases: tuple[Phase, ...] = ("train", "prepare")
     return [one for phase in phases for one in clerk.explain(phase, limit)]
 
@@ -93,26 +93,26 @@ def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
     return more
 
 
-def job(session: Session, desk: Desk, waiting: Job) -> Explanation | None:
+def job(session: Session, desk: QueueSettings, waiting: Job) -> Explanation | None:
     """Of one job as read in this transaction; None for one that does not wait."""
     if waiting.status != Status.QUEUED.value:
         return None
     phase: Phase = "preview" if waiting.kind == "preview" else "prepare" if waiting.prepared is None else "train"
-    return _Clerk(session, desk).explain_one(phase, waiting)
+    return QueueExplainer(session, desk).explain_one(phase, waiting)
 
 
-class _Clerk:
+class QueueExplainer:
     """One reading of the whole state."""
 
-    def __init__(self, session: Session, desk: Desk) -> None:
+    def __init__(self, session: Session, desk: QueueSettings) -> None:
         self._session, self._desk = session, desk
         self.now = float(session.execute(select(db_now())).scalar_one())
-        self._seats = cluster.seats(session, self.now, desk.silent_after)
+        self._seats = cluster.slot_states(session, self.now, desk.silent_after)
         self._running = cluster.running(session, self._seats)
         self._forecast = Forecast(session, self.now, self._seats, self._running, desk.leave_seconds)
-        self._order: queue_order.Order | None = None
-        self._kept_for: dict[tuple[str, str], gang_scheduling.Kept] | None = None
-        self._ends: list[queue_order.Order] = []
+        self._order: queue_order.QueueOrder | None = None
+        self._kept_for: dict[tuple[str, str], gang_scheduling.Reservation] | None = None
+        self._ends: list[queue_order.QueueOrder] = []
         """Of the positions counted last: the state after the last job of each line, where what is left is held."""
 
     def explain(self, phase: Phase, limit: int) -> list[Explanation]:
@@ -138,7 +138,7 @@ class _Clerk:
 
     # -- positions
 
-    def _fitting(self, phase: Phase, key: Key) -> list[Seat]:
+    def _fitting(self, phase: Phase, key: Key) -> list[SlotState]:
         return [
             seat
             for seat in self._seats
@@ -249,23 +249,23 @@ class _Clerk:
             count += f" ({'; '.join(notes[:3])}{f'; {len(notes) - 3} more' if len(notes) > 3 else ''})"
         return "closed" if closed > len(where) - key.needs.gpus else "turn", count + turn
 
-    def _nearest(self, row: Job, key: Key, seats: Sequence[Seat]) -> Sequence[Seat]:
+    def _nearest(self, row: Job, key: Key, seats: Sequence[SlotState]) -> Sequence[SlotState]:
         """All that could serve it; for a job of several those of the node and kind where the most are open and free, or
         where slots are kept for it already."""
         if key.needs.gpus == 1:
             return seats
-        groups: dict[tuple[str, tuple[str, str, str]], list[Seat]] = {}
+        groups: dict[tuple[str, tuple[str, str, str]], list[SlotState]] = {}
         for seat in seats:
             groups.setdefault((seat.node, seat.slot.family), []).append(seat)
         mine = {where for where, kept in self._kept().items() if kept.waiting.id == row.id}
 
-        def nearness(group: list[Seat]) -> tuple[int, int, int]:
+        def nearness(group: list[SlotState]) -> tuple[int, int, int]:
             kept = sum((seat.node, seat.slot.id) in mine for seat in group)
             return kept, sum(seat.free for seat in group), sum(seat.closed is None for seat in group)
 
         return max(groups.values(), key=nearness)
 
-    def _reserved(self, row: Job, seats: Sequence[Seat]) -> list[str]:
+    def _reserved(self, row: Job, seats: Sequence[SlotState]) -> list[str]:
         """What is free and left to a job that needs more."""
         notes = []
         for seat in seats:
@@ -280,12 +280,12 @@ class _Clerk:
             notes.append(f"{seat.label} kept{until} for a job of {kept.waiting.key.needs.gpus}")
         return notes
 
-    def _kept(self) -> dict[tuple[str, str], gang_scheduling.Kept]:
+    def _kept(self) -> dict[tuple[str, str], gang_scheduling.Reservation]:
         """What a claim would say of every free slot: for whom it is kept."""
         if self._kept_for is None:
             self._kept_for = {}
-            hall = gang_scheduling.hall_of(self._session, self.now, self._seats)
-            for seat in hall.seats:
+            state = gang_scheduling.cluster_state_of(self._session, self.now, self._seats)
+            for seat in state.seats:
                 if not seat.free:
                     continue
                 conditions = queue_order.ready(self.now, self._desk.room, seat.ends_before)
@@ -294,15 +294,15 @@ class _Clerk:
                 order = queue_order.look(self._session, "train", self.now, conditions, half_life=half_life, deep=deep)
                 if not any(one.key.needs.gpus > 1 for one in order.lines):
                     break
-                beside = [one.slot for one in hall.seats if one.node == seat.node and one.free]
+                beside = [one.slot for one in state.seats if one.node == seat.node and one.free]
                 leave = self._desk.leave_seconds
-                for kept in gang_scheduling.choose(order, seat.node, seat.slot, beside, lambda: hall, leave).kept:
+                for kept in gang_scheduling.choose(order, seat.node, seat.slot, beside, lambda: state, leave).kept:
                     for number in kept.group.seats:
-                        place = hall.seats[number]
+                        place = state.seats[number]
                         self._kept_for.setdefault((place.node, place.slot.id), kept)
         return self._kept_for
 
-    def _out_of_line(self, row: Job, key: Key, seats: Sequence[Seat], turn: str) -> tuple[Code, str] | None:
+    def _out_of_line(self, row: Job, key: Key, seats: Sequence[SlotState], turn: str) -> tuple[Code, str] | None:
         """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
         if self._order is None:
             self._order = queue_order.look(self._session, "train", self.now, half_life=self._desk.half_life)

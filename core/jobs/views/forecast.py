@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Job
 from core.jobs.lifecycle.states import Status
 from core.jobs.scheduling import gang_scheduling, runtime_estimates
-from core.jobs.scheduling.cluster import Seat
+from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Key, Needs
 
 RECENT = 20
@@ -26,7 +26,7 @@ class Forecast:
         self,
         session: Session,
         now: float,
-        seats: Sequence[Seat],
+        seats: Sequence[SlotState],
         running: Mapping[str, Job],
         leave_seconds: float,
     ) -> None:

@@ -24,7 +24,7 @@ class UnknownCursor(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Generic[T]):
+class ResultPage(Generic[T]):
     """Newest first. `has_more` says whether a next page exists."""
 
     items: Sequence[T]
@@ -32,7 +32,7 @@ class Page(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class JobHead:
     """How far a job is: what a watcher must know to see whether there is news."""
 
     status: Status
@@ -48,7 +48,7 @@ def jobs_page(
     created_after: float | None = None,
     after: str | None = None,
     limit: int = 20,
-) -> Page[Job]:
+) -> ResultPage[Job]:
     """Jobs of a project, their specs unread. Raises UnknownCursor when `after` is no job of it."""
     query = select(Job).options(defer(Job.spec)).where(Job.project_id == project_id, Job.kind == "train")
     if after is not None:
@@ -64,12 +64,12 @@ def jobs_page(
         # Times are shown in microseconds: a job is not younger than its own time as shown.
         query = query.where(Job.created_at > created_after + 1e-6)
     rows = session.execute(query.order_by(Job.id.desc()).limit(limit + 1)).scalars().all()
-    return Page(rows[:limit], len(rows) > limit)
+    return ResultPage(rows[:limit], len(rows) > limit)
 
 
 def files_page(
     session: Session, project_id: str, *, sha256: str | None = None, after: str | None = None, limit: int = 20
-) -> Page[File]:
+) -> ResultPage[File]:
     """Files of a project. Raises UnknownCursor when `after` is no file of it."""
     query = select(File).where(File.project_id == project_id)
     if sha256 is not None:
@@ -80,7 +80,7 @@ def files_page(
             raise UnknownCursor("`after` is not the id of a file in this project", field="after")
         query = query.where(File.id < after)
     rows = session.execute(query.order_by(File.id.desc()).limit(limit + 1)).scalars().all()
-    return Page(rows[:limit], len(rows) > limit)
+    return ResultPage(rows[:limit], len(rows) > limit)
 
 
 def find_file(
@@ -131,13 +131,13 @@ def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequenc
     )
 
 
-def heads(session: Session, job_ids: Collection[str]) -> dict[str, Head]:
+def heads(session: Session, job_ids: Collection[str]) -> dict[str, JobHead]:
     """Status and newest event of many jobs at once; a job that is gone is left out."""
-    found: dict[str, Head] = {}
+    found: dict[str, JobHead] = {}
     ids = list(job_ids)
     for start in range(0, len(ids), 500):  # SQLite has a limit of parameters
         rows = session.execute(select(Job.id, Job.status, Job.event_seq).where(Job.id.in_(ids[start : start + 500])))
-        found.update({row.id: Head(Status(row.status), row.event_seq) for row in rows})
+        found.update({row.id: JobHead(Status(row.status), row.event_seq) for row in rows})
     return found
 
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from core.jobs.policies import budget
 from core.jobs.policies.budget import Budget
-from core.jobs.views.explain import Desk
+from core.jobs.views.explain import QueueSettings
 
 if TYPE_CHECKING:
-    from api.deps import Installation
+    from api.deps import AppState
 
 
-def desk(here: Installation) -> Desk:
-    settings = here.settings
+def desk(app: AppState) -> QueueSettings:
+    settings = app.settings
     limits = Budget.of(settings)
     free = shutil.disk_usage(settings.root).free
-    with here.database.read() as session:
+    with app.database.read() as session:
         room = budget.room(session, limits, free, settings.min_free_bytes)
-    return Desk(
+    return QueueSettings(
         free=room.left + settings.min_free_bytes,
         reserve=settings.min_free_bytes,
         half_life=settings.fairshare_half_life_hours * 3600.0,
