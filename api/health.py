@@ -14,7 +14,7 @@ from api import joining
 from api.auth.policy import PUBLIC
 from api.deps import App
 from api.errors import responses
-from api.queue.desk import desk
+from api.queue.settings import queue_settings
 from core import __version__, health
 from core.spec.job import SPEC_VERSION
 
@@ -87,7 +87,7 @@ def readyz(app: App) -> Response:
         "broker": health.broker(app.settings.celery_broker_url),
         "data": health.data(app.layout.files, app.settings.min_free_bytes),
     }
-    if checks["schema"].ok and (over := desk(app).over):
+    if checks["schema"].ok and (over := queue_settings(app).over):
         words = [one.words() for one in over]
         checks["data"] = health.data(app.layout.files, app.settings.min_free_bytes, words)
     if all(checks[name].ok for name in ("database", "schema", "data")):

@@ -20,8 +20,8 @@ from api.http.once import Asked, answer, earlier
 from api.http.ranges import FileReply
 from api.jobs import logs, schemas
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
-from api.queue.desk import desk
 from api.queue.schemas import place_view
+from api.queue.settings import queue_settings
 from core.errors import Fault, NotFound
 from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import cancel, find, pause, resume
@@ -161,7 +161,7 @@ def show_job(job_id: JobId, principal: Reading, app: App) -> Response:
     """Status with its reason, progress, and in the end result or failure; while it waits, its place in the queue."""
     with app.database.read() as session:
         job = find(session, principal, job_id)
-        told = explain.job(session, desk(app), job)
+        told = explain.job(session, queue_settings(app), job)
         place = None if told is None else place_view(told)
         slots = cluster.held(session, [job.id]).get(job.id, [])
         tries = queries.training_attempts(session, [job.id]).get(job.id, 0)

@@ -32,21 +32,21 @@ OF_A_STEP = {
 }
 
 
-def collect(session: Session, desk: QueueSettings) -> list[Family]:
+def collect(session: Session, settings: QueueSettings) -> list[Family]:
     names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
     now = float(session.execute(select(db_now())).scalar_one())
-    seats = [seat for seat in cluster.slot_states(session, now, desk.silent_after) if seat.slot.phase == "train"]
+    seats = [seat for seat in cluster.slot_states(session, now, settings.silent_after) if seat.slot.phase == "train"]
     build = Family("eft_build_info", "gauge", "1; its label says which version answers")
     build.add(1, version=__version__)
     return [
         build,
         *_jobs(session, names),
-        _queue(session, desk, names),
+        _queue(session, settings, names),
         *_gpus(seats),
         *_running(session, names, seats),
         _nodes(session, now),
         *_notices(session, names),
-        *_disk(session, desk),
+        *_disk(session, settings),
     ]
 
 
@@ -78,7 +78,7 @@ def _jobs(session: Session, names: dict[str, str]) -> list[Family]:
     return [jobs, waits]
 
 
-def _queue(session: Session, desk: QueueSettings, names: dict[str, str]) -> Family:
+def _queue(session: Session, settings: QueueSettings, names: dict[str, str]) -> Family:
     """By what keeps them: the codes of `GET /queue`."""
     family = Family("eft_queue_jobs", "gauge", "Waiting jobs by project, what they wait to do, and why")
     phase = case((Job.prepared.is_(None), "prepare"), else_="train")
@@ -91,7 +91,7 @@ def _queue(session: Session, desk: QueueSettings, names: dict[str, str]) -> Fami
         )
     }
     counts: dict[tuple[str, str, str], int] = {}
-    for one in explain.queue(session, desk, EXPLAINED) if left else ():
+    for one in explain.queue(session, settings, EXPLAINED) if left else ():
         key = (one.job.project_id, one.phase, one.code)
         counts[key] = counts.get(key, 0) + 1
         left[key[:2]] = left.get(key[:2], 0) - 1
@@ -167,16 +167,16 @@ def _nodes(session: Session, now: float) -> Family:
     return family
 
 
-def _disk(session: Session, desk: QueueSettings) -> list[Family]:
+def _disk(session: Session, settings: QueueSettings) -> list[Family]:
     """Measured by the leading worker every ten minutes, where there are budgets about every half."""
     used = Family("eft_disk_bytes", "gauge", "What the data root holds, by kind")
     limits = Family("eft_disk_budget_bytes", "gauge", "Budgets of the data root (EFT_DISK_BUDGET_…)")
     for kind, size in budget.measured(session).items():
         used.add(size, kind=kind)
-    for what, limit in desk.budget.limits.items():
+    for what, limit in settings.budget.limits.items():
         limits.add(limit, kind=what)
     over = Family("eft_disk_over_budget", "gauge", "1 while a budget is used up, so that nothing is started")
-    over.add(bool(desk.over))
+    over.add(bool(settings.over))
     return [used, limits, over]
 
 

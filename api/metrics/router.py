@@ -12,7 +12,7 @@ from api.deps import App
 from api.errors import responses
 from api.metrics.collect import collect
 from api.metrics.exposition import CONTENT_TYPE, Family, page
-from api.queue.desk import desk
+from api.queue.settings import queue_settings
 
 router = APIRouter(tags=["service"])
 
@@ -41,7 +41,7 @@ def metrics(principal: Scraping, app: App) -> Response:
     with a key of scope `metrics`, which allows this and nothing else."""
     began = time.monotonic()
     with app.database.read() as session:
-        families = collect(session, desk(app))
+        families = collect(session, queue_settings(app))
     took = Family("eft_scrape_seconds", "gauge", "What this scrape took to read the database")
     took.add(time.monotonic() - began)
     return Response(page([*families, app.latencies.family(), took]), media_type=CONTENT_TYPE)

@@ -20,7 +20,7 @@ from api.fields import QueryDay, cell
 from api.http.body import json_body, read_json
 from api.http.once import Asked, answer, earlier
 from api.queue import schemas
-from api.queue.desk import desk
+from api.queue.settings import queue_settings
 from core.db.tables import Limit
 from core.jobs.policies import quotas, retention, usage
 from core.jobs.views import explain
@@ -48,7 +48,7 @@ def show_queue(
     Everybody sees every place of the line; whose job of another project stands there, only admins of the box see.
     """
     with app.database.read() as session:
-        told = explain.queue(session, desk(app), limit)
+        told = explain.queue(session, queue_settings(app), limit)
         more = explain.beyond(session, told, limit)
         ids = {one.job.owner_id for one in told} | {one.job.project_id for one in told}
         names = quotas.names(session, ids)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from api.deps import AppState
 
 
-def desk(app: AppState) -> QueueSettings:
+def queue_settings(app: AppState) -> QueueSettings:
     settings = app.settings
     limits = Budget.of(settings)
     free = shutil.disk_usage(settings.root).free

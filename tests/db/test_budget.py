@@ -75,8 +75,11 @@ def test_beyond_a_budget_nothing_starts_and_jobs_say_why(lab: Lab, layout: Layou
         assert "EFT_DISK_BUDGET_CHECKPOINTS_BYTES" in row.reason
     with lab.database.read() as session:
         state = budget.room(session, Budget.of(tight), 10**12, 0)
-    desk = explain.QueueSettings(free=state.left, silent_after=600.0, over=state.over)
-    assert (lab.why("waits", desk).code, "checkpoints take 4.0 MB" in lab.why("waits", desk).reason) == ("disk", True)
+    settings = explain.QueueSettings(free=state.left, silent_after=600.0, over=state.over)
+    assert (lab.why("waits", settings).code, "checkpoints take 4.0 MB" in lab.why("waits", settings).reason) == (
+        "disk",
+        True,
+    )
 
     wide = settings(layout, disk_budget_checkpoints_bytes=30 * MB)
     room = Room(lab.database, layout.root, 0, Budget.of(wide))

@@ -22,7 +22,7 @@ from core.jobs.policies.volume import QueueFull, SpecsFull, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
-from tests.support.lab import DESK, Lab
+from tests.support.lab import QUEUE_SETTINGS, Lab
 
 HALF_LIFE = 3600.0
 FILE = "file-0123456789abcdefghjkmnpqrs"
@@ -73,7 +73,7 @@ def test_rows_go_and_the_books_stay(lab: Lab) -> None:
     job_id = run(lab, "gone", Succeeded({}, [artifact]))
     lab.wait(100)
     with lab.database.read() as session:
-        told_before = {family.name: sorted(family.lines) for family in collect(session, DESK)}
+        told_before = {family.name: sorted(family.lines) for family in collect(session, QUEUE_SETTINGS)}
         before = sum(span.ended - span.began for span in usage.open_spans(session) if span.ended)
     assert delete(lab, job_id)
     assert rows_naming(lab, job_id) == {"audit": 2}, "its submit and its end"
@@ -86,7 +86,7 @@ def test_rows_go_and_the_books_stay(lab: Lab) -> None:
     assert '"bytes": 6' in str(told) or "'bytes': 6" in str(told)
     assert delete(lab, job_id) is False, "once more is fine"
     with lab.database.read() as session:
-        now = {family.name: sorted(family.lines) for family in collect(session, DESK)}
+        now = {family.name: sorted(family.lines) for family in collect(session, QUEUE_SETTINGS)}
     assert now["eft_jobs"] == told_before["eft_jobs"], "metrics go on counting it"
     assert now["eft_job_wait_seconds"] == told_before["eft_job_wait_seconds"]
 

@@ -19,7 +19,7 @@ from core.jobs.policies import holds
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.slots import Needs, Slot
 from core.jobs.views.explain import QueueSettings, duration, ordinal
-from tests.support.lab import DESK, Lab, gpu
+from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
 
 ADA = Actor("user-ada", "proj-lab", "req-1")
 HOUR = 3600.0
@@ -353,4 +353,4 @@ def test_small_words() -> None:
     assert [duration(s) for s in (45, 600, 7200, 5.5 * HOUR)] == ["45 s", "10 min", "2 h", "5.5 h"]
     assert Needs("gpu", 40_000, True).words() == "1 GPU with bf16 and 40 GB"
     assert Needs("any").words() == "1 slot" and Needs("cpu").words() == "1 CPU slot"
-    assert DESK.room is None
+    assert QUEUE_SETTINGS.room is None

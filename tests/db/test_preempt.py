@@ -13,7 +13,7 @@ from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.policies import holds
 from core.jobs.scheduling import preempt
 from core.jobs.scheduling.preempt import PREEMPT, PreemptionSettings
-from tests.support.lab import DESK, Lab, gpu
+from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
 
 RULES = PreemptionSettings(600.0, 600.0, leave_seconds=0.0)
 
@@ -195,7 +195,7 @@ def test_another_project_is_not_named(lab: Lab) -> None:
         assert row.reason.endswith("a job of another project has priority 5")
         assert not [words for words in told if lab.ids["urgent"] in words]
         theirs = session.execute(select(Event.data).where(Event.job_id == lab.ids["urgent"], Event.type == "preempts"))
-        assert (theirs.scalar_one()["jobs"], lab.why(victim, DESK).aside is not None) == ([], True)
+        assert (theirs.scalar_one()["jobs"], lab.why(victim, QUEUE_SETTINGS).aside is not None) == ([], True)
 
 
 def test_a_maintenance_before_its_end_is_no_room(lab: Lab) -> None:

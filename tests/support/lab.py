@@ -23,7 +23,7 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
 GPU: dict[str, Any] = {"index": 0, "vendor": "amd", "uuid": "GPU-0", "arch": "gfx942", "memory_bytes": 192 << 30}
-DESK = explain.QueueSettings(silent_after=600.0, leave_seconds=0.0)
+QUEUE_SETTINGS = explain.QueueSettings(silent_after=600.0, leave_seconds=0.0)
 CLOCKS = (
     Job.created_at,
     Job.started_at,
@@ -120,12 +120,18 @@ class Lab:
     def turn(self, node: str) -> Claim | None:
         """As the node's worker claims: for each of its free slots, with the others beside it."""
         with self.database.read() as session:
-            seats = cluster.slot_states(session, self.database.now(), DESK.silent_after)
+            seats = cluster.slot_states(session, self.database.now(), QUEUE_SETTINGS.silent_after)
         free = [seat.slot for seat in seats if seat.node == node and seat.free and seat.slot.phase == "train"]
         for slot in free:
             with self.database.write() as session:
                 claim = claims.claim(
-                    session, f"worker-of-{node}", node, slot, 600, beside=free, leave_seconds=DESK.leave_seconds
+                    session,
+                    f"worker-of-{node}",
+                    node,
+                    slot,
+                    600,
+                    beside=free,
+                    leave_seconds=QUEUE_SETTINGS.leave_seconds,
                 )
             if claim is not None:
                 self.held[self.name(claim.token.job_id)] = claim
@@ -171,16 +177,16 @@ class Lab:
 
     def explained(self, limit: int = 100) -> list[explain.Explanation]:
         with self.database.read() as session:
-            return explain.queue(session, DESK, limit)
+            return explain.queue(session, QUEUE_SETTINGS, limit)
 
     def order_by_explanation(self) -> list[str]:
         told = [one for one in self.explained() if one.position is not None and one.phase == "train"]
         return [self.name(one.job.id) for one in sorted(told, key=lambda one: one.position or 0)]
 
-    def why(self, name: str, desk: explain.QueueSettings = DESK) -> explain.Explanation:
+    def why(self, name: str, settings: explain.QueueSettings = QUEUE_SETTINGS) -> explain.Explanation:
         with self.database.read() as session:
             row = session.get_one(Job, self.ids[name])
-            told = explain.job(session, desk, row)
+            told = explain.job(session, settings, row)
         assert told is not None
         return told
 

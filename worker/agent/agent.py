@@ -241,7 +241,7 @@ class Agent:
         """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
         with self._claiming:
             try:
-                self._give_back_unheard()
+                self._requeue_unacknowledged()
                 self._clear_slots()
                 if not self._fits():
                     return None
@@ -310,7 +310,7 @@ class Agent:
             self._unfit = unfit
         return not unfit
 
-    def _give_back_unheard(self) -> None:
+    def _requeue_unacknowledged(self) -> None:
         """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
         if not self._unheard:
             return
@@ -356,7 +356,7 @@ class Agent:
         while True:
             try:
                 with self._claiming:
-                    self._give_back_unheard()
+                    self._requeue_unacknowledged()
                     self._clear_slots()
                 if self.site.copies is not None:
                     self.site.copies.make_room()

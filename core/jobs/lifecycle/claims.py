@@ -206,7 +206,7 @@ def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
 
 
 def _write_down(session: Session, kept: Sequence[gang_scheduling.Reservation], now: float) -> None:
-    """Who has come to its turn keeps it while its slots come together (Order.rank)."""
+    """Who has come to its turn keeps it while its slots come together (QueueOrder.rank)."""
     for one in kept:
         if one.waiting.reserved_node != one.group.node:
             since = func.coalesce(Job.reserved_at, now)

@@ -162,7 +162,7 @@ def hold(
         data = {"for": held_for, "why": why, "until": None if until is None else iso(until), "now": now}
         audit.record(session, actor, f"gpu.{kind}", one.label, data, project_id=None)
         if now:
-            _hand_back(session, actor, one, others_jobs)
+            _ask_to_leave(session, actor, one, others_jobs)
     if bounds is not None:
         _require_few(session, actor, moment, bounds)
     return made
@@ -214,7 +214,7 @@ def _active(one: NamedSlot) -> Any:
     return select(Hold).where(Hold.node == one.node, Hold.slot == one.slot, Hold.released_at.is_(None))
 
 
-def _hand_back(session: Session, actor: Actor, one: NamedSlot, others_jobs: bool) -> None:
+def _ask_to_leave(session: Session, actor: Actor, one: NamedSlot, others_jobs: bool) -> None:
     query = select(Job).join(Allocation, Allocation.job_id == Job.id)
     query = query.where(Allocation.node == one.node, Allocation.slot == one.slot, Allocation.released_at.is_(None))
     for job in session.execute(query.with_for_update(of=Job)).scalars():

@@ -72,14 +72,14 @@ class QueueSettings:
         return None if self.free is None else self.free - self.reserve
 
 
-def queue(session: Session, desk: QueueSettings, limit: int = 100) -> list[Explanation]:
+def queue(session: Session, settings: QueueSettings, limit: int = 100) -> list[Explanation]:
     """What waits: those in line first, by their positions, then what is held; at most `limit` of each phase.
 
     Training stands before preparing. Previews are not listed: nobody waits for one in this line.
     """
-    clerk = QueueExplainer(session, desk)
+    explainer = QueueExplainer(session, settings)
     phases: tuple[Phase, ...] = ("train", "prepare")
-    return [one for phase in phases for one in clerk.explain(phase, limit)]
+    return [one for phase in phases for one in explainer.explain(phase, limit)]
 
 
 def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
@@ -93,23 +93,23 @@ def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
     return more
 
 
-def job(session: Session, desk: QueueSettings, waiting: Job) -> Explanation | None:
+def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation | None:
     """Of one job as read in this transaction; None for one that does not wait."""
     if waiting.status != Status.QUEUED.value:
         return None
     phase: Phase = "preview" if waiting.kind == "preview" else "prepare" if waiting.prepared is None else "train"
-    return QueueExplainer(session, desk).explain_one(phase, waiting)
+    return QueueExplainer(session, settings).explain_one(phase, waiting)
 
 
 class QueueExplainer:
     """One reading of the whole state."""
 
-    def __init__(self, session: Session, desk: QueueSettings) -> None:
-        self._session, self._desk = session, desk
+    def __init__(self, session: Session, settings: QueueSettings) -> None:
+        self._session, self._settings = session, settings
         self.now = float(session.execute(select(db_now())).scalar_one())
-        self._seats = cluster.slot_states(session, self.now, desk.silent_after)
+        self._seats = cluster.slot_states(session, self.now, settings.silent_after)
         self._running = cluster.running(session, self._seats)
-        self._forecast = Forecast(session, self.now, self._seats, self._running, desk.leave_seconds)
+        self._forecast = Forecast(session, self.now, self._seats, self._running, settings.leave_seconds)
         self._order: queue_order.QueueOrder | None = None
         self._kept_for: dict[tuple[str, str], gang_scheduling.Reservation] | None = None
         self._ends: list[queue_order.QueueOrder] = []
@@ -156,9 +156,9 @@ class QueueExplainer:
         found: dict[str, int] = {}
         self._ends = []
         for fits, billing, ends_before in self._kinds(phase):
-            conditions = queue_order.ready(self.now, self._desk.room, ends_before if phase == "train" else None)
+            conditions = queue_order.ready(self.now, self._settings.room, ends_before if phase == "train" else None)
             order = queue_order.look(
-                self._session, phase, self.now, conditions, half_life=self._desk.half_life, deep=most
+                self._session, phase, self.now, conditions, half_life=self._settings.half_life, deep=most
             )
             for position, waiting in enumerate(order.all(fits, billing), 1):
                 found[waiting.id] = min(position, found.get(waiting.id, position))
@@ -218,9 +218,11 @@ class QueueExplainer:
         return f"{count} room for it"
 
     def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
-        left = self._desk.room
-        if left is not None and self._desk.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
-            return "disk", room.words(self._desk.free, self._desk.reserve, row.needs_bytes or 0, self._desk.over)
+        left = self._settings.room
+        if left is not None and self._settings.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
+            return "disk", room.words(
+                self._settings.free, self._settings.reserve, row.needs_bytes or 0, self._settings.over
+            )
         if row.not_before is not None and row.not_before > self.now:
             return "later", f"{row.reason}; looked at again at {clock(row.not_before, self.now)}"
         seats = self._fitting(phase, key)
@@ -288,14 +290,14 @@ class QueueExplainer:
             for seat in state.seats:
                 if not seat.free:
                     continue
-                conditions = queue_order.ready(self.now, self._desk.room, seat.ends_before)
-                half_life = self._desk.half_life
+                conditions = queue_order.ready(self.now, self._settings.room, seat.ends_before)
+                half_life = self._settings.half_life
                 deep = gang_scheduling.MOST_KEPT
                 order = queue_order.look(self._session, "train", self.now, conditions, half_life=half_life, deep=deep)
                 if not any(one.key.needs.gpus > 1 for one in order.lines):
                     break
                 beside = [one.slot for one in state.seats if one.node == seat.node and one.free]
-                leave = self._desk.leave_seconds
+                leave = self._settings.leave_seconds
                 for kept in gang_scheduling.choose(order, seat.node, seat.slot, beside, lambda: state, leave).kept:
                     for number in kept.group.seats:
                         place = state.seats[number]
@@ -305,7 +307,7 @@ class QueueExplainer:
     def _out_of_line(self, row: Job, key: Key, seats: Sequence[SlotState], turn: str) -> tuple[Code, str] | None:
         """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
         if self._order is None:
-            self._order = queue_order.look(self._session, "train", self.now, half_life=self._desk.half_life)
+            self._order = queue_order.look(self._session, "train", self.now, half_life=self._settings.half_life)
         waiting = queue_order.Waiting(row.id, key, row.created_at)
         quota = self._order.held(waiting)
         if quota is not None:
