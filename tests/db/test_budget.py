@@ -75,8 +75,8 @@ def test_beyond_a_budget_nothing_starts_and_jobs_say_why(lab: Lab, layout: Layou
         assert "EFT_DISK_BUDGET_CHECKPOINTS_BYTES" in row.reason
     with lab.database.read() as session:
         state = budget.room(session, Budget.of(tight), 10**12, 0)
-    settings = explain.QueueSettings(free=state.left, silent_after=600.0, over=state.over)
-    assert (lab.why("waits", settings).code, "checkpoints take 4.0 MB" in lab.why("waits", settings).reason) == (
+    queue = explain.QueueSettings(free=state.left, silent_after=600.0, over=state.over)
+    assert (lab.why("waits", queue).code, "checkpoints take 4.0 MB" in lab.why("waits", queue).reason) == (
         "disk",
         True,
     )
