@@ -34,10 +34,10 @@ _PAGES = (
 
 def render() -> str:
     lines = [
-        "# What goes together",
+        "# Compatibility",
         "",
-        "Generated from `core/plan/compatibility.py` by `make docs`. A job is checked against this table when it is",
-        "submitted (422, with the code, the reason and the field) and again by the worker that starts it.",
+        "Generated from `core/plan/compatibility.py` by `make docs`. A job is checked against this table at submit",
+        "(422, with the code, the reason and the field) and again by the worker that starts it.",
         "",
         "## Axes",
         "",
@@ -45,16 +45,16 @@ def render() -> str:
         "|---|---|",
         *(f"| {axis} | {', '.join(f'`{value}`' for value in values)} |" for axis, values in AXES.items()),
         "",
-        "`auto` rows lie in a file that only the worker can read: it checks once it has. `default` is settled when the",
-        "job is submitted. `method: auto` goes with all that one of its methods goes with: those that are refused",
-        "beside what the job asks for are passed over, with the reason ([plans](plans.md#method-auto)).",
+        "`auto` rows are in a file that only the worker can read; the worker checks them. `default` is resolved at",
+        "submit. `method: auto` is compatible with everything that one of its methods supports. Methods that conflict",
+        "with the rest of the job are skipped, with the reason ([plans](plans.md#method-auto)).",
         "",
-        "## Refused",
+        "## Rejected combinations",
         "",
-        "Everything that no rule refuses is accepted. What is slow or falls back to something else (bf16 on hardware",
-        "without it) is no refusal: it runs, and the job's events and run record say so.",
+        "Everything that no rule rejects is accepted. A combination that is slow or falls back to another one (bf16",
+        "on hardware without it) is not rejected: the job runs, and its events and run record say so.",
         "",
-        "| | code | refused when | reason | way out |",
+        "| | code | rejected when | reason | way out |",
         "|---|---|---|---|---|",
         *(
             f"| {number} | `{rule.code}` | {_when(rule)} | {rule.reason} | {rule.way_out} |"
@@ -63,7 +63,7 @@ def render() -> str:
         "",
         "## Tables",
         "",
-        "`✓` goes together, a number is the rule that refuses it.",
+        "`✓` means compatible; a number is the rule that rejects the combination.",
     ]
     for rows, columns in _PAGES:
         lines += ["", *_table(rows, columns)]
