@@ -50,9 +50,9 @@ from bench.report import compare, finish, hardware, show
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.failures import is_out_of_memory
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
-from core.train.memory.offload.activations import Inputs
+from core.train.memory.offload.activations import ActivationOffload
 from core.train.quant.targets import QuantOptions
 from tests.support.live_bytes import LiveBytes
 
@@ -64,7 +64,7 @@ class Way:
     """A contender, held in one of the ways for as long as a step takes."""
 
     model: Contender
-    inputs: Inputs | None
+    inputs: ActivationOffload | None
     switch: Callable[[], None]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -101,14 +101,14 @@ def wait(device: torch.device) -> None:
 def ways(args: argparse.Namespace, folder: Path, options: QuantOptions | None, cache: Path) -> dict[str, Way]:
     device = torch.device(args.device)
     resident = contender("resident", folder, device, options, cache, slots=2)
-    away = Inputs(device)
+    away = ActivationOffload(device)
     model: Any = resident.engine.model
 
-    def held(keeps: Keeps | None) -> Callable[[], None]:
+    def held(policy: CheckpointPolicy | None) -> Callable[[], None]:
         def switch() -> None:
             model.gradient_checkpointing_disable()
-            if keeps is not None:
-                checkpoint_blocks(model, keeps)
+            if policy is not None:
+                checkpoint_blocks(model, policy)
 
         return switch
 
@@ -118,26 +118,26 @@ def ways(args: argparse.Namespace, folder: Path, options: QuantOptions | None, c
 
     found = {
         "none": Way(resident, None, held(None)),
-        "selective": Way(resident, None, held(Keeps(selective=True))),
-        "whole": Way(resident, None, held(Keeps())),
-        "offloaded": Way(resident, away, held(Keeps(inputs=away))),
+        "selective": Way(resident, None, held(CheckpointPolicy(selective=True))),
+        "whole": Way(resident, None, held(CheckpointPolicy())),
+        "offloaded": Way(resident, away, held(CheckpointPolicy(inputs=away))),
     }
     if args.streamed:
         streamed = contender("host", folder, device, options, cache, slots=2)
 
-        def keeps(keeps: Keeps) -> Callable[[], None]:
+        def having(policy: CheckpointPolicy) -> Callable[[], None]:
             assert streamed.streamed is not None
-            return lambda: setattr(streamed.streamed, "keeps", keeps)
+            return lambda: setattr(streamed.streamed, "policy", policy)
 
-        found["streamed"] = Way(streamed, None, keeps(Keeps()))
-        found["streamed, selective"] = Way(streamed, None, keeps(Keeps(selective=True)))
+        found["streamed"] = Way(streamed, None, having(CheckpointPolicy()))
+        found["streamed, selective"] = Way(streamed, None, having(CheckpointPolicy(selective=True)))
     if args.peers:
         found[PEERS[0]] = Way(resident, None, transformers)
     if args.peers and device.type == "cuda":
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
         around = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
-        found[PEERS[1]] = Way(resident, None, held(Keeps()), lambda: around)
+        found[PEERS[1]] = Way(resident, None, held(CheckpointPolicy()), lambda: around)
     return found
 
 
@@ -167,7 +167,7 @@ def kept(way: Way, ids: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         figures["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
     else:
         streamed = way.model.streamed
-        slots = [] if streamed is None else [slot.buffer for slot in streamed.ring.slots]
+        slots = [] if streamed is None else [slot.buffer for slot in streamed.cache.slots]
         model = engine.model
         with LiveBytes([*model.parameters(), *model.buffers(), *slots], []) as live:
             loss = way.forward(ids)

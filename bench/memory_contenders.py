@@ -20,7 +20,7 @@ from core.spec.axes.training import AdamW, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine
 from core.train.memory.streaming.block_image import load_from_disk
-from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
+from core.train.memory.streaming.stream import StreamedModel, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
@@ -41,7 +41,7 @@ def wait(device: torch.device) -> None:
 class Contender:
     engine: Engine
     loss: Any
-    streamed: Streamed | None
+    streamed: StreamedModel | None
     held: int = 0
     """Bytes on a GPU that its weights, adapters and slots take."""
 
@@ -64,7 +64,7 @@ class Contender:
         """Of the frozen bytes of all blocks, those that are on the device: the slots as they were allocated, and what
         of a block is not streamed (norms)."""
         assert self.streamed is not None
-        slots = sum(slot.buffer.untyped_storage().nbytes() for slot in self.streamed.ring.slots)
+        slots = sum(slot.buffer.untyped_storage().nbytes() for slot in self.streamed.cache.slots)
         moved = {place.tensor.data_ptr() for block in self.streamed.blocks for place in block.places}
         staying = {
             tensor.data_ptr(): tensor.nbytes  # a table that all packed layers share counts once

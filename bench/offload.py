@@ -37,7 +37,7 @@ from bench.report import compare, finish, hardware, show
 from core.spec.axes.training import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine
-from core.train.memory.offload.optimizer import Offload
+from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.model.load import load_model
 from core.train.optim.optimizers import build_optimizer
@@ -77,7 +77,7 @@ def ours(folder: Path, device: torch.device, args: argparse.Namespace, *, offloa
     model: Any = adapt_full(load_model(folder, torch.float32))
     updates: Any
     if offload:
-        updates = Offload(model, device, narrow=torch.bfloat16, beside=True if args.beside else None)
+        updates = OptimizerOffload(model, device, narrow=torch.bfloat16, beside=True if args.beside else None)
     model.to(device)
     if not offload:
         updates = OnDevice(model)
@@ -217,7 +217,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             show(f"{args.tokens} tokens × {args.accumulate}, offloaded against {name}", results[f"to_{name}"], "s")
     results |= {"absent": absent, "same_weights": _same(here)}
     for each in here.values():
-        if each.engine is not None and isinstance(each.engine.updates, Offload):
+        if each.engine is not None and isinstance(each.engine.updates, OptimizerOffload):
             results |= each.engine.updates.about()
             each.engine.updates.close()
     return results

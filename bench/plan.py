@@ -218,7 +218,7 @@ def _account(engine: Any, built: Any) -> Any:
     held = [*engine.model.parameters(), *engine.model.buffers()]
     but: list[Any] = []
     if built.streamed is not None:
-        held += [slot.buffer for slot in built.streamed.ring.slots]
+        held += [slot.buffer for slot in built.streamed.cache.slots]
     live = LiveBytes(held, but)
     live.__enter__()  # type: ignore[no-untyped-call]
     return live

@@ -82,7 +82,7 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 def _ours(folder: Path, shape: Shape) -> Step:
     from core.spec.axes.training import AdamW
     from core.train.engine import Engine, Loss
-    from core.train.loss.head import Head, head_of, hidden_states
+    from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
     from core.train.optim.optimizers import build_optimizer
     from core.train.quant.adapters import fuse_adapters
@@ -94,7 +94,7 @@ def _ours(folder: Path, shape: Shape) -> Step:
     model = _adapt(base, shape, full=True)
     fuse_adapters(model)
     head = head_of(model)
-    assert isinstance(head, Head), head
+    assert isinstance(head, OutputHead), head
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = Engine(

@@ -28,7 +28,7 @@ from core.errors import EftError
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_figures, label_logprobs
-from core.train.loss.head import Head, head_of
+from core.train.loss.head import OutputHead, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures
 from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
@@ -127,7 +127,7 @@ class Engine:
         """Backward passes since the last optimizer step."""
         self.updates: Updates = OnDevice(model) if updates is None else updates
         self._trained = self.updates.parameters
-        self._head: Head | str | None = None
+        self._head: OutputHead | str | None = None
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
@@ -229,7 +229,7 @@ class Engine:
         finally:
             self.model.train(training)
 
-    def head(self, veto: str | None = None) -> Head | str:
+    def head(self, veto: str | None = None) -> OutputHead | str:
         """The output head as the chunked loss takes it, or why it is none of those. Found by trying, at the first call;
         `veto`, which counts then, is a reason not to try."""
         if self._head is None:

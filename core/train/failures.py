@@ -14,7 +14,7 @@ from core.train.base.reading import is_panic
 from core.train.data.helpers import HelperKilled, HelperShort
 from core.train.entry import memory_limit
 from core.train.export.handed_back import ArtifactsDiffer
-from core.train.memory.streaming.source import BlocksLost
+from core.train.memory.streaming.block_source import BlocksLost
 from core.train.model.placement import DeviceMissing, DeviceRefused
 from core.train.ranks.group import PeerLost, RanksDrifted
 

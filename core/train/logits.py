@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from core.train.attention.packed import rows_apart
 from core.train.batch import Batch
-from core.train.loss.head import Head, hidden_states
+from core.train.loss.head import OutputHead, hidden_states
 from core.train.loss.linear_cross_entropy import TokenFigures, token_figures, token_logprobs
 
 
@@ -27,7 +27,7 @@ def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         return all_logits(model, batch)[0], targets
 
 
-def label_hidden(head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
+def label_hidden(head: OutputHead, batch: Batch) -> tuple[Tensor, Tensor]:
     """What the head would make these logits from, [label tokens, hidden], and the labels [label tokens]."""
     positions, targets = _labelled(batch)
     with rows_apart(batch):
@@ -35,10 +35,10 @@ def label_hidden(head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
     return states.flatten(0, 1).index_select(0, positions), targets
 
 
-def label_figures(model: nn.Module, head: Head | str, batch: Batch) -> TokenFigures:
+def label_figures(model: nn.Module, head: OutputHead | str, batch: Batch) -> TokenFigures:
     """Loss and rightness of each label, row after row, chunk by chunk; from whole logits where the head is none that
     the chunked loss knows. No gradients."""
-    if isinstance(head, Head):
+    if isinstance(head, OutputHead):
         hidden, targets = label_hidden(head, batch)
         return token_figures(hidden, head.weight, targets, bias=head.bias, options=head.options)
     logits, targets = label_logits(model, batch)
@@ -46,10 +46,10 @@ def label_figures(model: nn.Module, head: Head | str, batch: Batch) -> TokenFigu
     return TokenFigures(functional.cross_entropy(logits.float(), targets, reduction="none"), right)
 
 
-def label_logprobs(model: nn.Module, head: Head | str, batch: Batch) -> Tensor:
+def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch) -> Tensor:
     """Log-probability of each label, float32 [label tokens], row after row: of logits that were never rounded to 16
     bits, unless the head is none that the chunked loss knows."""
-    if isinstance(head, Head):
+    if isinstance(head, OutputHead):
         hidden, targets = label_hidden(head, batch)
         return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=head.options)
     logits, targets = label_logits(model, batch)

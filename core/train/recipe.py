@@ -47,7 +47,7 @@ from core.train.quant.fp8 import dense_again
 from core.train.ranks.env import Seat
 from core.train.ranks.group import join
 from core.train.ranks.meet import meet, tell_launcher
-from core.train.selftest.heed import heed
+from core.train.selftest.apply import apply_selftest
 from core.train.stages.sft import choose_sft_loss, whole_logits
 
 
@@ -94,7 +94,7 @@ def _train(
     together = meet(ranks, order, placement)
     if placement.notice:
         events.write("notice", code="precision_fallback", message=placement.notice)
-    for code, words in [*placement.notices, *heed(choice, spec, placement.precision)]:
+    for code, words in [*placement.notices, *apply_selftest(choice, spec, placement.precision)]:
         events.write("notice", code=code, message=words)
     if order.settled is not None:
         events.write("notice", code="method", message=order.settled["words"])

@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
-from core.train.memory.offload.activations import IN_FLIGHT, Inputs
+from core.train.memory.offload.activations import IN_FLIGHT, ActivationOffload
 from core.train.memory.streaming.stream import stream_from_host
 from core.train.quant.targets import QuantOptions
 from tests.support import blocks as support
@@ -53,25 +53,29 @@ def gradients(model: Any, device: torch.device) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_the_whole_graph(folder: Path, device: torch.device, options: Any) -> None:
     plain = support.resident(folder, options).to(device)
     wanted = gradients(plain, device)
-    unpinned = Inputs(device, pinned=False)
-    for keeps in (Keeps(selective=True), Keeps(inputs=Inputs(device)), Keeps(selective=True, inputs=unpinned)):
+    unpinned = ActivationOffload(device, pinned=False)
+    for policy in (
+        CheckpointPolicy(selective=True),
+        CheckpointPolicy(inputs=ActivationOffload(device)),
+        CheckpointPolicy(selective=True, inputs=unpinned),
+    ):
         model = support.resident(folder, options).to(device)
-        checkpoint_blocks(model, keeps)
+        checkpoint_blocks(model, policy)
         for _ in range(2):  # the second finds host memory as the first has left it
             found = gradients(model, device)
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        if keeps.inputs is not None:
-            assert keeps.inputs.counts.late == 0
-            keeps.inputs.close()
+        if policy.inputs is not None:
+            assert policy.inputs.counts.late == 0
+            policy.inputs.close()
 
 
 @OPTIONS
 def test_streamed_blocks_keep_as_little(folder: Path, device: torch.device, options: Any) -> None:
     wanted = gradients(support.resident(folder, options).to(device), device)
-    inputs = Inputs(device)
+    inputs = ActivationOffload(device)
     model = support.resident(folder, options)
-    stream = stream_from_host(model, device, slots=2, keeps=Keeps(selective=True, inputs=inputs))
+    stream = stream_from_host(model, device, slots=2, policy=CheckpointPolicy(selective=True, inputs=inputs))
     for _ in range(2):
         found = gradients(model, device)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -82,14 +86,19 @@ def test_streamed_blocks_keep_as_little(folder: Path, device: torch.device, opti
 @OPTIONS
 def test_the_allocators_peak_falls_from_way_to_way(folder: Path, device: torch.device, options: Any) -> None:
     """none > selective > whole > offloaded, by what is accounted for at least."""
-    away = Inputs(device)
-    ways = {"none": None, "selective": Keeps(selective=True), "whole": Keeps(), "offloaded": Keeps(inputs=away)}
+    away = ActivationOffload(device)
+    ways = {
+        "none": None,
+        "selective": CheckpointPolicy(selective=True),
+        "whole": CheckpointPolicy(),
+        "offloaded": CheckpointPolicy(inputs=away),
+    }
     kept: dict[str, int] = {}
     peaks: dict[str, int] = {}
-    for name, keeps in ways.items():
+    for name, policy in ways.items():
         model = support.resident(folder, options).to(device)
-        if keeps is not None:
-            checkpoint_blocks(model, keeps)
+        if policy is not None:
+            checkpoint_blocks(model, policy)
         forward(model, device).backward()  # what is made once is there
         model.zero_grad()
         gc.collect()
@@ -113,8 +122,8 @@ def test_the_allocators_peak_falls_from_way_to_way(folder: Path, device: torch.d
 
 def test_copies_run_while_blocks_compute(folder: Path, device: torch.device) -> None:
     """By the profiler's account of one step: of the time that copies take, most lies within kernels."""
-    model, inputs = support.resident(folder, None).to(device), Inputs(device)
-    checkpoint_blocks(model, Keeps(inputs=inputs))
+    model, inputs = support.resident(folder, None).to(device), ActivationOffload(device)
+    checkpoint_blocks(model, CheckpointPolicy(inputs=inputs))
     forward(model, device).backward()
     assert inputs.pool.pinned
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
@@ -142,8 +151,8 @@ def _within(span: tuple[float, float], others: list[tuple[float, float]]) -> flo
 
 def test_a_backward_that_breaks_leaves_the_next_one_right(folder: Path, device: torch.device) -> None:
     wanted = gradients(support.resident(folder, None).to(device), device)
-    model, inputs = support.resident(folder, None).to(device), Inputs(device)
-    checkpoint_blocks(model, Keeps(inputs=inputs))
+    model, inputs = support.resident(folder, None).to(device), ActivationOffload(device)
+    checkpoint_blocks(model, CheckpointPolicy(inputs=inputs))
     weight = dict(model.named_parameters())["base_model.model.model.layers.7.mlp.up_proj.lora_A.default.weight"]
 
     def broken(grad: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from core.train.kernels import interface, ops
 from core.train.kernels.autograd import Member, lora_linear, lora_linears
-from core.train.loss.head import Head, head_of, hidden_states
+from core.train.loss.head import OutputHead, head_of, hidden_states
 from core.train.loss.linear_cross_entropy import HeadOptions, linear_cross_entropy, token_figures, token_logprobs
 from core.train.quant.adapters import QuantLoraLinear, fuse_adapters
 from core.train.quant.int8 import quantize_int8
@@ -168,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _gradients(model: Any, device: torch.device, autocast: bool) -> dict[str, Tensor]:
     ids = IDS.to(device)
     head = head_of(model)
-    assert isinstance(head, Head)
+    assert isinstance(head, OutputHead)
     model.zero_grad()
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         hidden = hidden_states(head, ids)[:, :-1].flatten(0, 1)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from core.spec.axes.training import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine
-from core.train.memory.offload.optimizer import Offload
+from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.updates import OnDevice
 from core.train.stages.sft import sft_loss
@@ -34,7 +34,7 @@ def engine(device: torch.device, offload: bool, autocast: torch.dtype | None, pi
         num_key_value_heads=16, tie_word_embeddings=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).float().requires_grad_(True)
-    held = Offload(model, device, narrow=autocast, pinned=pinned) if offload else None
+    held = OptimizerOffload(model, device, narrow=autocast, pinned=pinned) if offload else None
     model.to(device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     updates = held or OnDevice(model)
@@ -61,7 +61,7 @@ def window(one: Engine, number: int) -> list[float]:
 
 
 def close(one: Engine) -> None:
-    assert isinstance(one.updates, Offload)
+    assert isinstance(one.updates, OptimizerOffload)
     one.updates.close()
 
 
@@ -107,7 +107,7 @@ def test_the_allocators_peak_is_weights_one_blocks_gradients_and_activations(dev
         torch.cuda.synchronize(device)
         peaks[off] = torch.cuda.max_memory_allocated(device) - before
         if off:
-            assert isinstance(here.updates, Offload)
+            assert isinstance(here.updates, OptimizerOffload)
             narrowed = here.updates.narrowed
             block = max(p.numel() for p in here.model.parameters()) * 4 + here.updates._at_once
             assert torch.cuda.memory_allocated(device) - before <= starts[off] + (16 << 20)
@@ -123,7 +123,7 @@ def test_the_update_runs_beside_the_next_forward(device: torch.device) -> None:
     """When the first block begins to compute, the host has not yet updated the last."""
     here = engine(device, True, torch.bfloat16)
     held = here.updates
-    assert isinstance(held, Offload) and len(held.units) == BLOCKS + 2
+    assert isinstance(held, OptimizerOffload) and len(held.units) == BLOCKS + 2
     window(here, 0)
     here.step()
     here.updates.gather()  # the optimizer's state is made in the first step

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from core.train.memory.streaming.block_image import load_from_disk
+from core.train.memory.streaming.block_source import HostBlocks
 from core.train.memory.streaming.blocks import lay_out
-from core.train.memory.streaming.source import HostBlocks
-from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
+from core.train.memory.streaming.stream import StreamedModel, stream_from_files, stream_from_host
 from core.train.quant.targets import QuantOptions
 from tests.support import blocks as support
 from tests.support.small_llama import save
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def streams(
     folder: Path, cache: Path, options: Any, how: str, slots: int, device: torch.device
-) -> tuple[Any, Streamed]:
+) -> tuple[Any, StreamedModel]:
     if how == "host":
         model = support.resident(folder, options)
         return model, stream_from_host(model, device, slots=slots)

@@ -13,12 +13,12 @@ import pytest
 
 from core.hardware.tables.arch import lookup
 from core.train.kernels.triton.compiled import table
-from core.train.kernels.triton.compiled.table import Row
+from core.train.kernels.triton.compiled.table import KernelRow
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
 
-ROW = Row("nf4.dequantize", "nf4", "gfx942", 4, 20, 38, 0, 0, 0, 8, "64×4", "128×1", 0, 0, 1024)
+ROW = KernelRow("nf4.dequantize", "nf4", "gfx942", 4, 20, 38, 0, 0, 0, 8, "64×4", "128×1", 0, 0, 1024)
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,7 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
-from core.train.loss.head import Head, head_of, hidden_states
+from core.train.loss.head import OutputHead, head_of, hidden_states
 from core.train.loss.linear_cross_entropy import linear_cross_entropy
 
 SMALL: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_loss_over_the_found_head_is_the_models_own(make: Any, dtype: torch.dtyp
     model = make().to(dtype)
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
     head = head_of(model)
-    assert isinstance(head, Head), head
+    assert isinstance(head, OutputHead), head
     ids = torch.randint(1, 61, (2, 7))
     hidden = hidden_states(head, ids)[:, :-1].flatten(0, 1)
     ours = linear_cross_entropy(

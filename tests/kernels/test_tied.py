@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from core.train.export.compare import compare
 from core.train.export.merge import write_merged
-from core.train.loss.head import Head, head_of
+from core.train.loss.head import OutputHead, head_of
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
 from tests.support import small_llama
@@ -27,7 +27,7 @@ def test_what_is_merged_into_one_is_not_merged_into_the_other(tmp_path: Path, ta
     model = small_llama.adapted(tmp_path / "base", target_modules=["q_proj", target])
     assert fuse_adapters(model).fused == 1
     found = head_of(model)
-    assert found == "the output head has an adapter" if target == "lm_head" else isinstance(found, Head)
+    assert found == "the output head has an adapter" if target == "lm_head" else isinstance(found, OutputHead)
 
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

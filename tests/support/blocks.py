@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from core.spec.axes.training import LoRA
 from core.train.memory.streaming.block_image import load_from_disk
-from core.train.memory.streaming.stream import Streamed, stream_from_files, stream_from_host
+from core.train.memory.streaming.stream import StreamedModel, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
@@ -39,12 +39,14 @@ def resident(folder: Path, options: QuantOptions | None, **lora: Any) -> Any:
     return adapt(load_quantized(folder, torch.bfloat16, options)[0], True, **lora)
 
 
-def from_host(folder: Path, options: QuantOptions | None, slots: int, **lora: Any) -> tuple[Any, Streamed]:
+def from_host(folder: Path, options: QuantOptions | None, slots: int, **lora: Any) -> tuple[Any, StreamedModel]:
     model = resident(folder, options, **lora)
     return model, stream_from_host(model, CPU, slots=slots)
 
 
-def from_disk(folder: Path, cache: Path, options: QuantOptions | None, slots: int, **lora: Any) -> tuple[Any, Streamed]:
+def from_disk(
+    folder: Path, cache: Path, options: QuantOptions | None, slots: int, **lora: Any
+) -> tuple[Any, StreamedModel]:
     model, _, blocks, files = load_from_disk(folder, torch.bfloat16, options, cache)
     model = adapt(model, options is not None, **lora)
     return model, stream_from_files(model, blocks, files, CPU, slots=slots)

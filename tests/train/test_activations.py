@@ -19,11 +19,11 @@ from core.spec.resolve import resolve
 from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.entry.fencing import Stop
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
-from core.train.memory.checkpointing.selective import Kept, contexts
-from core.train.memory.offload.activations import FIELD, IN_FLIGHT, PAGE, Inputs, Pool
-from core.train.memory.streaming.stream import Streamed, stream_from_host
+from core.train.memory.checkpointing.selective import SavedResults, contexts
+from core.train.memory.offload.activations import FIELD, IN_FLIGHT, PAGE, ActivationOffload, HostPool
+from core.train.memory.streaming.stream import StreamedModel, stream_from_host
 from core.train.memory.transfer.pin import refused
 from core.train.methods.full import adapt_full
 from core.train.quant.targets import QuantOptions
@@ -42,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), torch.bfloat16, num_hidden_layers=BLOCKS)
 
 
-def held(model: Any, keeps: Keeps, streamed: bool = False) -> Streamed | None:
+def held(model: Any, policy: CheckpointPolicy, streamed: bool = False) -> StreamedModel | None:
     if streamed:
-        return stream_from_host(model, CPU, slots=2, keeps=keeps)
-    checkpoint_blocks(model, keeps)
+        return stream_from_host(model, CPU, slots=2, policy=policy)
+    checkpoint_blocks(model, policy)
     return None
 
 
@@ -72,15 +72,15 @@ def test_adapters_get_the_gradients_of_the_whole_graph(folder: Path, options: An
         return model
 
     wanted = backwards(adapted())
-    for keeps in (Keeps(selective=True), Keeps(inputs=Inputs(CPU))):
+    for policy in (CheckpointPolicy(selective=True), CheckpointPolicy(inputs=ActivationOffload(CPU))):
         model = adapted()
-        checkpoint_blocks(model, keeps)
-        assert same(backwards(model), wanted), keeps
+        checkpoint_blocks(model, policy)
+        assert same(backwards(model), wanted), policy
     model = adapted()
     stream = stream_from_host(model, CPU, slots=2)
-    for keeps in (Keeps(selective=True), Keeps(selective=True, inputs=Inputs(CPU))):
-        stream.keeps = keeps
-        assert same(backwards(model), wanted), keeps
+    for policy in (CheckpointPolicy(selective=True), CheckpointPolicy(selective=True, inputs=ActivationOffload(CPU))):
+        stream.policy = policy
+        assert same(backwards(model), wanted), policy
     stream.close()
 
 
@@ -97,14 +97,14 @@ def test_all_parameters_get_the_gradients_of_the_whole_graph(folder: Path, atten
     wanted = backwards(full())
     assert len(wanted[1]) == 2 + BLOCKS * 9 + 1
     model = full()
-    checkpoint_blocks(model, Keeps(selective=True, inputs=Inputs(CPU)))
+    checkpoint_blocks(model, CheckpointPolicy(selective=True, inputs=ActivationOffload(CPU)))
     assert same(backwards(model), wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inputs_are_put_away_with_both_kinds_of_torchs_checkpoints(folder: Path, reentrant: bool) -> None:
     wanted = backwards(resident(folder, None))
-    model, inputs = resident(folder, None), Inputs(CPU)
+    model, inputs = resident(folder, None), ActivationOffload(CPU)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for module in model.modules():
         if "_gradient_checkpointing_func" in module.__dict__:
@@ -116,7 +116,7 @@ def test_inputs_are_put_away_with_both_kinds_of_torchs_checkpoints(folder: Path,
 # --- what is kept ----------------------------------------------------------------------------------------
 
 
-def _of_a_block(folder: Path, options: Any, ways: list[Keeps | None], streamed: bool = False) -> list[int]:
+def _of_a_block(folder: Path, options: Any, ways: list[CheckpointPolicy | None], streamed: bool = False) -> list[int]:
     """For each way, one after the other: bytes that torch holds after a forward of BLOCKS blocks and not after one of
     BLOCKS - 1, but for weights, slots, what is kept dequantised, and host memory that inputs were put into."""
     found = []
@@ -124,26 +124,28 @@ def _of_a_block(folder: Path, options: Any, ways: list[Keeps | None], streamed: 
         model = resident(folder, options, r=RANK)
         del model.get_base_model().model.layers[blocks:]
         stream = stream_from_host(model, CPU, slots=2) if streamed else None
-        slots = [] if stream is None else [slot.buffer for slot in stream.ring.slots]
-        found.append([_after_a_forward(model, slots, keeps, stream) for keeps in ways])
+        slots = [] if stream is None else [slot.buffer for slot in stream.cache.slots]
+        found.append([_after_a_forward(model, slots, policy, stream) for policy in ways])
         if stream is not None:
             stream.close()
     return [more - less for less, more in zip(*found, strict=True)]
 
 
-def _after_a_forward(model: Any, slots: list[Tensor], keeps: Keeps | None, stream: Streamed | None) -> int:
-    if stream is not None and keeps is not None:
-        stream.keeps = keeps
-    elif keeps is not None:
-        checkpoint_blocks(model, keeps)
+def _after_a_forward(
+    model: Any, slots: list[Tensor], policy: CheckpointPolicy | None, stream: StreamedModel | None
+) -> int:
+    if stream is not None and policy is not None:
+        stream.policy = policy
+    elif policy is not None:
+        checkpoint_blocks(model, policy)
     with LiveBytes([*model.parameters(), *model.buffers(), *slots], []) as live:
         loss = loss_of(model)  # noqa: F841 -- held, with its graph
         clear_scratch()
-        host = 0 if keeps is None or keeps.inputs is None else _in_use(keeps.inputs.pool)
+        host = 0 if policy is None or policy.inputs is None else _in_use(policy.inputs.pool)
         return live.now() - live.start - host
 
 
-def _in_use(pool: Pool) -> int:
+def _in_use(pool: HostPool) -> int:
     assert pool.nbytes - sum(buffer.nbytes for buffer in pool._free) in ((BLOCKS - 1) * PAGE, BLOCKS * PAGE)
     return pool.nbytes
 
@@ -161,7 +163,13 @@ def _selected(options: Any) -> int:
 
 @pytest.mark.parametrize("options", [None, QuantOptions("nf4")], ids=["bf16", "nf4"])
 def test_every_byte_that_a_block_keeps_is_accounted_for(folder: Path, options: Any) -> None:
-    ways = [None, Keeps(), Keeps(selective=True), Keeps(inputs=Inputs(CPU)), Keeps(selective=True, inputs=Inputs(CPU))]
+    ways = [
+        None,
+        CheckpointPolicy(),
+        CheckpointPolicy(selective=True),
+        CheckpointPolicy(inputs=ActivationOffload(CPU)),
+        CheckpointPolicy(selective=True, inputs=ActivationOffload(CPU)),
+    ]
     everything, *found = _of_a_block(folder, options, ways)
     assert found == [INPUT, INPUT + _selected(options), 0, _selected(options)]
     assert everything > 1.3 * found[1]
@@ -169,13 +177,17 @@ def test_every_byte_that_a_block_keeps_is_accounted_for(folder: Path, options: A
 
 def test_a_streamed_block_keeps_the_same(folder: Path) -> None:
     nf4 = QuantOptions("nf4")
-    ways: list[Keeps | None] = [Keeps(), Keeps(selective=True), Keeps(inputs=Inputs(CPU))]
+    ways: list[CheckpointPolicy | None] = [
+        CheckpointPolicy(),
+        CheckpointPolicy(selective=True),
+        CheckpointPolicy(inputs=ActivationOffload(CPU)),
+    ]
     assert _of_a_block(folder, nf4, ways, streamed=True) == [INPUT, INPUT + _selected(nf4), 0]
 
 
 def test_inputs_are_on_the_device_only_on_their_way(folder: Path) -> None:
-    model, inputs = resident(folder, None), Inputs(CPU)
-    held(model, Keeps(inputs=inputs))
+    model, inputs = resident(folder, None), ActivationOffload(CPU)
+    held(model, CheckpointPolicy(inputs=inputs))
     backwards(model, times=3)
     counts = inputs.counts
     assert (counts.out, counts.stayed, counts.ahead, counts.late) == (3 * BLOCKS, 6, 3 * (BLOCKS - IN_FLIGHT), 0)
@@ -186,8 +198,8 @@ def test_inputs_are_on_the_device_only_on_their_way(folder: Path) -> None:
 
 
 def test_nothing_is_put_away_where_there_is_no_backward(folder: Path) -> None:
-    model, inputs = resident(folder, None), Inputs(CPU)
-    held(model, Keeps(selective=True, inputs=inputs))
+    model, inputs = resident(folder, None), ActivationOffload(CPU)
+    held(model, CheckpointPolicy(selective=True, inputs=inputs))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=IDS)
     assert inputs.counts.out == 0
@@ -198,9 +210,9 @@ def test_nothing_is_put_away_where_there_is_no_backward(folder: Path) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
 def test_a_backward_that_breaks_leaves_nothing_behind(folder: Path, streamed: bool) -> None:
-    model, inputs = resident(folder, None), Inputs(CPU)
+    model, inputs = resident(folder, None), ActivationOffload(CPU)
     wanted = backwards(resident(folder, None))
-    stream = held(model, Keeps(selective=True, inputs=inputs), streamed)
+    stream = held(model, CheckpointPolicy(selective=True, inputs=inputs), streamed)
     backwards(model)
     weight = dict(model.named_parameters())["base_model.model.model.layers.2.mlp.up_proj.lora_A.default.weight"]
 
@@ -220,8 +232,8 @@ def test_a_backward_that_breaks_leaves_nothing_behind(folder: Path, streamed: bo
 
 
 def test_two_graphs_at_once_and_a_graph_gone_through_twice(folder: Path) -> None:
-    model, inputs = resident(folder, None, lora_dropout=0.0), Inputs(CPU)
-    held(model, Keeps(selective=True, inputs=inputs))
+    model, inputs = resident(folder, None, lora_dropout=0.0), ActivationOffload(CPU)
+    held(model, CheckpointPolicy(selective=True, inputs=inputs))
     other = IDS.flip(1)
     wanted = []
     for ids in (IDS, other):
@@ -268,7 +280,7 @@ def test_a_block_that_is_another_one_the_second_time_is_no_block() -> None:
 
 
 def test_an_input_that_is_written_into_is_told() -> None:
-    inputs = Inputs(CPU)
+    inputs = ActivationOffload(CPU)
     tensor = torch.zeros(4)
     stored = inputs.put(tensor)
     tensor.add_(1.0)
@@ -277,7 +289,7 @@ def test_an_input_that_is_written_into_is_told() -> None:
 
 
 def test_what_is_kept_needs_a_graph_that_is_made_again() -> None:
-    with pytest.raises(RuntimeError, match="under the hooks of a checkpoint"), Kept().keeping():
+    with pytest.raises(RuntimeError, match="under the hooks of a checkpoint"), SavedResults().keeping():
         pass
 
 
@@ -285,12 +297,12 @@ def test_a_model_that_cannot_be_checkpointed_is_refused(folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     model.supports_gradient_checkpointing = False
     with pytest.raises(ModelError, match="cannot be checkpointed") as error:
-        checkpoint_blocks(model, Keeps())
+        checkpoint_blocks(model, CheckpointPolicy())
     assert error.value.field == "memory.gradient_checkpointing"
 
 
 def test_host_memory_grows_with_the_largest_batch_and_is_used_again() -> None:
-    pool = Pool(pinned=False)
+    pool = HostPool(pinned=False)
     first = [pool.take(PAGE) for _ in range(3)]
     for buffer in first:
         pool.give(buffer)

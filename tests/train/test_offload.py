@@ -25,7 +25,7 @@ from core.train.batch import Batch
 from core.train.engine import Diverged, Engine
 from core.train.memory.narrow_dtypes import narrow_parameters
 from core.train.memory.offload import optimizer as module
-from core.train.memory.offload.optimizer import Offload
+from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.memory.streaming.blocks import find_blocks
 from core.train.memory.transfer.link import OneMemory
 from core.train.memory.transfer.pin import refused, whole_pages
@@ -58,7 +58,7 @@ def model_of(name: str, **changes: Any) -> Any:
 
 def engine_of(
     model: Any, offloaded: bool, autocast: torch.dtype | None = torch.bfloat16, scaler: LossScaler | None = None,
-    beside: bool = True, of: type[Offload] = Offload,
+    beside: bool = True, of: type[OptimizerOffload] = OptimizerOffload,
 ) -> Engine:  # fmt: skip
     updates = of(model, CPU, narrow=autocast, beside=beside) if offloaded else None
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad} if updates is None else updates.parameters
@@ -74,8 +74,8 @@ def engine_of(
 
 
 @contextmanager
-def offloaded(engine: Engine) -> Iterator[Offload]:
-    assert isinstance(engine.updates, Offload)
+def offloaded(engine: Engine) -> Iterator[OptimizerOffload]:
+    assert isinstance(engine.updates, OptimizerOffload)
     try:
         yield engine.updates
     finally:
@@ -197,14 +197,14 @@ def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> No
         for engine in (begun, ended):
             with engine.inference() as model:
                 assert torch.equal(model(one.input_ids).logits, begun.model(one.input_ids).logits)
-            if isinstance(engine.updates, Offload):
+            if isinstance(engine.updates, OptimizerOffload):
                 engine.updates.close()
 
 
 # --- what the device holds -------------------------------------------------------------------------------
 
 
-class OnHost(Offload):
+class OnHost(OptimizerOffload):
     """What is made in these two is the host's, and an account of the device leaves it out. Gradients are copied, as
     from a device that is another memory."""
 
@@ -295,7 +295,7 @@ def test_a_block_waits_for_its_own_update_and_for_no_other() -> None:
 # --- gradients that a thread takes, as on a GPU ----------------------------------------------------------
 
 
-def taken_by_the_thread(held: Offload, at_once: int) -> None:
+def taken_by_the_thread(held: OptimizerOffload, at_once: int) -> None:
     """The way of a GPU's gradients, over one memory: no more than `at_once` bytes of them wait for the thread."""
     held.device, held._at_once = torch.device("cuda", 0), at_once
 
@@ -347,7 +347,7 @@ def test_a_thread_that_cannot_begin_is_told_and_not_waited_for(monkeypatch: pyte
 
     monkeypatch.setattr(module, "_begin", refuses)
     with pytest.raises(BrokenThreadPool):
-        Offload(model_of("llama"), CPU, beside=True)
+        OptimizerOffload(model_of("llama"), CPU, beside=True)
 
 
 def test_what_is_read_outside_of_the_blocks_is_updated_before_them() -> None:
@@ -438,7 +438,7 @@ def test_too_little_host_memory_is_told_before_anything_is_moved(monkeypatch: py
     model = model_of("llama")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ModelError, match="MiB are needed, and 0 are free") as caught:
-        Offload(model, CPU, narrow=torch.bfloat16)
+        OptimizerOffload(model, CPU, narrow=torch.bfloat16)
     assert (caught.value.code, caught.value.field) == ("offload_does_not_fit", "memory.offload_optimizer")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -460,7 +460,7 @@ def test_a_model_whose_blocks_cannot_be_found_is_one_unit() -> None:
     """All of it is updated before the next pass begins."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    held = Offload(model, CPU, narrow=torch.bfloat16, beside=True)
+    held = OptimizerOffload(model, CPU, narrow=torch.bfloat16, beside=True)
     assert len(held.units) == 1 and held.narrowed == 0
     optimizer = torch.optim.AdamW(held.parameters.values(), fused=True)
     model(torch.ones(1, 4)).sum().backward()

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.errors import ModelError, NoSpace, SpecError
 from core.train.memory.streaming.block_image import check_room, load_from_disk
+from core.train.memory.streaming.block_source import BlocksLost, FileBlocks
 from core.train.memory.streaming.blocks import find_blocks, lay_out
-from core.train.memory.streaming.slots import CopyThread, Ring, Slot
-from core.train.memory.streaming.source import BlocksLost, FileBlocks
-from core.train.memory.streaming.stream import Streamed, at_hand, stream_from_host
+from core.train.memory.streaming.prefetch_cache import CacheSlot, CopyThread, PrefetchCache
+from core.train.memory.streaming.stream import StreamedModel, on_device, stream_from_host
 from core.train.memory.transfer.pin import refused
 from core.train.quant.linear import QuantLinear
 from core.train.quant.targets import QuantOptions
@@ -45,17 +45,17 @@ def expected(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.fixture
-def streamed(folder: Path) -> Iterator[tuple[Any, Streamed]]:
+def streamed(folder: Path) -> Iterator[tuple[Any, StreamedModel]]:
     model, stream = from_host(folder, NF4, slots=2)
     yield model, stream
     stream.close()
 
 
-def at_rest(stream: Streamed) -> bool:
+def at_rest(stream: StreamedModel) -> bool:
     """Nothing in use, and the model shows every block where it lies for good."""
     views = [block.views(stream.source.rest(number)) for number, block in enumerate(stream.blocks)]
     places = [block.places for block in stream.blocks]
-    return stream.ring.held is None and all(
+    return stream.cache.held is None and all(
         place.tensor.data_ptr() == view.data_ptr()
         for there, seen in zip(places, views, strict=True)
         for place, view in zip(there, seen, strict=True)
@@ -98,7 +98,7 @@ def test_frozen_weights_are_never_written(folder: Path) -> None:
     stream.close()
 
 
-def test_what_stays_on_the_device_is_as_the_rule_says(streamed: tuple[Any, Streamed]) -> None:
+def test_what_stays_on_the_device_is_as_the_rule_says(streamed: tuple[Any, StreamedModel]) -> None:
     model, stream = streamed
     moved = {id(place.owner) for block in stream.blocks for place in block.places}
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def test_what_stays_on_the_device_is_as_the_rule_says(streamed: tuple[Any, Strea
     }  # fmt: skip
 
 
-def test_generation_runs_through_the_slots(folder: Path, streamed: tuple[Any, Streamed]) -> None:
+def test_generation_runs_through_the_slots(folder: Path, streamed: tuple[Any, StreamedModel]) -> None:
     model, stream = streamed
     plain = resident(folder, NF4)
     answers = []
@@ -167,16 +167,16 @@ def test_every_order_of_takes_finds_the_right_block() -> None:
     for slots in (1, 2, 3, 4):
         source = Numbers()
         buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(slots)]
-        ring = Ring([Slot(buffer) for buffer in buffers], [64] * 6, CopyThread(source))
+        cache = PrefetchCache([CacheSlot(buffer) for buffer in buffers], [64] * 6, CopyThread(source))
         for block in torch.randint(0, 6, (300,), generator=chance).tolist():
-            slot = ring.take(block)
-            ring.ahead(torch.randperm(6, generator=chance).tolist())
-            assert ring.held == block and bool((slot.buffer == block).all())
+            slot = cache.take(block)
+            cache.ahead(torch.randperm(6, generator=chance).tolist())
+            assert cache.held == block and bool((slot.buffer == block).all())
             if block % 2:
-                ring.give()  # and otherwise the next take does
-        assert ring.counts.found + ring.counts.missed == 300
-        assert sum(ring.counts.by_block.values()) == ring.counts.copies <= 300 * slots
-        ring.close()
+                cache.give()  # and otherwise the next take does
+        assert cache.counts.found + cache.counts.missed == 300
+        assert sum(cache.counts.by_block.values()) == cache.counts.copies <= 300 * slots
+        cache.close()
 
 
 # --- failures in mid-stream --------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward", "generation"])
 def test_a_pass_that_breaks_leaves_nothing_behind(
-    streamed: tuple[Any, Streamed], expected: Any, where: str, error: type[BaseException]
+    streamed: tuple[Any, StreamedModel], expected: Any, where: str, error: type[BaseException]
 ) -> None:
     model, stream = streamed
     layer = stream.blocks[2].module
@@ -227,7 +227,7 @@ def test_a_file_that_is_cut_short_is_told_and_not_computed_with(folder: Path, tm
         opened.truncate(len(whole) // 2)
     with pytest.raises(BlocksLost, match=r"block-00003.*it ends at byte .*last checkpoint"):
         backwards(model)
-    assert stream.ring.held is None
+    assert stream.cache.held is None
     with file.open("r+b") as opened:
         opened.write(whole)
     assert same(backwards(model), expected)  # the same slots, once the disk is back
@@ -334,16 +334,16 @@ def _raiser(after: int) -> Any:
 # --- beside training ---------------------------------------------------------------------------------------
 
 
-def test_a_module_at_hand_shows_its_slot_and_copies_of_it_do_not_stream(streamed: tuple[Any, Streamed]) -> None:
+def test_a_module_at_hand_shows_its_slot_and_copies_of_it_do_not_stream(streamed: tuple[Any, StreamedModel]) -> None:
     import copy
 
     _, stream = streamed
     layer = stream.blocks[4].module.self_attn.q_proj
     before = layer.base_layer.packed.clone()
-    with at_hand(layer):
-        assert stream.ring.held == 4
+    with on_device(layer):
+        assert stream.cache.held == 4
         assert torch.equal(layer.base_layer.packed, before)
         twin = copy.deepcopy(layer)
     assert at_rest(stream)
-    with at_hand(twin):
-        assert stream.ring.held is None
+    with on_device(twin):
+        assert stream.cache.held is None

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from core.train.kernels.scratch import clear_scratch
-from core.train.memory.streaming.blocks import Block, lay_out
+from core.train.memory.streaming.blocks import StreamedBlock, lay_out
 from core.train.quant.linear import QuantLinear
 from core.train.quant.targets import QuantOptions
 from tests.support import tiny_model
@@ -86,7 +86,7 @@ def test_every_byte_is_within_embeddings_head_slots_and_activations(tmp_path: Pa
     for slots in (1, 2, 3):
         model, stream = from_disk(folder, tmp_path / "cache", options, slots)
         files = [stream.source.rest(number) for number in range(len(stream.blocks))]
-        start, peak = _step(model, [slot.buffer for slot in stream.ring.slots], but=files)
+        start, peak = _step(model, [slot.buffer for slot in stream.cache.slots], but=files)
         assert start == stays + slots * largest
         bound = stays + slots * largest + made
         # A few numbers more than torch's checkpoints keep: the random state (5 KiB) and the mask of each block.
@@ -99,7 +99,7 @@ def test_every_byte_is_within_embeddings_head_slots_and_activations(tmp_path: Pa
     assert all(largest <= more - less <= largest + dense for less, more in pairwise(peaks))
 
 
-def _dense_bytes(block: Block) -> int:
+def _dense_bytes(block: StreamedBlock) -> int:
     """Of its packed weights, in bfloat16."""
     return sum(m.in_features * m.out_features * 2 for m in block.module.modules() if isinstance(m, QuantLinear))
 

@@ -21,9 +21,9 @@ from core.errors import EftError
 from core.spec.run.contract import EXIT_DATA_ROOT_LOST
 from core.train.entry.fencing import Stop
 from core.train.memory.available import available_bytes
-from core.train.memory.streaming.blocks import Block, find_blocks, lay_out, lay_out_block
-from core.train.memory.streaming.source import FileBlocks, HostBlocks
-from core.train.memory.streaming.stream import Streamed, stream_from_host
+from core.train.memory.streaming.block_source import FileBlocks, HostBlocks
+from core.train.memory.streaming.blocks import StreamedBlock, find_blocks, lay_out, lay_out_block
+from core.train.memory.streaming.stream import StreamedModel, stream_from_host
 from core.train.memory.transfer.pin import PinnedRefused
 from core.train.recipe import run
 from tests.support import tiny_model
@@ -55,7 +55,7 @@ def limited(limit: int, more: int) -> Iterator[None]:
         resource.setrlimit(limit, (soft, hard))
 
 
-def large(folder: Path, count: int) -> tuple[nn.Module, list[Block], FileBlocks]:
+def large(folder: Path, count: int) -> tuple[nn.Module, list[StreamedBlock], FileBlocks]:
     """Blocks of 40 MiB in a file with holes: large enough that the allocator asks the kernel for each."""
     file = folder / "blocks"
     with file.open("wb") as opened:
@@ -85,8 +85,8 @@ def test_slots_that_do_not_fit(tmp_path: Path) -> None:
         free = available_bytes()
         assert free is not None and free <= 60 * MIB
         with pytest.raises(EftError) as refused:
-            Streamed(model, blocks, files, CPU, slots=3)
-        one = Streamed(model, blocks, files, CPU, slots=1)
+            StreamedModel(model, blocks, files, CPU, slots=3)
+        one = StreamedModel(model, blocks, files, CPU, slots=1)
     told(refused.value, "slots_do_not_fit", "memory.stream.slots", "take fewer slots")
     assert "3 slots of 41 MiB" in refused.value.message
     one.close()

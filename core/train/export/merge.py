@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from core.train.memory.streaming.stream import at_hand
+from core.train.memory.streaming.stream import on_device
 from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
 
@@ -82,7 +82,7 @@ def merged_tensors(
             case _:
                 values = _parameters(module, seen)
         made = isinstance(module, LoraLayer | QuantLinear)  # copies; the others are weights as they lie
-        with at_hand(module) if made else nullcontext():
+        with on_device(module) if made else nullcontext():
             for name, tensor in values:
                 to = dtype if tensor.is_floating_point() else tensor.dtype
                 yield f"{prefix}.{name}" if prefix else name, tensor.to("cpu", to).contiguous()

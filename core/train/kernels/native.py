@@ -30,7 +30,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopen
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Unavailable(Exception):
+class NativeUnavailable(Exception):
     """Why the C kernels are not used."""
 
 
@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | str:
     try:
         loaded = _load()
         _try_out(loaded)
-    except Unavailable as reason:
+    except NativeUnavailable as reason:
         log.warning("CPU kernels run in portable torch, more slowly: %s", reason)
         return str(reason)
     return loaded
@@ -119,10 +119,10 @@ def _ready() -> ctypes.CDLL:
 
 def _load() -> ctypes.CDLL:
     if os.environ.get("EFT_KERNELS") == "portable":
-        raise Unavailable("EFT_KERNELS=portable asks for it")
+        raise NativeUnavailable("EFT_KERNELS=portable asks for it")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
+        raise NativeUnavailable("there is no C compiler (cc, gcc or clang) on the PATH")
     kept = _cache_folder()
     with tempfile.TemporaryDirectory(prefix="eft-kernels-") as aside:
         target = (kept or Path(aside)) / f"native-{_key(compiler)}.so"
@@ -135,7 +135,7 @@ def _load() -> ctypes.CDLL:
         except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
             if kept is not None:
                 target.unlink(missing_ok=True)  # damaged: the next process makes it anew
-            raise Unavailable(f"{target.name} cannot be made or loaded: {error}") from error
+            raise NativeUnavailable(f"{target.name} cannot be made or loaded: {error}") from error
     return loaded
 
 
@@ -165,7 +165,7 @@ def _compile(compiler: str, aside: Path, target: Path) -> None:
         [compiler, *FLAGS, str(SOURCE), "-o", str(aside)], capture_output=True, text=True, check=False, timeout=120
     )
     if done.returncode != 0:
-        raise Unavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
     near = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(aside, near)
     sync(near)  # a file that lost its end would crash whoever loads it
@@ -187,12 +187,12 @@ def _try_out(kernels: ctypes.CDLL) -> None:
             _nf4(kernels, ours, nf4.packed, nf4.scales, 64)
             dequantize_nf4_into(wanted, nf4.packed, nf4.scales, 64)
             if not torch.equal(ours, wanted):
-                raise Unavailable(f"their NF4 in {dtype} differs from torch's on this processor")
+                raise NativeUnavailable(f"their NF4 in {dtype} differs from torch's on this processor")
         int8 = quantize_int8(values)
         _int8(kernels, ours, int8.packed, int8.scales, 64)
         dequantize_int8_into(wanted, int8.packed, int8.scales, 64)
         if not torch.equal(ours, wanted):
-            raise Unavailable(f"their int8 in {dtype} differs from torch's on this processor")
+            raise NativeUnavailable(f"their int8 in {dtype} differs from torch's on this processor")
     _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
 
 
@@ -202,8 +202,8 @@ def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:
     wide = logits.float()
     wanted = (wide - wide.amax(1, keepdim=True)).exp()
     if not (torch.equal(top, wide.amax(1)) and torch.allclose(total, wanted.sum(1), rtol=1e-5)):
-        raise Unavailable("their softmax differs from torch's on this processor")
+        raise NativeUnavailable("their softmax differs from torch's on this processor")
     factor, scaled = 1 / total, logits.clone()
     kernels.eft_softmax_scale(_at(scaled), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
     if not torch.allclose(scaled.float(), wanted * factor.unsqueeze(1), rtol=2**-7, atol=1e-30):
-        raise Unavailable("their softmax differs from torch's on this processor")
+        raise NativeUnavailable("their softmax differs from torch's on this processor")

@@ -23,7 +23,7 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Head:
+class OutputHead:
     """How a model makes logits. The tensors are the model's own."""
 
     backbone: nn.Module
@@ -33,7 +33,7 @@ class Head:
     options: HeadOptions
 
 
-def head_of(model: nn.Module) -> Head | str:
+def head_of(model: nn.Module) -> OutputHead | str:
     """The head of a transformers causal language model, inside a PeftModel or not; or why it is not of the known
     form."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -47,7 +47,7 @@ def head_of(model: nn.Module) -> Head | str:
         return "the model has no backbone of its own"
     config = base.config.get_text_config()
     seen = _look(base, backbone, int(config.vocab_size))
-    heads = [Head(backbone, layer.weight, layer.bias, options) for options in _candidates(config)]
+    heads = [OutputHead(backbone, layer.weight, layer.bias, options) for options in _candidates(config)]
     gaps = [_gap(seen, head) for head in heads]
     best = min(range(len(heads)), key=lambda at: gaps[at])
     if gaps[best] > TOLERANCE:
@@ -65,7 +65,7 @@ def _candidates(config: Any) -> list[HeadOptions]:
     return [HeadOptions(softcap=None if softcap is None else float(softcap), scale=one) for one in scales]
 
 
-def hidden_states(head: Head, input_ids: Tensor, **inputs: Any) -> Tensor:
+def hidden_states(head: OutputHead, input_ids: Tensor, **inputs: Any) -> Tensor:
     """[rows, tokens, H]: what the head is applied to. Adapters inside the backbone take part."""
     states: Tensor = head.backbone(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return states
@@ -100,7 +100,7 @@ def _look(base: Any, backbone: nn.Module, vocabulary: int) -> _Seen:
 
 
 @torch.no_grad()
-def _gap(seen: _Seen, head: Head) -> float:
+def _gap(seen: _Seen, head: OutputHead) -> float:
     """Largest difference between the model's logits and the formula, over the largest logit; both from the same hidden
     states, the product in the model's dtype."""
     states, fed, options = seen.states, seen.fed, head.options

@@ -19,9 +19,9 @@ from core.spec.settled import method_of
 from core.train.base.events import EventWriter
 from core.train.base.files import remembered_sha256
 from core.train.checkpoint.rng import seed_all
-from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
-from core.train.memory.offload.activations import Inputs
+from core.train.memory.offload.activations import ActivationOffload
 from core.train.memory.streaming.choice import choose_stream
 from core.train.model.gemm_limits import pad_ranks
 from core.train.model.load import context_length, load_model, packed_as
@@ -29,21 +29,21 @@ from core.train.model.placement import Placement
 from core.train.quant.fp8 import to_fp8
 
 if TYPE_CHECKING:
-    from core.train.memory.offload.optimizer import Offload
-    from core.train.memory.streaming.blocks import Block
-    from core.train.memory.streaming.source import FileBlocks
-    from core.train.memory.streaming.stream import Streamed
+    from core.train.memory.offload.optimizer import OptimizerOffload
+    from core.train.memory.streaming.block_source import FileBlocks
+    from core.train.memory.streaming.blocks import StreamedBlock
+    from core.train.memory.streaming.stream import StreamedModel
     from core.train.quant.targets import QuantOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     model: nn.Module
-    streamed: Streamed | None
+    streamed: StreamedModel | None
     """To be closed when the model is no longer computed with; None when its blocks stay on the device."""
-    offload: Offload | None
+    offload: OptimizerOffload | None
     """Keeps what is trained in host memory; None when the model keeps it. To be closed, too."""
-    inputs: Inputs | None
+    inputs: ActivationOffload | None
     """Holds the inputs of checkpointed blocks in host memory; None when they stay on the device. To be closed, too."""
     memory: dict[str, Any]
     """For the run record: where the blocks lie and why, and where what is trained does."""
@@ -60,7 +60,7 @@ class _Loaded:
     model: nn.Module
     packed: dict[str, Any] | None
     """What there is to say of its packed weights."""
-    files: tuple[list[Block], FileBlocks] | None = None
+    files: tuple[list[StreamedBlock], FileBlocks] | None = None
     """Its blocks, where they are mapped from files."""
 
 
@@ -95,14 +95,14 @@ def build_model(
         packed |= _fuse(model, placement.device)
     offload = _offload(model, spec, placement, events)
     inputs = _inputs(spec, placement.device, events)
-    keeps = Keeps(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)
+    policy = CheckpointPolicy(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)
     checkpointing = bool(spec.memory.gradient_checkpointing)
-    streamed = _place(model, placement.device, stream, loaded, keeps if checkpointing else None)
+    streamed = _place(model, placement.device, stream, loaded, policy if checkpointing else None)
     memory = {
         "stream": stream.as_dict() | ({} if streamed is None else streamed.about()),
         "offload_optimizer": {"where": "none"} if offload is None else offload.about(),
     }
-    memory["activations"] = keeps.about() if checkpointing or streamed is not None else {"kept": "all"}
+    memory["activations"] = policy.about() if checkpointing or streamed is not None else {"kept": "all"}
     return Built(model, streamed, offload, inputs, memory, packed, in_fp8)
 
 
@@ -288,24 +288,24 @@ def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
 
 
-def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: EventWriter) -> Offload | None:
+def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: EventWriter) -> OptimizerOffload | None:
     """Before anything is on the device: of what all parameters are trained in, it never holds the whole."""
     match spec.memory.offload_optimizer:
         case NoOffload():
             return None
         case HostOffload(pinned=pinned):
-            from core.train.memory.offload.optimizer import Offload
+            from core.train.memory.offload.optimizer import OptimizerOffload
 
             if placement.device.type == "cpu":
                 message = "a CPU's memory is the host's: `memory.offload_optimizer` saves nothing here"
                 events.write("notice", code="offload", message=message)
             narrow = placement.autocast if isinstance(method_of(spec), Full) else None
-            return Offload(model, placement.device, narrow=narrow, pinned=pinned)
+            return OptimizerOffload(model, placement.device, narrow=narrow, pinned=pinned)
         case _ as never:
             assert_never(never)
 
 
-def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> Inputs | None:
+def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> ActivationOffload | None:
     match spec.memory.activation_offloading:
         case ActivationsOnDevice():
             return None
@@ -313,32 +313,32 @@ def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> Inputs 
             if device.type == "cpu":
                 message = "a CPU's memory is the host's: `memory.activation_offloading` copies, and saves nothing here"
                 events.write("notice", code="activation_offloading", message=message)
-            return Inputs(device, pinned=pinned)
+            return ActivationOffload(device, pinned=pinned)
         case _ as never:
             assert_never(never)
 
 
 def _place(
-    model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, keeps: Keeps | None
-) -> Streamed | None:
+    model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, policy: CheckpointPolicy | None
+) -> StreamedModel | None:
     """The model on its device, whole or but for its blocks. `keeps`: of checkpointed blocks; None: all is kept, unless
     they are streamed."""
     match stream.where:
         case "none":
             model.to(device)
-            if keeps is not None:
-                checkpoint_blocks(model, keeps)
+            if policy is not None:
+                checkpoint_blocks(model, policy)
             return None
         case "host":
             from core.train.memory.streaming.stream import stream_from_host
 
-            return stream_from_host(model, device, slots=stream.slots, pinned=stream.pinned, keeps=keeps)
+            return stream_from_host(model, device, slots=stream.slots, pinned=stream.pinned, policy=policy)
         case "disk":
             from core.train.memory.streaming.stream import stream_from_files
 
             assert loaded.files is not None
             return stream_from_files(
-                model, *loaded.files, device, slots=stream.slots, pinned=stream.pinned, keeps=keeps
+                model, *loaded.files, device, slots=stream.slots, pinned=stream.pinned, policy=policy
             )
         case _ as never:
             assert_never(never)

@@ -13,7 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.hardware.selftest import ATTENTION, Attention
 from core.train.attention.segments import apart, varlen
-from core.train.selftest.measure import DTYPES, Check, Measured, Unavailable, difference, draw, rounded, rounding
+from core.train.selftest.measure import (
+    DTYPES,
+    Measured,
+    NotAvailable,
+    SelftestCheck,
+    difference,
+    draw,
+    rounded,
+    rounding,
+)
 
 HEADS, SHARED, WIDTH = 4, 2, 64
 LENGTHS = (9, 23, 32)
@@ -23,15 +32,15 @@ STEPS = 16.0
 """Softmax of a product, a product, and three of each in the backward."""
 
 
-def checks(device: torch.device) -> list[Check]:
+def checks(device: torch.device) -> list[SelftestCheck]:
     found = [
-        Check(f"attention.{backend}.{dtype}", partial(_backend, backend, dtype))
+        SelftestCheck(f"attention.{backend}.{dtype}", partial(_backend, backend, dtype))
         for backend in ATTENTION
         for dtype in DTYPES
     ]
-    found += [Check(f"packed.segments.{dtype}", partial(_segments, dtype)) for dtype in DTYPES]
+    found += [SelftestCheck(f"packed.segments.{dtype}", partial(_segments, dtype)) for dtype in DTYPES]
     if device.type == "cuda":
-        found += [Check(f"varlen.{dtype}", partial(_varlen, dtype)) for dtype in ("bf16", "fp16")]
+        found += [SelftestCheck(f"varlen.{dtype}", partial(_varlen, dtype)) for dtype in ("bf16", "fp16")]
     return found
 
 
@@ -85,7 +94,7 @@ def _backend(backend: Attention, dtype: str, device: torch.device) -> Measured:
     try:
         with _only(backend, device):
             found = _attend(backend, leaves, allowed.to(device))
-    except Unavailable:
+    except NotAvailable:
         if backend in ("math", "eager"):
             raise
         return _measured(worst, dtype)
@@ -112,7 +121,7 @@ def _attend(backend: Attention, leaves: list[Tensor], allowed: Tensor | None) ->
         )
     except RuntimeError as error:
         if "No available kernel" in str(error) or "No viable backend" in str(error):
-            raise Unavailable(str(error).splitlines()[0]) from error
+            raise NotAvailable(str(error).splitlines()[0]) from error
         raise
 
 
@@ -122,7 +131,7 @@ def _only(backend: Attention, device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cpu" and backend == "efficient":
-        raise Unavailable("a CPU has no such kernel")
+        raise NotAvailable("a CPU has no such kernel")
     with sdpa_kernel(KERNELS[backend]):
         yield
 
@@ -142,7 +151,7 @@ def _varlen(dtype: str, device: torch.device) -> Measured:
     try:
         found = varlen(leaves[0], leaves[1], leaves[2], boundaries, max(LENGTHS), None)
     except (ImportError, NotImplementedError) as error:
-        raise Unavailable(str(error).splitlines()[0]) from error
+        raise NotAvailable(str(error).splitlines()[0]) from error
     wanted = exact_attention(*exact, _apart())
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)
 

@@ -21,9 +21,9 @@ from core.train.quant.int8 import dequantize_int8_into, quantize_int8
 from core.train.quant.nf4 import dequantize_nf4_into, quantize_nf4
 from core.train.selftest.measure import (
     DTYPES,
-    Check,
     Measured,
-    Unavailable,
+    NotAvailable,
+    SelftestCheck,
     difference,
     draw,
     rounded,
@@ -36,24 +36,26 @@ SHAPE = (130, 192)
 """Of a packed weight: no multiple of what a GPU's block of threads takes."""
 
 
-def checks(device: torch.device) -> list[Check]:
+def checks(device: torch.device) -> list[SelftestCheck]:
     found = [
-        Check(f"dequantize.{backend}.{format}", partial(_dequantize, backend, format))
+        SelftestCheck(f"dequantize.{backend}.{format}", partial(_dequantize, backend, format))
         for backend in interface.available(device)
         for format in FORMATS
     ]
     found += [
-        Check(f"qlora.{format}.{dtype}", partial(_qlora, format, dtype)) for format in FORMATS for dtype in DTYPES
+        SelftestCheck(f"qlora.{format}.{dtype}", partial(_qlora, format, dtype))
+        for format in FORMATS
+        for dtype in DTYPES
     ]
     found += [
-        Check(f"gemv.{backend}.{format}", partial(_few_rows, backend, format))
+        SelftestCheck(f"gemv.{backend}.{format}", partial(_few_rows, backend, format))
         for backend in interface.available(device, "gemv")
         if backend != "portable"
         for format in FORMATS
     ]
-    found += [Check(f"loss.logits.{dtype}", partial(_whole_logits, dtype)) for dtype in DTYPES]
+    found += [SelftestCheck(f"loss.logits.{dtype}", partial(_whole_logits, dtype)) for dtype in DTYPES]
     found += [
-        Check(f"loss.{backend}.{dtype}", partial(_chunked, backend, dtype))
+        SelftestCheck(f"loss.{backend}.{dtype}", partial(_chunked, backend, dtype))
         for backend in interface.available(device, "loss")
         for dtype in DTYPES
     ]
@@ -130,7 +132,7 @@ def _few_rows(backend: Backend, format: Format, device: torch.device) -> Measure
     scales = [scale.to(device) for scale in weight.scales]
     y = interface.few_rows_with(backend, x, weight.packed.to(device), scales, format, BLOCK, SHAPE[0], None)
     if y is None:
-        raise Unavailable("it does not take such rows")
+        raise NotAvailable("it does not take such rows")
     wanted = exact_x @ _dense(format, weight, torch.float32).double().t()
     return Measured(difference([(y, wanted)]), *rounding("bf16", 4.0, "the weight, the product"))
 
@@ -164,7 +166,7 @@ def _whole_logits(dtype: str, device: torch.device) -> Measured:
 
 def _chunked(backend: Backend, dtype: str, device: torch.device) -> Measured:
     if backend == "native" and dtype != "bf16":
-        raise Unavailable("it computes bf16 alone, and leaves the rest to the portable backend")
+        raise NotAvailable("it computes bf16 alone, and leaves the rest to the portable backend")
 
     def compute(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         return cast(Tensor, linear_cross_entropy(hidden, head, labels, chunk_rows=32, backend=backend))

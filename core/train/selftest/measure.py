@@ -13,7 +13,7 @@ EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-23}
 """Largest relative error of one rounding, but for float32: twice that (sums of float32 are rounded at each term)."""
 
 
-class Unavailable(Exception):
+class NotAvailable(Exception):
     """This build of torch has no such kernel for this device: no fault."""
 
 
@@ -25,7 +25,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SelftestCheck:
     """One part: `run` answers, or raises what the device's library raises."""
 
     name: str

@@ -10,21 +10,23 @@ from torch.nn import functional
 from core.hardware.selftest import MANY_ROWS, WIDE_RANK
 from core.hardware.tables.arch import ROWS
 from core.train.quant import fp8
-from core.train.selftest.measure import DTYPES, Check, Measured, difference, draw, rounded, rounding
+from core.train.selftest.measure import DTYPES, Measured, SelftestCheck, difference, draw, rounded, rounding
 
 FP8 = {row.arch for row in ROWS if row.fp8 != "none"}
 TALL = MANY_ROWS + 2**10
 """gfx1201 computes float32 products of more than 2^19 rows wrongly (core/hardware/tables/faults.py)."""
 
 
-def checks(device: torch.device) -> list[Check]:
-    found = [Check(f"matmul.{dtype}", partial(_matmul, dtype)) for dtype in DTYPES]
-    found += [Check(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16, WIDE_RANK) for dtype in DTYPES]
+def checks(device: torch.device) -> list[SelftestCheck]:
+    found = [SelftestCheck(f"matmul.{dtype}", partial(_matmul, dtype)) for dtype in DTYPES]
+    found += [
+        SelftestCheck(f"lora.r{r}.{dtype}", partial(_lora, r, dtype)) for r in (8, 16, WIDE_RANK) for dtype in DTYPES
+    ]
     if device.type != "cpu":
-        found.append(Check("rows.fp32", many_rows))
+        found.append(SelftestCheck("rows.fp32", many_rows))
         if fp8.installed() and device_arch(device) in FP8:
-            found.append(Check("fp8.linear", fp8_linear))
-    return [*found, Check("optimizer.adamw", adamw)]
+            found.append(SelftestCheck("fp8.linear", fp8_linear))
+    return [*found, SelftestCheck("optimizer.adamw", adamw)]
 
 
 def _sizes(device: torch.device) -> tuple[int, int, int]:

@@ -9,10 +9,10 @@ import torch
 
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.selftest import attention, kernels, products
-from core.train.selftest.measure import Check, Unavailable
+from core.train.selftest.measure import NotAvailable, SelftestCheck
 
 
-def checks(device: torch.device) -> list[Check]:
+def checks(device: torch.device) -> list[SelftestCheck]:
     return [*products.checks(device), *attention.checks(device), *kernels.checks(device)]
 
 
@@ -27,14 +27,14 @@ class NoMemory(Exception):
     """The device, or the host, has no room for a part: somebody else has it. That says nothing of how it computes."""
 
 
-def measure(check: Check, device: torch.device) -> dict[str, Any]:
+def measure(check: SelftestCheck, device: torch.device) -> dict[str, Any]:
     """One part as its verdict (core/hardware/selftest.Part). An exception is a verdict too; a crash is the parent's.
     Raises NoMemory."""
     try:
         measured = check.run(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a fault of a kernel belongs to the part that launched it
-    except Unavailable as reason:
+    except NotAvailable as reason:
         return {"status": "unavailable", "error": str(reason)}
     except Exception as error:  # whatever a library raises: that is what this is here to find
         if is_out_of_memory(error):

@@ -11,7 +11,7 @@ from core.train.batch import Batch
 from core.train.engine import Engine, Loss, LossFunction
 from core.train.logits import label_hidden, label_logits
 from core.train.loss.chunk import loss_backend
-from core.train.loss.head import Head
+from core.train.loss.head import OutputHead
 from core.train.loss.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
 WHOLE_LOGITS_BYTES = CHUNK_BYTES["cuda"]
@@ -30,7 +30,7 @@ def sft_loss(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
     return Loss(functional.cross_entropy(logits.float(), targets, reduction="sum"), batch.label_tokens)
 
 
-def chunked_sft_loss(head: Head) -> LossFunction:
+def chunked_sft_loss(head: OutputHead) -> LossFunction:
     """The same sum with head and cross-entropy in one, chunk by chunk: never whole logits."""
 
     def loss(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:

@@ -16,7 +16,7 @@ OLDEST = (3, 2)
 """Of Triton, what torch 2.6 brought: these kernels have been compiled by 3.2.0, 3.5.1 and 3.9.0."""
 
 
-class Unavailable(Exception):
+class TritonUnavailable(Exception):
     """Why Triton is not used."""
 
 
@@ -28,7 +28,7 @@ def unavailable(device: torch.device) -> str | None:
     try:
         _import(device)
         _try_out(device)
-    except Unavailable as reason:
+    except TritonUnavailable as reason:
         log.warning("Triton is not used on %s: %s", device, reason)
         return str(reason)
     return None
@@ -41,23 +41,23 @@ def version() -> str:
 
 def _import(device: torch.device) -> None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Unavailable("on a CPU it runs in its interpreter alone (TRITON_INTERPRET=1), for tests")
+        raise TritonUnavailable("on a CPU it runs in its interpreter alone (TRITON_INTERPRET=1), for tests")
     try:
         triton = import_module("triton")
     except (ImportError, OSError) as error:
-        raise Unavailable(f"this build of torch comes without it, or it cannot be loaded: {error}") from error
+        raise TritonUnavailable(f"this build of torch comes without it, or it cannot be loaded: {error}") from error
     found = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if found < OLDEST:
-        raise Unavailable(f"version {triton.__version__} is older than {OLDEST[0]}.{OLDEST[1]}")
+        raise TritonUnavailable(f"version {triton.__version__} is older than {OLDEST[0]}.{OLDEST[1]}")
     if device.type == "cpu":
         return
     wanted = "hip" if torch.version.hip else "cuda"
     try:
         target = triton.runtime.driver.active.get_current_target()
     except RuntimeError as error:
-        raise Unavailable(f"it finds no driver: {error}") from error
+        raise TritonUnavailable(f"it finds no driver: {error}") from error
     if target.backend != wanted:
-        raise Unavailable(f"it is built for {target.backend}, and torch for {wanted}")
+        raise TritonUnavailable(f"it is built for {target.backend}, and torch for {wanted}")
 
 
 def _try_out(device: torch.device) -> None:
@@ -71,6 +71,6 @@ def _try_out(device: torch.device) -> None:
         import_module("core.train.kernels.triton.nf4").dequantize_into(ours, packed, scales, 64)
         same = torch.equal(ours, wanted)
     except Exception as error:  # what a compiler, its launcher's C compiler and a driver raise has no common class
-        raise Unavailable(f"its first kernel failed: {type(error).__name__}: {error}") from error
+        raise TritonUnavailable(f"its first kernel failed: {type(error).__name__}: {error}") from error
     if not same:
-        raise Unavailable("its NF4 differs from torch's on this device")
+        raise TritonUnavailable("its NF4 differs from torch's on this device")

@@ -24,10 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from core.errors import ModelError
-from core.train.memory.checkpointing.selective import Kept
-from core.train.memory.offload.activations import Inputs
+from core.train.memory.checkpointing.selective import SavedResults
+from core.train.memory.offload.activations import ActivationOffload
 
-AtHand = Callable[[], AbstractContextManager[None]]
+OnDevice = Callable[[], AbstractContextManager[None]]
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -46,12 +46,12 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeps:
+class CheckpointPolicy:
     """What a checkpointed block keeps between forward and backward: its input, and more."""
 
     selective: bool = False
     """The results that are dear to make again, too (selective.py)."""
-    inputs: Inputs | None = None
+    inputs: ActivationOffload | None = None
     """Where its input is meanwhile; None: where it was."""
 
     def about(self) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class _Call:
     """One call of a block."""
 
     forward: Callable[..., Any]
-    first: AtHand
+    first: OnDevice
     """Around the forward: the block is in a slot."""
-    again: AtHand
+    again: OnDevice
     """Around recomputation and backward."""
     device: torch.device
     tree: Any
@@ -78,7 +78,7 @@ class _Call:
     """Places of the tensors among the leaves."""
     autocast: _Autocast
     random: _Random
-    kept: Kept | None
+    kept: SavedResults | None
     out_tree: Any = None
     outputs: list[Any] = field(default_factory=list)
     """Leaves of what the block answers; None where there is a tensor."""
@@ -91,15 +91,15 @@ class _Call:
         return self.forward(*args, **kwargs)
 
 
-def run_unit(
+def run_checkpointed(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    first: AtHand,
-    again: AtHand,
+    first: OnDevice,
+    again: OnDevice,
     anchor: Tensor,
-    keeps: Keeps,
+    policy: CheckpointPolicy,
 ) -> Any:
     """What `forward(*args, **kwargs)` answers, with a graph that holds its tensors and no more. `anchor`: a scalar with
     `requires_grad` on the block's device, so that the block gets a backward though none of its inputs may want one."""
@@ -120,11 +120,11 @@ def run_unit(
         tensors=at,
         autocast=_Autocast.now(anchor.device.type),
         random=_Random.now(anchor.device),
-        kept=Kept() if keeps.selective else None,
+        kept=SavedResults() if policy.selective else None,
     )
-    putting = nullcontext() if keeps.inputs is None else keeps.inputs.first_put()
+    putting = nullcontext() if policy.inputs is None else policy.inputs.first_put()
     with putting:
-        found: tuple[Tensor, ...] = _Unit.apply(call, anchor, *(leaves[place] for place in at))  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Checkpointed.apply(call, anchor, *(leaves[place] for place in at))  # type: ignore[no-untyped-call]
     answered = iter(found)
     return _pytree.tree_unflatten([next(answered) if leaf is _TENSOR else leaf for leaf in call.outputs], call.out_tree)
 
@@ -140,7 +140,7 @@ def _forgotten(nothing: None) -> Tensor:
     raise AssertionError("the graph of a unit's forward is dropped")
 
 
-class _Unit(torch.autograd.Function):
+class _Checkpointed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

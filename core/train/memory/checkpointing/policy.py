@@ -13,23 +13,23 @@ from typing import Any
 from torch import nn
 
 from core.errors import ModelError
-from core.train.memory.checkpointing.checkpointed_block import Keeps
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.selective import contexts
 
 FIELD = "memory.gradient_checkpointing"
 
 
-def checkpoint_blocks(model: nn.Module, keeps: Keeps) -> None:
+def checkpoint_blocks(model: nn.Module, policy: CheckpointPolicy) -> None:
     """Let the blocks of a resident model keep so much. ModelError when transformers knows no blocks of this model."""
-    about: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if keeps.selective else {})
+    about: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if policy.selective else {})
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=about)  # type: ignore[operator]
     except ValueError as error:
         raise ModelError(
             f"the blocks of this model cannot be checkpointed ({error}); leave `{FIELD}` out", field=FIELD
         ) from error
-    if keeps.inputs is None:
+    if policy.inputs is None:
         return
     for module in model.modules():
         if "_gradient_checkpointing_func" in module.__dict__:
-            module._gradient_checkpointing_func = keeps.inputs.around(module._gradient_checkpointing_func)  # type: ignore[assignment, arg-type]
+            module._gradient_checkpointing_func = policy.inputs.around(module._gradient_checkpointing_func)  # type: ignore[assignment, arg-type]

@@ -134,7 +134,7 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedResults:
     """The dear results of one call of a block, in the order in which they are made. `keeping` around the forward,
     `again` around its recomputation, which takes them out one by one."""
 
@@ -198,7 +198,7 @@ def _alias(part: Any) -> Any:
 class _Mode(TorchDispatchMode):
     """Sees every operator of a block below autograd."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.inside = False
@@ -260,5 +260,5 @@ def _plain(result: Any) -> bool:
 
 def contexts() -> tuple[Any, Any]:
     """`context_fn` of torch.utils.checkpoint (without reentrant backward)."""
-    kept = Kept()
+    kept = SavedResults()
     return kept.keeping(), kept.again()

@@ -32,7 +32,7 @@ PAGE = 4096
 
 
 @dataclass(slots=True)
-class Counts:
+class OffloadCounts:
     """What was moved so far."""
 
     out: int = 0
@@ -98,7 +98,7 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
-class Pool:
+class HostPool:
     """Host buffers, page-locked where a GPU copies from and to them. They are given back and taken again, since locking
     takes longer than a copy; one that is too small is replaced by one that is not."""
 
@@ -155,10 +155,10 @@ class Pool:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Stored:
+class OffloadedTensor:
     """An input that was put away. It lives as long as autograd, or a unit's call, holds it."""
 
-    pool: Pool
+    pool: HostPool
     copies: Copies
     buffer: Tensor
     host: Tensor
@@ -167,7 +167,7 @@ class Stored:
     """On the device: on its way out, or on its way back and not yet asked for."""
     event: Any
     """Of the last copy."""
-    before: weakref.ref[Stored] | None
+    before: weakref.ref[OffloadedTensor] | None
     """Put before this one."""
     version: int
     """Of the tensor when it was put."""
@@ -190,19 +190,19 @@ class Stored:
         self.pool.give(self.buffer)
 
 
-class Inputs:
+class ActivationOffload:
     """The inputs of a model's checkpointed blocks, in host memory between forward and backward."""
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self.device = device
-        self.counts = Counts()
-        self.pool = Pool(pinned=pinned and device.type == "cuda")
+        self.counts = OffloadCounts()
+        self.pool = HostPool(pinned=pinned and device.type == "cuda")
         self._copies: Copies = SideStream(device) if device.type == "cuda" else Here()
-        self._going: deque[weakref.ref[Stored]] = deque()
+        self._going: deque[weakref.ref[OffloadedTensor]] = deque()
         """On their way out."""
-        self._last: weakref.ref[Stored] | None = None
+        self._last: weakref.ref[OffloadedTensor] | None = None
 
-    def put(self, tensor: Tensor) -> Stored | Tensor:
+    def put(self, tensor: Tensor) -> OffloadedTensor | Tensor:
         """Put a block's input away; `get` answers it. A tensor that is not contiguous, or empty, stays as it is.
         PinnedRefused when the system locks no more host memory."""
         if not tensor.is_contiguous() or not tensor.numel():
@@ -213,14 +213,14 @@ class Inputs:
         buffer = self.pool.take(tensor.nbytes)
         host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         event = self._copies.out(tensor, host)
-        stored = Stored(self.pool, self._copies, buffer, host, tensor, event, self._last, tensor._version)
+        stored = OffloadedTensor(self.pool, self._copies, buffer, host, tensor, event, self._last, tensor._version)
         self._last = weakref.ref(stored)
         self._going.append(self._last)
         self.counts.out += 1
         self.counts.bytes += tensor.nbytes
         return stored
 
-    def get(self, stored: Stored | Tensor) -> Tensor:
+    def get(self, stored: OffloadedTensor | Tensor) -> Tensor:
         """The input that was put, on the device; the one put before it begins to come back."""
         if isinstance(stored, Tensor):
             return stored
@@ -239,11 +239,11 @@ class Inputs:
             self._back(before)
         return tensor
 
-    def _back(self, stored: Stored) -> None:
+    def _back(self, stored: OffloadedTensor) -> None:
         stored.tensor, stored.event = self._copies.back(stored.host)
         stored.version = stored.tensor._version
 
-    def _settle(self, going: weakref.ref[Stored]) -> None:
+    def _settle(self, going: weakref.ref[OffloadedTensor]) -> None:
         """An input that has gone: its memory on the device may be used for something else after the copy."""
         stored = going()
         if stored is not None:
@@ -265,7 +265,7 @@ class Inputs:
         under its own hooks."""
         first = True
 
-        def pack(tensor: Tensor) -> Stored | Tensor:
+        def pack(tensor: Tensor) -> OffloadedTensor | Tensor:
             nonlocal first
             if not first or not tensor.is_floating_point():
                 return tensor

@@ -57,7 +57,7 @@ class Unit:
         return sum(parameter.nbytes for parameter, _ in self.members)
 
 
-class Offload:
+class OptimizerOffload:
     """See the module; `core.train.optim.updates.Updates` says what the engine asks of it.
 
     It works on the model that it is given, which may still be on the host: what is trained goes to `device`, all else

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from core.errors import ModelError, NoSpace
 from core.train.base.files import sha256
-from core.train.memory.streaming.blocks import FIELD, PACKED_PARTS, Block, find_blocks, lay_out, lay_out_block
+from core.train.memory.streaming.block_source import FileBlocks
+from core.train.memory.streaming.blocks import FIELD, PACKED_PARTS, StreamedBlock, find_blocks, lay_out, lay_out_block
 from core.train.memory.streaming.mapped import MappedTensors
-from core.train.memory.streaming.source import FileBlocks
 from core.train.quant import cache
 from core.train.quant.fill import fill_model, names_wanted, weight_files
 from core.train.quant.int8 import Int8Weight
@@ -51,7 +51,7 @@ def load_from_disk(
     *,
     between: Told = lambda doing: None,
     digest: Callable[[Path], str] = sha256,
-) -> tuple[nn.Module, QuantReport | None, list[Block], FileBlocks]:
+) -> tuple[nn.Module, QuantReport | None, list[StreamedBlock], FileBlocks]:
     """A model whose blocks are mapped from their image below `cache_dir`, as `core.train.quant.model.load_quantized`
     would load it; `options` None: nothing is packed. An image that is not there is made first. The blocks are laid out
     as they lie in the files. ModelError when the model cannot be read or has no blocks, NoSpace when its image does not
@@ -202,7 +202,7 @@ def check_room(aside: Path, needs: int) -> None:
 # --- read ------------------------------------------------------------------------------------------------
 
 
-def _read(image: Path, folder: Path, dtype: torch.dtype, between: Told) -> tuple[nn.Module, list[Block], Any]:
+def _read(image: Path, folder: Path, dtype: torch.dtype, between: Told) -> tuple[nn.Module, list[StreamedBlock], Any]:
     index = json.loads((image / INDEX).read_text(encoding="utf-8"))
     model, _ = skeleton(folder, dtype)
     rest = MappedTensors([image / REST])
@@ -252,6 +252,6 @@ def _file(image: Path, number: int) -> Path:
     return image / f"block-{number:05d}.safetensors"
 
 
-def _range(image: Path, number: int, block: Block) -> tuple[Path, int, int]:
+def _range(image: Path, number: int, block: StreamedBlock) -> tuple[Path, int, int]:
     file = _file(image, number)
     return file, MappedTensors([file]).where("block").start, block.nbytes

@@ -28,7 +28,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StreamedTensor:
     """A streamed tensor and its place in the bytes of its block."""
 
     name: str
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class TensorRef:
     """Where a model holds a streamed tensor: a parameter (`data` is what changes), or a buffer of a packed layer."""
 
     owner: nn.Parameter | QuantLinear
@@ -69,14 +69,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class StreamedBlock:
     """A block of a model with what is streamed of it; `parts` and `places` go together."""
 
     name: str
     """E.g. `model.layers.3`."""
     module: nn.Module
-    parts: tuple[Part, ...]
-    places: tuple[Place, ...]
+    parts: tuple[StreamedTensor, ...]
+    places: tuple[TensorRef, ...]
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,7 @@ def _numel(module: nn.Module) -> int:
     return packed + sum(p.numel() for p in module.parameters())
 
 
-def lay_out(model: nn.Module, *, trained: bool = True) -> list[Block]:
+def lay_out(model: nn.Module, *, trained: bool = True) -> list[StreamedBlock]:
     """The blocks of a model with what is streamed of them, each laid out in bytes of its own. `trained`: parameters
     with `requires_grad` are trained, so they stay; otherwise nothing is trained yet. ModelError when there are no
     blocks, or when blocks share memory with one another or with the rest of the model."""
@@ -142,11 +142,11 @@ def lay_out(model: nn.Module, *, trained: bool = True) -> list[Block]:
     return [lay_out_block(name, module, trained=trained) for name, module in found]
 
 
-def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> Block:
+def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> StreamedBlock:
     parts, places, offset = [], [], 0
     for local, place in _streamed(module, trained):
         tensor = place.tensor
-        parts.append(Part(local, tensor.dtype, tuple(tensor.shape), offset))
+        parts.append(StreamedTensor(local, tensor.dtype, tuple(tensor.shape), offset))
         places.append(place)
         offset += -(-parts[-1].nbytes // ALIGNMENT) * ALIGNMENT
     if not parts:
@@ -155,19 +155,19 @@ def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> Block:
             field=FIELD,
             code="blocks_not_found",
         )
-    return Block(name, module, tuple(parts), tuple(places))
+    return StreamedBlock(name, module, tuple(parts), tuple(places))
 
 
-def _streamed(block: nn.Module, trained: bool) -> Iterator[tuple[str, Place]]:
+def _streamed(block: nn.Module, trained: bool) -> Iterator[tuple[str, TensorRef]]:
     for prefix, module in block.named_modules():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, QuantLinear):
             for name in PACKED_PARTS:
                 if module._buffers[name] is not None:
-                    yield dot + name, Place(module, name)
+                    yield dot + name, TensorRef(module, name)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() >= 2 and not (trained and parameter.requires_grad):
-                yield dot + name, Place(parameter)
+                yield dot + name, TensorRef(parameter)
 
 
 def _check_distinct(model: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> None:

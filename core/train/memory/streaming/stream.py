@@ -24,36 +24,36 @@ from torch import Tensor, nn
 from core.errors import ModelError, SpecError
 from core.train.failures import is_out_of_memory
 from core.train.memory.available import available_bytes
-from core.train.memory.checkpointing.checkpointed_block import Keeps, check_arguments, run_unit
-from core.train.memory.streaming.blocks import FIELD, Block, lay_out
-from core.train.memory.streaming.slots import Counts, Ring, Slot, copier_for
-from core.train.memory.streaming.source import FileBlocks, HostBlocks, Source
+from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy, check_arguments, run_checkpointed
+from core.train.memory.streaming.block_source import BlockSource, FileBlocks, HostBlocks
+from core.train.memory.streaming.blocks import FIELD, StreamedBlock, lay_out
+from core.train.memory.streaming.prefetch_cache import CacheSlot, PrefetchCache, StreamCounts, copier_for
 
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Streamed], int]] = weakref.WeakKeyDictionary()
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[StreamedModel], int]] = weakref.WeakKeyDictionary()
 """Modules in streamed blocks. Not in the modules themselves: those are copied, and a copy is not streamed."""
 
 
-class Streamed:
+class StreamedModel:
     """A model whose blocks are streamed. It works on the model that it is given: forwards of its blocks are replaced,
     names, modules and the state dict stay."""
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[Block],
-        source: Source,
+        blocks: Sequence[StreamedBlock],
+        source: BlockSource,
         device: torch.device,
         *,
         slots: int,
         pinned: bool = True,
-        keeps: Keeps | None = None,
+        policy: CheckpointPolicy | None = None,
     ) -> None:
         """Moves everything that is not streamed to `device`. `keeps`: of a block, for its backward; None: its input.
         SpecError when the slots do not fit there, or are more than the model has blocks."""
         self.blocks = list(blocks)
         self.source = source
         self.device = device
-        self.keeps = keeps or Keeps()
+        self.policy = policy or CheckpointPolicy()
         self._pinned = pinned and device.type == "cuda"
         self._largest = max(block.nbytes for block in self.blocks)
         if slots > len(self.blocks):
@@ -67,7 +67,9 @@ class Streamed:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         buffers = self._allocate(slots)
         copier = copier_for(device, source, self._largest, pinned=pinned)
-        self.ring = Ring([Slot(buffer) for buffer in buffers], [block.nbytes for block in self.blocks], copier)
+        self.cache = PrefetchCache(
+            [CacheSlot(buffer) for buffer in buffers], [block.nbytes for block in self.blocks], copier
+        )
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         for number, block in enumerate(self.blocks):
             block.module.forward = partial(self._forward, number, block.module.forward)
@@ -77,37 +79,37 @@ class Streamed:
     # --- a block at a time -------------------------------------------------------------------------------
 
     @contextmanager
-    def at_hand(self, number: int, ahead: Sequence[int] = ()) -> Iterator[None]:
+    def on_device(self, number: int, ahead: Sequence[int] = ()) -> Iterator[None]:
         """Within, the model shows this block in a slot; `ahead` are those to be had next. However it ends, nothing is
         in use afterwards."""
         block = self.blocks[number]
         try:
-            slot = self.ring.take(number)
+            slot = self.cache.take(number)
             block.put(self._in_slot(slot, number))
-            self.ring.ahead(ahead)
+            self.cache.ahead(ahead)
             yield
         finally:
             block.put(self._at_rest(number))
-            self.ring.give()
+            self.cache.give()
 
     def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         check_arguments(args, kwargs)
         after = list(range(number + 1, len(self.blocks)))
         if not torch.is_grad_enabled():
-            with self.at_hand(number, after + list(range(number))):
+            with self.on_device(number, after + list(range(number))):
                 return forward(*args, **kwargs)
-        return run_unit(
+        return run_checkpointed(
             forward,
             args,
             kwargs,
-            first=partial(self.at_hand, number, after),
-            again=partial(self.at_hand, number, list(range(number - 1, -1, -1))),
+            first=partial(self.on_device, number, after),
+            again=partial(self.on_device, number, list(range(number - 1, -1, -1))),
             anchor=self._anchor,
-            keeps=self.keeps,
+            policy=self.policy,
         )
 
-    def _in_slot(self, slot: Slot, number: int) -> list[Tensor]:
-        key = (self.ring.slots.index(slot), number)
+    def _in_slot(self, slot: CacheSlot, number: int) -> list[Tensor]:
+        key = (self.cache.slots.index(slot), number)
         if key not in self._views:
             self._views[key] = self.blocks[number].views(slot.buffer)
         return self._views[key]
@@ -150,13 +152,13 @@ class Streamed:
         )
 
     @property
-    def counts(self) -> Counts:
-        return self.ring.counts
+    def counts(self) -> StreamCounts:
+        return self.cache.counts
 
     def about(self) -> dict[str, Any]:
         """For the run record."""
         return {
-            "slots": len(self.ring.slots),
+            "slots": len(self.cache.slots),
             "pinned": self._pinned,
             "slot_bytes": self._largest,
             "blocks": len(self.blocks),
@@ -165,18 +167,18 @@ class Streamed:
 
     def close(self) -> None:
         """Blocks stay where they are at rest; nothing is taken any more."""
-        self.ring.close()
+        self.cache.close()
         self.source.close()
 
 
 def stream_from_host(
-    model: nn.Module, device: torch.device, *, slots: int, pinned: bool = True, keeps: Keeps | None = None
-) -> Streamed:
+    model: nn.Module, device: torch.device, *, slots: int, pinned: bool = True, policy: CheckpointPolicy | None = None
+) -> StreamedModel:
     """Stream a model that is in host memory. ModelError, SpecError and PinnedRefused as above and in source.py."""
     blocks = lay_out(model)
     source = HostBlocks(blocks, pinned=pinned and device.type == "cuda")
     try:
-        return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
+        return StreamedModel(model, blocks, source, device, slots=slots, pinned=pinned, policy=policy)
     except BaseException:
         source.close()  # what is page-locked is unlocked before it is freed
         raise
@@ -184,25 +186,25 @@ def stream_from_host(
 
 def stream_from_files(
     model: nn.Module,
-    blocks: Sequence[Block],
+    blocks: Sequence[StreamedBlock],
     source: FileBlocks,
     device: torch.device,
     *,
     slots: int,
     pinned: bool = True,
-    keeps: Keeps | None = None,
-) -> Streamed:
+    policy: CheckpointPolicy | None = None,
+) -> StreamedModel:
     """Stream a model whose blocks are mapped from files (core/train/memory/streaming/block_image.py). ModelError when
     adapting it has made something trained that lies there."""
     for block in blocks:
         for part, place in zip(block.parts, block.places, strict=True):
             if place.tensor.requires_grad:
                 raise ModelError(f"{block.name}.{part.name} is trained and cannot be streamed", field=FIELD)
-    return Streamed(model, blocks, source, device, slots=slots, pinned=pinned, keeps=keeps)
+    return StreamedModel(model, blocks, source, device, slots=slots, pinned=pinned, policy=policy)
 
 
 @contextmanager
-def at_hand(module: nn.Module) -> Iterator[None]:
+def on_device(module: nn.Module) -> Iterator[None]:
     """Within, the weights of a module of a streamed model are on the device, beside its adapter. Nothing happens where
     the model is not streamed. What is made of the weights and outlives it must be a copy."""
     reference, number = next((_OWNERS[m] for m in module.modules() if m in _OWNERS), (None, -1))
@@ -210,5 +212,5 @@ def at_hand(module: nn.Module) -> Iterator[None]:
     if streamed is None:
         yield
         return
-    with streamed.at_hand(number):
+    with streamed.on_device(number):
         yield

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from core.train.kernels.triton.case import Case
 from core.train.kernels.triton.compiled import measure, record, table
 from core.train.kernels.triton.compiled.record import Form
-from core.train.kernels.triton.compiled.table import TARGETS, Row
+from core.train.kernels.triton.compiled.table import TARGETS, KernelRow
 
 _forms: list[Form] = []
 """The children of a fork have it too: functions of Triton cannot be sent."""
@@ -33,7 +33,7 @@ _forms: list[Form] = []
 
 def rows(
     cache: Path | None, processes: int, targets: Sequence[str] = TARGETS, chosen: list[Case] | None = None
-) -> tuple[list[Row], int]:
+) -> tuple[list[KernelRow], int]:
     """Rows of these cases (default: all there are), by kernel, case and target, and how many had to be compiled.
     `cache`: a folder, or none."""
     chosen = record.cases() if chosen is None else chosen
@@ -52,7 +52,7 @@ def rows(
     return complete, len(missing)
 
 
-def compile_form(form: Form) -> Row:
+def compile_form(form: Form) -> KernelRow:
     """Compile one form, and read the result."""
     source = ASTSource(form.function, form.signature, form.constants, form.attributes)
     report = io.StringIO()
@@ -61,7 +61,7 @@ def compile_form(form: Form) -> Row:
     return measure.row(form, compiled, report.getvalue())
 
 
-def _compile_all(forms: Sequence[Form], processes: int) -> list[Row]:
+def _compile_all(forms: Sequence[Form], processes: int) -> list[KernelRow]:
     if not forms:
         return []
     with _fresh_compiler():
@@ -73,7 +73,7 @@ def _compile_all(forms: Sequence[Form], processes: int) -> list[Row]:
             return list(pool.map(_compile_at, range(len(forms))))
 
 
-def _compile_at(at: int) -> Row:
+def _compile_at(at: int) -> KernelRow:
     return compile_form(_forms[at])
 
 
@@ -107,15 +107,15 @@ def _readers() -> str:
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
-def _read(path: Path, form: Form) -> Row | None:
+def _read(path: Path, form: Form) -> KernelRow | None:
     try:
-        found = Row(**json.loads(path.read_text(encoding="utf-8")))
+        found = KernelRow(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # not there, or not whole
         return None
     return found if found.key == (form.kernel, form.case, form.target) else None
 
 
-def _write(path: Path, row: Row) -> None:
+def _write(path: Path, row: KernelRow) -> None:
     near = path.with_name(f".{path.name}.{os.getpid()}")
     near.write_text(json.dumps(asdict(row)), encoding="utf-8")
     near.replace(path)

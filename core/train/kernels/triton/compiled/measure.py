@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from core.hardware.tables.arch import ArchRow, lookup
-from core.train.kernels.triton.compiled.table import Row
+from core.train.kernels.triton.compiled.table import KernelRow
 
 SIMDS = 4
 """Of a CU (CDNA), of a WGP (RDNA, two CUs), and the parts of an SM: what shares local memory."""
@@ -29,7 +29,7 @@ PTX_MEMORY = re.compile(r"\b(ld|st)\.(?:\w+\.)*?global([.\w:]*)")
 PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^,]*,[^,]*,\s*(0x[0-9a-f]+|\d+)")
 
 
-def amd(kernel: str, case: str, target: str, assembly: str, shared: int, warps: int) -> Row:
+def amd(kernel: str, case: str, target: str, assembly: str, shared: int, warps: int) -> KernelRow:
     """A row from the assembly of one kernel. `shared`: local memory as Triton's metadata has it (the code object's own
     field does not count what a launch adds)."""
     occupancy = _number(r"^; Occupancy: (\d+)", assembly)
@@ -37,7 +37,7 @@ def amd(kernel: str, case: str, target: str, assembly: str, shared: int, warps: 
     arch = _arch(target)
     pool = arch.lds_kib * (1 if arch.wave_size == 64 else 2) * 1024  # a WGP has two CUs' memory
     groups = min(occupancy * SIMDS // warps, pool // shared if shared else occupancy * SIMDS)
-    return Row(
+    return KernelRow(
         kernel, case, target, warps, vgprs,
         sgprs=_number(r"\.sgpr_count:\s+(\d+)", assembly),
         spills=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly) + _number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
@@ -54,7 +54,7 @@ def amd(kernel: str, case: str, target: str, assembly: str, shared: int, warps: 
 
 def nvidia(
     kernel: str, case: str, target: str, ptx: str, cubin: bytes, report: str, symbol: str, shared: int, warps: int
-) -> Row:
+) -> KernelRow:
     """A row from a kernel's PTX, its object and what `ptxas -v` told."""
     registers = _number(r"Used (\d+) registers", report)
     per_warp = -(-registers * 32 // 256) * 256
@@ -62,7 +62,7 @@ def nvidia(
     pool = (_arch(target).lds_kib + 1) * 1024
     groups = min(min(by_registers, NVIDIA_WARPS) // warps, NVIDIA_BLOCKS, pool // (shared + 1024))
     copies = [8 * int(size, 0) for size in PTX_COPY.findall(ptx)]
-    return Row(
+    return KernelRow(
         kernel, case, target, warps, registers,
         sgprs=0,
         spills=_number(r"(\d+) bytes spill stores", report) + _number(r"(\d+) bytes spill loads", report),
@@ -136,7 +136,7 @@ def _section_size(elf: bytes, name: str) -> int:
     raise ValueError(f"the object has no section {name}")
 
 
-def row(form: Any, compiled: Any, report: str) -> Row:
+def row(form: Any, compiled: Any, report: str) -> KernelRow:
     """The row of one compiled form (`record.Form`, Triton's `CompiledKernel`)."""
     about = compiled.metadata
     named = (form.kernel, form.case, form.target)

@@ -20,7 +20,7 @@ PATH = Path(__file__).with_name("table.csv")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KernelRow:
     """What the code object of a kernel says of itself."""
 
     kernel: str
@@ -56,25 +56,27 @@ class Row:
         return self.kernel, self.case, self.target
 
 
-def read(path: Path = PATH) -> list[Row]:
+def read(path: Path = PATH) -> list[KernelRow]:
     """The rows of the table; none where there is no table."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
         return [
-            Row(*(int(line[field.name]) if field.type == "int" else line[field.name] for field in fields(Row)))
+            KernelRow(
+                *(int(line[field.name]) if field.type == "int" else line[field.name] for field in fields(KernelRow))
+            )
             for line in csv.DictReader(file)
         ]
 
 
-def write(rows: Iterable[Row], path: Path = PATH) -> None:
+def write(rows: Iterable[KernelRow], path: Path = PATH) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Row))
+        writer.writerow(field.name for field in fields(KernelRow))
         writer.writerows(astuple(row) for row in rows)
 
 
-def faults(row: Row) -> list[str]:
+def faults(row: KernelRow) -> list[str]:
     """What must not be in any row, in words."""
     arch = lookup(row.target)
     if arch is None:
@@ -92,7 +94,7 @@ def faults(row: Row) -> list[str]:
     return found
 
 
-def differences(old: Iterable[Row], new: Iterable[Row]) -> list[str]:
+def differences(old: Iterable[KernelRow], new: Iterable[KernelRow]) -> list[str]:
     """Line by line, what of the table is no longer so."""
     before, after = {row.key: row for row in old}, {row.key: row for row in new}
     found = []
@@ -105,7 +107,7 @@ def differences(old: Iterable[Row], new: Iterable[Row]) -> list[str]:
         else:
             changes = [
                 f"{field.name} {getattr(before[key], field.name)} → {getattr(after[key], field.name)}"
-                for field in fields(Row)
+                for field in fields(KernelRow)
                 if getattr(before[key], field.name) != getattr(after[key], field.name)
             ]
             if changes:
@@ -142,7 +144,7 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row) -> str:
+def _line(row: KernelRow) -> str:
     cells = (
         f"`{row.target}`", row.warps, row.vgprs, row.sgprs or "", row.lds, row.waves, row.loads, row.stores,
         row.matrix or "", row.fma or "", f"{row.code:,}",

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from core.train.memory.streaming.source import HostBlocks, Source
+from core.train.memory.streaming.block_source import BlockSource, HostBlocks
 from core.train.memory.transfer.pin import page_lock, unlock, whole_pages
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class CacheSlot:
     buffer: Tensor
     """uint8 on the device, as large as the largest block."""
     block: int | None = None
@@ -40,7 +40,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Counts:
+class StreamCounts:
     """What the slots have done so far."""
 
     copies: int = 0
@@ -58,35 +58,35 @@ class Counts:
 
 
 class Copier(Protocol):
-    def start(self, slot: Slot, block: int, nbytes: int) -> None:
+    def start(self, slot: CacheSlot, block: int, nbytes: int) -> None:
         """Begin to fill the slot, after what is still computed from it."""
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: CacheSlot) -> None:
         """What is computed from now on finds the slot filled. Raises what went wrong with the copy."""
 
-    def freed(self, slot: Slot) -> None:
+    def freed(self, slot: CacheSlot) -> None:
         """What was asked for so far is the last that reads the slot."""
 
     def close(self) -> None: ...
 
 
-class Ring:
+class PrefetchCache:
     """K slots for N blocks."""
 
-    def __init__(self, slots: Sequence[Slot], sizes: Sequence[int], copier: Copier) -> None:
+    def __init__(self, slots: Sequence[CacheSlot], sizes: Sequence[int], copier: Copier) -> None:
         """`sizes`: bytes of each block."""
         self.slots = list(slots)
-        self.counts = Counts()
+        self.counts = StreamCounts()
         self._sizes = list(sizes)
         self._copier = copier
-        self._held: Slot | None = None
+        self._held: CacheSlot | None = None
 
     @property
     def held(self) -> int | None:
         """The block in use."""
         return None if self._held is None else self._held.block
 
-    def take(self, block: int) -> Slot:
+    def take(self, block: int) -> CacheSlot:
         """The slot with this block in it, in use until `give`. Raises what went wrong with its copy: then nothing is in
         use, and the slot is empty."""
         self.give()
@@ -131,17 +131,17 @@ class Ring:
         self.give()
         self._copier.close()
 
-    def _with(self, block: int) -> Slot | None:
+    def _with(self, block: int) -> CacheSlot | None:
         return next((slot for slot in self.slots if slot.block == block), None)
 
-    def _victim(self, keep: Sequence[int]) -> Slot | None:
+    def _victim(self, keep: Sequence[int]) -> CacheSlot | None:
         """An empty slot, or else the one not used for longest, of those that may be filled anew."""
         open_ = [
             slot for slot in self.slots if slot is not self._held and (slot.block is None or slot.block not in keep)
         ]
         return min(open_, key=lambda slot: (slot.block is not None, slot.used), default=None)
 
-    def _fill(self, slot: Slot, block: int) -> None:
+    def _fill(self, slot: CacheSlot, block: int) -> None:
         slot.block = None  # should the copy not even begin
         self._copier.start(slot, block, self._sizes[block])
         slot.block = block
@@ -150,7 +150,7 @@ class Ring:
         self.counts.by_block[block] = self.counts.by_block.get(block, 0) + 1
 
 
-def copier_for(device: torch.device, source: Source, largest: int, *, pinned: bool) -> Copier:
+def copier_for(device: torch.device, source: BlockSource, largest: int, *, pinned: bool) -> Copier:
     """`largest`: bytes of the largest block. `pinned`: what files are read into is page-locked, for a GPU."""
     if device.type == "cuda":
         return SideStream(device, source, largest, pinned)
@@ -160,19 +160,19 @@ def copier_for(device: torch.device, source: Source, largest: int, *, pinned: bo
 class CopyThread:
     """On a CPU: a thread reads or copies the next block while this one computes."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BlockSource) -> None:
         self._source = source
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="eft-stream")
 
-    def start(self, slot: Slot, block: int, nbytes: int) -> None:
+    def start(self, slot: CacheSlot, block: int, nbytes: int) -> None:
         slot.copy = self._pool.submit(self._source.read, block, slot.buffer)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: CacheSlot) -> None:
         if slot.copy is not None:
             slot.copy.result()
             slot.copy = None
 
-    def freed(self, slot: Slot) -> None:
+    def freed(self, slot: CacheSlot) -> None:
         pass  # what was computed is done
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class SideStream:
     """On a GPU: a stream beside the one that computes. From host memory it copies straight away; from files a thread
     reads into one of two page-locked buffers and has it copied from there."""
 
-    def __init__(self, device: torch.device, source: Source, largest: int, pinned: bool) -> None:
+    def __init__(self, device: torch.device, source: BlockSource, largest: int, pinned: bool) -> None:
         self._device = device
         self._source = source
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ class SideStream:
                 raise
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="eft-stream")
 
-    def start(self, slot: Slot, block: int, nbytes: int) -> None:
+    def start(self, slot: CacheSlot, block: int, nbytes: int) -> None:
         if slot.free is None:
             slot.ready, slot.free = _event(), _event()
             slot.free.record(torch.cuda.current_stream(self._device))
@@ -208,13 +208,13 @@ class SideStream:
         else:
             slot.copy = self._pool.submit(self._through, slot, block, nbytes)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: CacheSlot) -> None:
         if slot.copy is not None:
             slot.copy.result()
             slot.copy = None
         torch.cuda.current_stream(self._device).wait_event(slot.ready)
 
-    def freed(self, slot: Slot) -> None:
+    def freed(self, slot: CacheSlot) -> None:
         slot.free.record(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
@@ -224,13 +224,13 @@ class SideStream:
         for stage in self._stages:
             stage.close()
 
-    def _copy(self, slot: Slot, block: Tensor) -> None:
+    def _copy(self, slot: CacheSlot, block: Tensor) -> None:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.free)
             slot.buffer[: block.numel()].copy_(block, non_blocking=True)
             slot.ready.record(self._stream)
 
-    def _through(self, slot: Slot, block: int, nbytes: int) -> None:
+    def _through(self, slot: CacheSlot, block: int, nbytes: int) -> None:
         stage = self._stages.pop(0)
         self._stages.append(stage)
         stage.copied.synchronize()

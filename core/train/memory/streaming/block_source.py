@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.errors import EftError, ModelError
 from core.train.memory.available import available_bytes
-from core.train.memory.streaming.blocks import FIELD, Block
+from core.train.memory.streaming.blocks import FIELD, StreamedBlock
 from core.train.memory.transfer.pin import page_lock, unlock, whole_pages
 
 READ_BYTES = 8 << 20
@@ -33,7 +33,7 @@ class BlocksLost(EftError):
     status = 500
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """Blocks by number."""
 
     def rest(self, block: int) -> Tensor:
@@ -51,7 +51,7 @@ class Source(Protocol):
 class HostBlocks:
     """One contiguous buffer a block, page-locked where a GPU copies from it by itself."""
 
-    def __init__(self, blocks: Sequence[Block], *, pinned: bool) -> None:
+    def __init__(self, blocks: Sequence[StreamedBlock], *, pinned: bool) -> None:
         """Takes the blocks' tensors one block after the other, each freed once it is copied, so that at no time more
         than one block is there twice. The model sees the buffers from then on. PinnedRefused, and ModelError when there
         is no memory for the buffers."""
@@ -82,7 +82,7 @@ class HostBlocks:
             self.pinned = False
 
 
-def _buffer(block: Block, pinned: bool) -> Tensor:
+def _buffer(block: StreamedBlock, pinned: bool) -> Tensor:
     if (free := available_bytes()) is not None and free < block.nbytes:
         raise _no_host_memory(block, f"{free >> 20} MiB are free")
     try:
@@ -94,7 +94,7 @@ def _buffer(block: Block, pinned: bool) -> Tensor:
     return buffer
 
 
-def _no_host_memory(block: Block, why: str) -> ModelError:
+def _no_host_memory(block: StreamedBlock, why: str) -> ModelError:
     return ModelError(
         f"this box has no memory left for the frozen blocks ({why} at {block.name}, which takes "
         f"{(block.nbytes >> 20) + 1} MiB): set `memory.stream` to `disk`",

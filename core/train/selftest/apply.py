@@ -11,7 +11,7 @@ from core.spec.job import JobSpec
 from core.train.kernels import interface
 
 
-def heed(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tuple[str, str]]:
+def apply_selftest(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tuple[str, str]]:
     """Rule out what failed, for this process; notices as (code, words). SpecError when the job cannot do without it."""
     interface.unveto()
     packs = not isinstance(spec.quantization, NoQuantization)
