@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.hardware.discover import Gpu, visible_env
 from core.hardware.tables import faults
-from core.jobs.lifecycle.claims import Kind
+from core.jobs.kinds import CHILDREN, Kind
 
 ALLOWED = frozenset({"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 ALLOWED_DEVICE = re.compile(
@@ -48,7 +48,7 @@ def child_environment(
     sums, and with it a resume to the bit, depends on their number.
     """
     source = os.environ if inherited is None else inherited
-    allowed = ALLOWED | ALLOWED_MORE | (ALLOWED_TO_PREPARE if kind == "prepare" else frozenset())
+    allowed = ALLOWED | ALLOWED_MORE | (ALLOWED_TO_PREPARE if CHILDREN[kind].network else frozenset())
     environment = {
         name: value
         for name, value in source.items()
@@ -64,7 +64,7 @@ def child_environment(
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    if kind != "prepare":
+    if not CHILDREN[kind].network:
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     routed = faults.route(environment, arch or (gpu.arch if gpu is not None else "cpu"))
     return visible_env(routed.environment | dict(cure or {}), gpu, *beside)

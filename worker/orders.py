@@ -11,6 +11,7 @@ from core.errors import EftError, SpecError
 from core.hardware.selftest import Verdict
 from core.jobs.admission import auto_method
 from core.jobs.admission.ready import SHAPE, WHOLE
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.plan import compatibility
 from core.plan.models.headers import read_json
@@ -59,7 +60,7 @@ def run_order(
     """`selftest`: what is known of the slot's device. Raises ModelGone, or another EftError for data that is not there
     or not allowed."""
     spec = auto_method.effective(claim.spec, claim.settled, claim.adjusted)
-    refused = compatibility.check(spec, preview=claim.kind == "preview")
+    refused = compatibility.check(spec, preview=claim.kind == Kind.PREVIEW)
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
     prepared = claim.prepared

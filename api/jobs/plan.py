@@ -16,6 +16,7 @@ from core.db.tables import Attempt, File, Job
 from core.errors import EftError, ModelError, SpecError
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, ready, shapes
 from core.jobs.admission.lengths import RowLengths
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import Status
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Needs, PlanNeeds, Slot
@@ -141,7 +142,7 @@ def _groups(spec: JobSpec, seats: Sequence[SlotState]) -> list[list[SlotState]]:
     asks = Needs.of(spec.resources)
     for seat in seats:
         slot = seat.slot
-        if slot.phase == "train":
+        if slot.phase == Kind.TRAIN:
             like = (slot.family, slot.device_bytes, slot.host_bytes, tuple(asks.missing(slot)))
             groups.setdefault(like, []).append(seat)
     return sorted(groups.values(), key=lambda group: bool(asks.missing(group[0].slot)))

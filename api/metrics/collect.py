@@ -14,6 +14,7 @@ from api.metrics.exposition import Family, Histogram
 from core import __version__
 from core.db.engine import db_now
 from core.db.tables import QUEUED, DeletedJobs, Delivery, Job, Metric, Node, Project, Webhook
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.deletion import WAITS, wait_bucket
 from core.jobs.lifecycle.states import Status
 from core.jobs.policies import budget
@@ -35,7 +36,7 @@ OF_A_STEP = {
 def collect(session: Session, settings: QueueSettings) -> list[Family]:
     names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
     now = float(session.execute(select(db_now())).scalar_one())
-    seats = [seat for seat in cluster.slot_states(session, now, settings.silent_after) if seat.slot.phase == "train"]
+    seats = [seat for seat in cluster.slot_states(session, now, settings.silent_after) if seat.slot.phase == Kind.TRAIN]
     build = Family("eft_build_info", "gauge", "1; its label says which version answers")
     build.add(1, version=__version__)
     return [

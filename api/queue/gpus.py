@@ -17,6 +17,7 @@ from api.http.once import Asked, Once, answer
 from api.jobs.schemas import iso
 from api.queue import gpu_schemas as schemas
 from core.db.engine import db_now
+from core.jobs.kinds import Kind
 from core.jobs.policies import holds
 from core.jobs.scheduling import cluster
 
@@ -35,7 +36,7 @@ def list_gpus(principal: ReadingOrOperating, app: App) -> Response:
     process outside eft (with its number and user)."""
     with app.database.read() as session:
         seats = cluster.slot_states(session, _now(session), app.settings.lease_seconds)
-    data = [schemas.gpu_view(seat, principal.project_id) for seat in seats if seat.slot.phase == "train"]
+    data = [schemas.gpu_view(seat, principal.project_id) for seat in seats if seat.slot.phase == Kind.TRAIN]
     return JSONResponse({"data": data})
 
 

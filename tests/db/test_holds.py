@@ -14,6 +14,7 @@ from core.db.tables import Attempt, Audit, Hold, Job, Node, OutboxMessage
 from core.errors import Conflict, EftError, Forbidden, NotFound
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies import holds
 from core.jobs.scheduling import cluster
@@ -138,7 +139,7 @@ def test_on_a_busy_gpu_it_counts_from_the_end_of_the_job_on_or_from_now(lab: Lab
     assert seat(lab, "box-1/0").busy == lab.ids["a"]
     hold(lab, "box-1/1", now=True)
     with lab.database.read() as session:
-        assert claims.stop_requested(session, also.token) == holds.HOLD
+        assert claims.stop_requested(session, also.token) == StopReason.HOLD
     with lab.database.write() as session:
         finish(session, also.token, "train", Requeued("slot GPU-1 of box-1 is held"), 75, RetryPolicy())
     assert lab.claim(SECOND, "box-1") is None
@@ -157,7 +158,7 @@ def test_another_projects_job_leaves_only_for_an_admin_of_the_box(lab: Lab) -> N
         assert session.execute(select(Hold)).all() == [], "neither is it held"
     hold(lab, "box-1/0", now=True, others_jobs=True, kind="drain")
     with lab.database.read() as session:
-        assert claims.stop_requested(session, claim.token) == holds.HOLD
+        assert claims.stop_requested(session, claim.token) == StopReason.HOLD
 
 
 # -- maintenance
@@ -210,7 +211,7 @@ def test_when_it_begins_everybody_leaves_and_nobody_comes(lab: Lab) -> None:
         assert holds.begins(session) and holds.begin(session) == 1
     with lab.database.write() as session:
         assert holds.begin(session) == 0, "asked once"
-        assert claims.stop_requested(session, claim.token) == holds.MAINTENANCE
+        assert claims.stop_requested(session, claim.token) == StopReason.MAINTENANCE
     lab.job("b")
     assert lab.claim(SECOND, "box-1") is None
     told = lab.why("b")

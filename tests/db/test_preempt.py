@@ -10,9 +10,10 @@ from sqlalchemy import select, update
 from core.db.engine import Database, db_now
 from core.db.tables import Audit, Event, Job, Node
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.policies import holds
 from core.jobs.scheduling import preempt
-from core.jobs.scheduling.preempt import PREEMPT, PreemptionSettings
+from core.jobs.scheduling.preempt import PreemptionSettings
 from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
 
 RULES = PreemptionSettings(600.0, 600.0, leave_seconds=0.0)
@@ -61,7 +62,7 @@ def test_one_makes_room_and_goes_on_later(lab: Lab) -> None:
     assert ask(lab) == [], "it is on its way out already"
     with lab.database.read() as session:
         row = session.get_one(Job, lab.ids["low0"])
-        assert (row.status, row.stop_requested) == ("running", PREEMPT)
+        assert (row.status, row.stop_requested) == ("running", StopReason.PREEMPT)
     assert lab.why("urgent").aside == "1 running job of a lower priority makes room for it"
     leave(lab, "low0")
     told = lab.why("low0")

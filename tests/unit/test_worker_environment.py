@@ -9,7 +9,7 @@ import pytest
 
 from core.hardware.discover import Gpu
 from core.hardware.selftest import DTYPES, Part, Verdict, shared
-from core.jobs.lifecycle.claims import Kind
+from core.jobs.kinds import Kind
 from worker.environment import child_environment
 
 ROOT = Path("/data")

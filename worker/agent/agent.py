@@ -22,6 +22,7 @@ from core.hardware.memory import box_bytes
 from core.hardware.tables import faults
 from core.ids import new_id
 from core.jobs import installation
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle import claims, lease_expiry
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.policies import nodes
@@ -99,7 +100,7 @@ class Agent:
         if isinstance(store, Bucket):
             self.site.copies = Copies(store, layout, settings.work_bytes, settings.min_free_bytes)
         devices = [
-            Device(slot.id, gpu, child_environment("train", gpu=gpu, threads=threads, root=layout.root))
+            Device(slot.id, gpu, child_environment(Kind.TRAIN, gpu=gpu, threads=threads, root=layout.root))
             for slot in train_slots
             for gpu in [gpus.get(slot.id)]
         ]
@@ -188,7 +189,7 @@ class Agent:
         arches = {gpu.arch for gpu in gpus.values()}
         cures = [dict(self._selftests.choice(slot).environment) for slot in offered]
         environment = child_environment(
-            "train",
+            Kind.TRAIN,
             gpu=gpus.get(offered[0]) if len(self._train_slots) == 1 else None,
             threads=self.site.threads,
             root=self.site.layout.root,

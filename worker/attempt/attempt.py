@@ -21,12 +21,12 @@ from core.db.engine import Database
 from core.errors import EftError, NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
+from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.states import Status
-from core.jobs.policies import holds, nodes
-from core.jobs.scheduling import preempt
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.settings import Settings
 from core.spec.run.contract import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
@@ -48,7 +48,6 @@ log = logging.getLogger("eft.worker")
 T = TypeVar("T")
 
 DATABASE_AWAY = (OperationalError, InterfaceError)
-MODULES = {"prepare": "core.train.entry.prepare", "train": "core.train", "preview": "core.train.entry.preview"}
 LAST_WORDS = 1 << 14
 """Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
 RETRY_SECONDS = 1.0
@@ -107,7 +106,7 @@ class Attempt:
         self._deadline: float | None = None
         self._pulse = Pulse(claim.kind, site.settings)
         self._hung: str | None = None
-        limit = claim.spec["resources"].get("max_runtime_seconds") if claim.kind == "train" else None
+        limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].billed else None
         self._limit: int | None = limit
         self._time_is_up = False
         """It was told to go because its time is over, and for no other reason."""
@@ -171,7 +170,7 @@ class Attempt:
         )
         if self._time_is_up and isinstance(result, Requeued):
             result = self._over()
-        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+        if self.claim.kind == Kind.PREPARE and isinstance(result, Succeeded):
             weights = self.claim.slot.kind != "preview"
             found = orders.with_shape(result.result, weights=weights)
             result = replace(result, result=orders.portable(found, self.site.layout))
@@ -204,7 +203,7 @@ class Attempt:
 
     def hurry(self) -> None:
         """The worker is leaving: the child is to checkpoint and go."""
-        self._ask(f"worker on {self.site.node} is leaving")
+        self._ask(StopReason.LEAVING)
 
     def beat(self, held_at: float) -> None:
         """The lease was renewed, not before `held_at`."""
@@ -231,6 +230,7 @@ class Attempt:
 
     def _spawn(self) -> None:
         settings, layout, slots = self.site.settings, self.site.layout, self.claim.slots
+        kind = CHILDREN[self.claim.kind]
         if self._limit is not None and self.claim.spent_seconds >= self._limit:
             raise _Ended(self._over())
         gpus, verdict = self._gpus, None
@@ -238,7 +238,7 @@ class Attempt:
             verdict = shared([known for slot in slots if (known := selftests.verdict(slot.id)) is not None])
         try:
             self._bring()
-            if self.claim.kind == "prepare":
+            if self.claim.kind == Kind.PREPARE:
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
             else:
                 write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
@@ -252,12 +252,12 @@ class Attempt:
             )
             with self._lock:
                 if self.lost.is_set() or self.site.leaving.is_set():
-                    raise _Ended(Requeued(f"worker on {self.site.node} is leaving"))
+                    raise _Ended(Requeued(StopReason.LEAVING.message(self.site.node)))
                 # The child of several ranks is their launcher, which imports nothing that a spare has imported.
-                if self.claim.kind == "train" and self.site.spares is not None and len(slots) == 1:
+                if kind.standby and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
                 if self.child is None:
-                    self.child = Child(self.folder, MODULES[self.claim.kind], environment)
+                    self.child = Child(self.folder, kind.module, environment)
         except orders.ModelGone as error:
             raise _Ended(Failed("machine", error.code, error.message, prepare_again=True)) from error
         except EftError as error:
@@ -300,7 +300,7 @@ class Attempt:
     def _halted(self) -> None:
         """Raises _Ended when nobody waits any more for what is being brought."""
         if self.lost.is_set() or self.site.leaving.is_set():
-            raise _Ended(Requeued(f"worker on {self.site.node} is leaving"))
+            raise _Ended(Requeued(StopReason.LEAVING.message(self.site.node)))
         with self.site.database.read() as session:
             stop = claims.stop_requested(session, self.token)
         if stop is None or stop:
@@ -313,7 +313,7 @@ class Attempt:
             return True
         bucket, root = self.site.copies.bucket, self.site.layout.root
         done = True
-        if self.claim.kind == "prepare" and isinstance(result, Succeeded):
+        if self.claim.kind == Kind.PREPARE and isinstance(result, Succeeded):
             done = persist(lambda: publish_prepared(bucket, root, result.result), self._gives_up)
         artifacts = result.artifacts if isinstance(result, Succeeded) else ()
         return self._publisher.finish(artifacts, not isinstance(result, Succeeded), self._gives_up) and done
@@ -336,23 +336,13 @@ class Attempt:
             if stop is None:
                 log.warning("attempt %d of %s is lost", self.token.attempt, self.claim.label)
                 self.lose()
-            elif stop == nodes.DRAIN:
-                self._ask(f"node {self.site.node} is drained")
-            elif stop == holds.HOLD:
-                names = ", ".join(slot.id for slot in self.claim.slots)
-                one = "slot" if len(self.claim.slots) == 1 else "one of the slots"
-                self._ask(f"{one} {names} of {self.site.node} is held")
-            elif stop == holds.MAINTENANCE:
-                self._ask(f"the maintenance of {self.site.node} begins")
-            elif stop == preempt.PREEMPT:
-                self._ask("a job of a higher priority needs its place")
             elif stop:
-                self._ask(f"asked to {stop}")
+                self._ask(StopReason(stop))
             elif self.site.leaving.is_set():
                 self.hurry()
             elif self._out_of_time() and self._asked is None:
                 self._time_is_up = True
-                self._ask("its time is over")
+                self._ask(StopReason.MAX_RUNTIME)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 log.warning("%s did not leave within its grace; killed", self.claim.label)
                 self._deadline = None
@@ -410,10 +400,10 @@ class Attempt:
             if taken is not None:
                 log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
 
-    def _ask(self, why: str) -> None:
+    def _ask(self, why: StopReason) -> None:
         with self._lock:
             if self.child is not None and self._asked is None:
-                self._asked = why
+                self._asked = why.message(self.site.node, [slot.id for slot in self.claim.slots])
                 self._deadline = time.monotonic() + self.site.settings.stop_grace_seconds
                 self.child.ask()
 

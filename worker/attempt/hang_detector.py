@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from core.jobs.lifecycle.claims import Kind
+from core.jobs.kinds import CHILDREN, Kind
 from core.settings import Settings
 
 
@@ -29,14 +29,8 @@ class Pulse:
 
     def hung(self) -> str | None:
         """In words, that it has been silent for too long; None while it has not."""
-        bound = self._bound()
+        bound = CHILDREN[self._kind].silence(self.phase, self._settings)
         silent = time.monotonic() - self._heard
         if bound is None or silent < bound:
             return None
         return f"it hung: no sign of life for {silent:.0f} s while {self.phase or 'starting'}"
-
-    def _bound(self) -> float | None:
-        if self._kind == "prepare":
-            # A lock on the model is held by another child, which has a worker that looks after it.
-            return None if self.phase == "waiting" else self._settings.hang_seconds_preparing
-        return self._settings.hang_seconds_training if self.phase == "training" else self._settings.hang_seconds_loading

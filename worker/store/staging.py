@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from core.db.engine import Database
 from core.db.tables import File
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.spec.axes.data import FileSource, HubDataset, singles
 from core.spec.axes.model import GGUFModel, HubModel, LocalModel
@@ -47,13 +48,13 @@ class Stage:
         """Whatever the store does not have is missed later, by whoever opens it. Raises StoreAway, NoSpace, and what
         `halted` raises."""
         spec = JobSpec.model_validate(self._claim.spec)
-        if self._claim.kind == "prepare":
+        if self._claim.kind == Kind.PREPARE:
             self._hold("models")
             self._known_models(spec, halted)
         else:
             self._model(self._claim.prepared or {}, halted)
             self._files(spec, database, halted)
-        if self._claim.kind == "train":
+        if self._claim.kind == Kind.TRAIN:
             self._checkpoints(halted)
 
     # -- before a model is prepared: what other boxes have brought to the store already

@@ -13,6 +13,7 @@ from typing import Any
 
 from core.errors import SpecError
 from core.jobs.admission import oom_backoff
+from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.plan.candidates import rungs
@@ -135,7 +136,7 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState
     would make it fit; None where one may take it, or none is there at all. SpecError as of `plan`."""
     if (wrong := _wrong_stream(spec, shape)) is not None:
         return wrong
-    asks, there = Needs.of(spec.resources), [seat for seat in seats if seat.slot.phase == "train"]
+    asks, there = Needs.of(spec.resources), [seat for seat in seats if seat.slot.phase == Kind.TRAIN]
     able = [seat for seat in there if not asks.missing(seat.slot)]
     takes = sought(spec, shape, longest, [seat.slot for seat in there])
     if takes is None:

@@ -12,6 +12,7 @@ from core.db.engine import db_now
 from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit, lengths, shapes
+from core.jobs.kinds import Kind
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.slots import Key, Slot
@@ -67,4 +68,4 @@ def seats(session: Session) -> list[SlotState]:
 
 
 def training(seats: list[SlotState]) -> list[Slot]:
-    return [seat.slot for seat in seats if seat.slot.phase == "train"]
+    return [seat.slot for seat in seats if seat.slot.phase == Kind.TRAIN]

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, shapes
+from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import LEASED, Status
 from core.jobs.lifecycle.transitions import Token, move
@@ -25,13 +26,10 @@ from core.jobs.policies import holds
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
 from core.jobs.scheduling.scheduler_lock import lock_scheduler
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
-from core.jobs.scheduling.slots import Key, Phase, Slot
+from core.jobs.scheduling.slots import Key, Slot
 from core.spec.job import JobSpec
 
-__all__ = ["Claim", "Kind", "Slot", "Unclaimable", "claim"]
-
-Kind = Phase
-"""What an attempt does: prepare, train or preview."""
+__all__ = ["Claim", "Slot", "Unclaimable", "claim"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ def claim(
     opening = holds.opening(session, node, slot.id, now)
     if opening.closed is not None:
         return None
-    ends_before = opening.ends_before if slot.phase == "train" else None  # a time limit is one of training
+    ends_before = opening.ends_before if slot.phase == Kind.TRAIN else None  # a time limit is one of training
     conditions = queue_order.ready(now, room, ends_before)
     look = partial(gang_scheduling.cluster_state, session, now, lease_seconds)
     while True:
@@ -140,9 +138,9 @@ def _take(
     words = f"starts on {node}, slot{'s' if len(slots) > 1 else ''} {', '.join(names)}"
     after = Status.STARTING
     if job.prepared is None:
-        kind, after, words = "prepare", Status.PREPARING, f"{node} prepares the model"
+        kind, after, words = Kind.PREPARE, Status.PREPARING, f"{node} prepares the model"
     least = min(slots, key=lambda one: one.device_bytes)
-    opened = _settle(session, job, least) if kind == "train" and auto_method.is_open(job.spec, job.settled) else {}
+    opened = _settle(session, job, least) if kind == Kind.TRAIN and auto_method.is_open(job.spec, job.settled) else {}
     won = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
@@ -168,7 +166,7 @@ def _take(
         "preempted": null(),
         **opened,
     }
-    if kind != "prepare" and job.started_at is None:
+    if kind != Kind.PREPARE and job.started_at is None:
         values["started_at"] = db_now()
     data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
     data |= {name: opened[name] for name in ("settled", "adjusted") if opened.get(name)}
@@ -185,7 +183,7 @@ def _take(
     except IntegrityError as error:  # the job's own number, and not the slot
         raise Unclaimable(job.id) from error
     # What only prepares or previews is charged to nobody, and that is settled at once.
-    charged = {"charged_at": db_now()} if slot.phase != "train" else {}
+    charged = {} if CHILDREN[slot.phase].billed else {"charged_at": db_now()}
     gpus = 1 if slot.kind == "gpu" else 0
     for name in names:
         row = {**ids, "node": node, "slot": name, "gpus": gpus, "billing": slot.billing, **charged}

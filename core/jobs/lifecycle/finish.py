@@ -13,9 +13,11 @@ from core.db.engine import db_now
 from core.db.tables import Artifact, Job
 from core.jobs.admission import auto_method, oom_backoff
 from core.jobs.admission.ready import ready
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.claims import Kind, release
+from core.jobs.lifecycle.claims import release
 from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.transitions import Token, move
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
@@ -93,7 +95,7 @@ def finish(
         move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
         session.refresh(job)
     planned: dict[str, Any] = {}
-    if kind == "prepare" and isinstance(outcome, Succeeded):
+    if kind == Kind.PREPARE and isinstance(outcome, Succeeded):
         known = ready(session, job, outcome.result, memory_check=policy.memory_check)
         planned = {"queue_key": known.queue_key}
         outcome = replace(outcome, result=known.prepared)
@@ -101,9 +103,9 @@ def finish(
             outcome = Failed("user", refused.code, refused.message, refused.field)
     after, reason, values, data = _next(job, kind, outcome, policy)
     values = values | planned
-    if after is Status.QUEUED and job.stop_requested == nodes.DRAIN and isinstance(outcome, Requeued):
+    if after is Status.QUEUED and job.stop_requested == StopReason.DRAIN and isinstance(outcome, Requeued):
         data = nodes.drained_by(session, job.node)
-    if after is Status.QUEUED and job.stop_requested == preempt.PREEMPT and isinstance(outcome, Requeued):
+    if after is Status.QUEUED and job.stop_requested == StopReason.PREEMPT and isinstance(outcome, Requeued):
         assert job.preempted is not None  # both are written together
         reason = f"made room and waits to go on: {preempt.words(job.preempted, job.project_id)}"
     if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
@@ -131,9 +133,9 @@ def _next(
         return Status.CANCELLED, "cancelled by its owner", {}, {}
     pausing = Status(job.status) is Status.PAUSING
     match outcome:
-        case Succeeded() if kind == "prepare" and pausing:
+        case Succeeded() if kind == Kind.PREPARE and pausing:
             return Status.PAUSED, "paused by its owner; its model is ready", _got_on | {"prepared": outcome.result}, {}
-        case Succeeded() if kind == "prepare":
+        case Succeeded() if kind == Kind.PREPARE:
             return Status.QUEUED, "its model is ready; waits for a slot", _got_on | {"prepared": outcome.result}, {}
         case Succeeded():
             return Status.SUCCEEDED, "finished", {"result": outcome.result}, {}
@@ -145,14 +147,14 @@ def _next(
             return Status.PAUSED, f"paused by its owner; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}
         case NoRoom():
             return _no_room(job, outcome, policy)
-        case Failed(failure="memory") if kind == "train" and (lighter := _lighter(job, outcome)) is not None:
+        case Failed(failure="memory") if kind == Kind.TRAIN and (lighter := _lighter(job, outcome)) is not None:
             changes, reason = lighter
             data = {"failure": _failure(outcome), "adjusted": changes}
             values: dict[str, Any] = {"adjusted": {**(job.adjusted or {}), **changes}}
             if pausing:
                 return Status.PAUSED, f"paused by its owner; {reason}", values, data
             return Status.QUEUED, reason, values, data
-        case Failed(failure="memory", field=oom_backoff.BATCH) if kind == "train":
+        case Failed(failure="memory", field=oom_backoff.BATCH) if kind == Kind.TRAIN:
             failure = _failure(outcome) | {"message": _lightest(job)}
             return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():

@@ -12,6 +12,7 @@ from core.errors import Conflict, NotFound
 from core.ids import new_id
 from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.transitions import Actor, move
 from core.jobs.policies import audit, disk_room, quotas, volume
 from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
@@ -125,7 +126,7 @@ def cancel(session: Session, actor: Actor, job_id: str) -> Job:
                 job,
                 Status.STOPPING,
                 f"cancelled by {_who(session, actor, job)}",
-                stop="cancel",
+                stop=StopReason.CANCEL,
             )
     session.refresh(job)
     return job
@@ -143,7 +144,15 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
         case Status.QUEUED:
             _ask(session, actor, "pause", job, Status.PAUSED, f"paused by {_who(session, actor, job)}")
         case Status.PREPARING | Status.STARTING | Status.RUNNING:
-            _ask(session, actor, "pause", job, Status.PAUSING, f"paused by {_who(session, actor, job)}", stop="pause")
+            _ask(
+                session,
+                actor,
+                "pause",
+                job,
+                Status.PAUSING,
+                f"paused by {_who(session, actor, job)}",
+                stop=StopReason.PAUSE,
+            )
         case status:
             raise Conflict(f"the job is {status.value}; there is nothing to pause", code="not_pausable")
     session.refresh(job)
@@ -191,7 +200,7 @@ def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO
 
 
 def _ask(
-    session: Session, actor: Actor, verb: str, job: Job, after: Status, reason: str, *, stop: str | None = None
+    session: Session, actor: Actor, verb: str, job: Job, after: Status, reason: str, *, stop: StopReason | None = None
 ) -> None:
     data = {"actor": actor.user_id, "request_id": actor.request_id}
     # Who leaves the queue gives up the slots that are kept for it, and comes back without them.

@@ -21,14 +21,10 @@ from core.errors import Conflict, EftError, Fault, Forbidden, NotFound
 from core.ids import new_id
 from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
 from core.jobs.scheduling.scheduler_lock import lock_scheduler
-
-HOLD: Literal["hold"] = "hold"
-"""In `jobs.stop_requested`: its slot is held or drained; checkpoint and leave, to go on elsewhere."""
-MAINTENANCE = "maintenance"
-"""The same: its node's maintenance begins."""
 
 
 class BadTime(EftError):
@@ -185,7 +181,7 @@ def _bounded(until: float | None, moment: float, bounds: HoldLimits) -> float:
 
 
 def _require_few(session: Session, actor: Actor, moment: float, bounds: HoldLimits) -> None:
-    held = select(func.count()).select_from(Hold).where(Hold.user_id == actor.user_id, Hold.kind == HOLD)
+    held = select(func.count()).select_from(Hold).where(Hold.user_id == actor.user_id, Hold.kind == "hold")
     count = session.execute(held.where(*_counts(moment))).scalar_one()
     if count > bounds.slots:
         slots = "1 GPU" if bounds.slots == 1 else f"{bounds.slots} GPUs"
@@ -225,7 +221,7 @@ def _ask_to_leave(session: Session, actor: Actor, one: NamedSlot, others_jobs: b
                 field="now",
             )
         if Status(job.status) in (Status.STARTING, Status.RUNNING) and job.stop_requested is None:
-            session.execute(update(Job).where(Job.id == job.id).values(stop_requested=HOLD))
+            session.execute(update(Job).where(Job.id == job.id).values(stop_requested=StopReason.HOLD))
 
 
 def _let_go_of_expired(session: Session, moment: float) -> None:
@@ -335,7 +331,7 @@ def begin(session: Session) -> int:
     asked = session.execute(
         update(Job)
         .where(*_in_the_way(session))
-        .values(stop_requested=MAINTENANCE)
+        .values(stop_requested=StopReason.MAINTENANCE)
         .returning(Job.id)
         .execution_options(synchronize_session=False)
     )

@@ -14,11 +14,9 @@ from core.db.tables import Allocation, Job, Node, User
 from core.errors import NotFound
 from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
-
-DRAIN = "drain"
-"""In `jobs.stop_requested`: its node is drained; checkpoint and leave, to go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ def drain(session: Session, actor: Actor, name: str, reason: str) -> None:
             Job.status.in_((Status.PREPARING, Status.STARTING, Status.RUNNING)),
             Job.stop_requested.is_(None),
         )
-        .values(stop_requested=DRAIN)
+        .values(stop_requested=StopReason.DRAIN)
         .execution_options(synchronize_session=False)
     )
 

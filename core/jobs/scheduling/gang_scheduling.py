@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from sqlalchemy.orm import Session
 
+from core.jobs.kinds import Kind
 from core.jobs.scheduling import cluster, runtime_estimates
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.queue_order import QueueOrder, Waiting, serves
@@ -71,7 +72,7 @@ class ClusterState:
         self.numbers = {(seat.node, seat.slot.id): number for number, seat in enumerate(self.seats)}
 
     def node(self, name: str) -> list[Slot]:
-        return [seat.slot for seat in self.seats if seat.node == name and seat.slot.phase == "train"]
+        return [seat.slot for seat in self.seats if seat.node == name and seat.slot.phase == Kind.TRAIN]
 
     def number(self, node: str, slot: Slot) -> int | None:
         return self.numbers.get((node, slot.id))
@@ -84,7 +85,7 @@ def cluster_state(session: Session, now: float, silent_after: float) -> ClusterS
 
 def cluster_state_of(session: Session, now: float, everything: Sequence[SlotState]) -> ClusterState:
     """The same of seats that were read already."""
-    seats = [seat for seat in everything if seat.slot.phase == "train"]
+    seats = [seat for seat in everything if seat.slot.phase == Kind.TRAIN]
     running = cluster.running(session, seats)
     to_go = runtime_estimates.of_running(session, list(running.values()), now)
     free_at: dict[int, float | None] = {}

@@ -16,7 +16,9 @@ from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import WAITS_FOR, Attempt, Job, Limit
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.transitions import append_events
 from core.jobs.policies import audit
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
@@ -25,9 +27,6 @@ from core.jobs.scheduling.queue_order import Waiting
 from core.jobs.scheduling.scheduler_lock import lock_scheduler
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
 from core.jobs.scheduling.slots import Key, Needs
-
-PREEMPT = "preempt"
-"""In `jobs.stop_requested`: checkpoint and leave for a job of a higher priority (`jobs.preempted` says which)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def possible(session: Session) -> bool:
     """Whether `ask` could find anybody: looked at every few seconds, and mostly not the case."""
     allowed = select(Limit.subject_id).where(Limit.scope == "project", Limit.preemptible.is_(True))
     running = select(Job.priority).where(Job.status == Status.RUNNING.value, Job.project_id.in_(allowed)).subquery()
-    waits = exists().where(text(WAITS_FOR["train"]), Job.priority > running.c.priority)
+    waits = exists().where(text(WAITS_FOR[Kind.TRAIN]), Job.priority > running.c.priority)
     return session.execute(select(running.c.priority).where(waits).limit(1)).first() is not None
 
 
@@ -79,7 +78,7 @@ def ask(session: Session, rules: PreemptionSettings) -> list[Preemption]:
     victims = _victims(session, state, rules)
     order = queue_order.look(
         session,
-        "train",
+        Kind.TRAIN,
         now,
         queue_order.ready(now, rules.room, None),
         half_life=rules.half_life,
@@ -131,7 +130,7 @@ def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -
             Limit.preemptible.is_(True),
             Job.status == Status.RUNNING.value,
             Job.stop_requested.is_(None),
-            Attempt.kind == "train",
+            Attempt.kind == Kind.TRAIN,
             Attempt.training_at <= state.now - rules.min_seconds,
         )
         .order_by(Job.id)
@@ -210,7 +209,7 @@ def _ask(session: Session, job: Job, waiting: Waiting, now: float) -> None:
     guards = [Job.status == Status.RUNNING.value, Job.attempt == job.attempt, Job.stop_requested.is_(None)]
     told = {"by": waiting.id if key.project_id == job.project_id else None, "priority": key.priority}
     told["message"] = f"asked to write a checkpoint and make room: {words(preempted, job.project_id)}"
-    values = {"stop_requested": PREEMPT, "preempted": preempted}
+    values = {"stop_requested": StopReason.PREEMPT, "preempted": preempted}
     if append_events(session, job, guards, [("preempted", now, told)], values):
         data = {"priority": key.priority, "priority_of_job": job.priority, "attempt": job.attempt}
         audit.record(session, None, "job.preempt", job.id, {**data, "by": told["by"]}, project_id=job.project_id)

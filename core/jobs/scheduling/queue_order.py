@@ -18,10 +18,11 @@ from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import BOUNDED, WAITS_FOR, Job
+from core.jobs.kinds import Kind
 from core.jobs.policies import usage
 from core.jobs.policies.quotas import Quota, QuotaUsage, standing
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
-from core.jobs.scheduling.slots import Key, Phase, Slot
+from core.jobs.scheduling.slots import Key, Slot
 
 PAGE = 50
 DEPTH = 100
@@ -84,7 +85,7 @@ def _waiting(row: Any) -> Waiting:
 
 
 def heads(
-    phase: Phase, conditions: Ready, within: float | None = None
+    phase: Kind, conditions: Ready, within: float | None = None
 ) -> Select[str, str, float, float | None, float | None, str | None]:
     """COLUMNS of the oldest ready job of every line: a loose index scan, then a look a line.
 
@@ -109,7 +110,7 @@ def heads(
 
 
 def _behind(
-    session: Session, phase: Phase, key: str, conditions: Ready, after: Waiting | None, most: int
+    session: Session, phase: Kind, key: str, conditions: Ready, after: Waiting | None, most: int
 ) -> list[Waiting]:
     query = select(*COLUMNS).where(text(WAITS_FOR[phase]), Job.queue_key == key, *conditions)
     if after is not None:
@@ -123,7 +124,7 @@ class QueueOrder:
     """All lines of a phase as of one moment. Read it in one transaction; nothing is written."""
 
     session: Session
-    phase: Phase
+    phase: Kind
     now: float
     conditions: Ready
     lines: list[Line]
@@ -150,7 +151,7 @@ class QueueOrder:
 
     def held(self, waiting: Waiting) -> Quota | None:
         """The quota that keeps the job from being started; preparing and previews have none."""
-        if self.phase != "train":
+        if self.phase != Kind.TRAIN:
             return None
         key = waiting.key
         quota = self.standing.used_up(key.owner_id, key.project_id)
@@ -171,7 +172,7 @@ class QueueOrder:
             line.seen, line.at, line.more = page, 0, len(page) == PAGE
         if line.at == len(line.seen):
             self.lines.remove(line)
-        if self.phase == "train":
+        if self.phase == Kind.TRAIN:
             self.standing.take(key.owner_id, key.project_id)
             counts = billing * key.needs.gpus * SLICE_SECONDS
             self.used[key.owner_id] = self.used.get(key.owner_id, 0.0) + counts
@@ -207,7 +208,7 @@ class Admitted:
 
 def look(
     session: Session,
-    phase: Phase,
+    phase: Kind,
     now: float,
     conditions: Ready = (),
     *,
@@ -220,7 +221,7 @@ def look(
     counts = standing(session, spans, now)
     lines = [_line(row) for row in session.execute(heads(phase, conditions))]
     order = QueueOrder(session, phase, now, conditions, lines, used, counts)
-    if phase == "train":
+    if phase == Kind.TRAIN:
         for scope, subject_id, most in counts.queues():
             quota = Quota(scope, subject_id, "queued", most, most)
             order.admitted[scope, subject_id] = Admitted(quota, _first_of(session, scope, subject_id, most + deep))
@@ -236,7 +237,7 @@ def _first_of(session: Session, scope: str, subject_id: str, most: int) -> list[
     """Its first waiting jobs by priority and age, whatever they need and whether their models are there or not: by the
     lines, so that it costs as much as is asked for and not as much as waits."""
     found: list[tuple[int, float, str]] = []
-    phases: tuple[Phase, ...] = ("prepare", "train")
+    phases: tuple[Kind, ...] = (Kind.PREPARE, Kind.TRAIN)
     for phase in phases:
         for _, text_key, *_ in session.execute(heads(phase, ())):
             key = Key.parse(text_key)

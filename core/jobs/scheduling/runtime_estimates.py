@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Attempt, Job
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import FINAL, Status
 
 OVERDUE_SECONDS = 150.0
@@ -86,7 +87,7 @@ def keep(session: Session, job_id: str, *, paced: bool) -> None:
 def spent(session: Session, job_id: str) -> float:
     """An attempt that was lost counts until it was taken back: up to a lease longer than it ran."""
     query = select(func.sum(func.coalesce(Attempt.ended_at, db_now()) - Attempt.started_at))
-    return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == "train")).scalar_one() or 0.0)
+    return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == Kind.TRAIN)).scalar_one() or 0.0)
 
 
 def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]:
@@ -99,7 +100,7 @@ def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]
     numbers = {job.id: job.attempt for job in jobs}
     rows: Any = session.execute(
         select(Attempt.job_id, Attempt.attempt, Attempt.started_at, Attempt.ended_at).where(
-            Attempt.job_id.in_(wanted), Attempt.kind == "train"
+            Attempt.job_id.in_(wanted), Attempt.kind == Kind.TRAIN
         )
     )
     for job_id, attempt, started_at, ended_at in rows:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any
 
 from core.hardware.tables.arch import lookup
+from core.jobs.kinds import SLOTS, Kind, SlotKind
 from core.spec.axes.runtime import Resources
 
-Phase = Literal["prepare", "train", "preview"]
-"""What a waiting job waits for a slot to do."""
-SlotKind = Literal["gpu", "cpu", "prepare", "preview"]
 MB = 1_000_000
-GPU_BILLING, CPU_BILLING = 1.0, 0.1
-"""What a second of training counts in fair share: on a box without GPUs all slots count alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,6 @@ class Slot:
     id: str
     """UUID of the GPU; `cpu`, or `cpu-0` and so on where a box has several; `prepare-0`; `preview-0`."""
     kind: SlotKind
-    """`preview` is for both halves of a preview, so that it waits neither for a download nor for a training."""
     vendor: str = ""
     arch: str = ""
     memory_bytes: int = 0
@@ -37,14 +32,9 @@ class Slot:
     """Memory of the box; 0: nobody has said."""
 
     @property
-    def phase(self) -> Phase:
-        match self.kind:
-            case "gpu" | "cpu":
-                return "train"
-            case "prepare" | "preview":
-                return self.kind
-            case _ as never:
-                assert_never(never)
+    def phase(self) -> Kind:
+        """What a waiting job waits for it to do."""
+        return SLOTS[self.kind].serves
 
     @property
     def family(self) -> tuple[str, str, str]:
@@ -53,8 +43,8 @@ class Slot:
 
     @property
     def billing(self) -> float:
-        """What a second of it counts in fair share."""
-        return {"gpu": GPU_BILLING, "cpu": CPU_BILLING}.get(self.kind, 0.0)
+        """What one second on it counts in fair share."""
+        return SLOTS[self.kind].billing
 
     @property
     def bf16(self) -> bool:
@@ -195,9 +185,9 @@ class Needs:
         plan = next((PlanNeeds.parse(word) for word in named("plan")), None)
         return cls(accelerator, int(memory), ("bf16", "") in pairs, vendor, arches, labels, int(gpus or 1), plan)
 
-    def width(self, phase: Phase) -> int:
+    def width(self, phase: Kind) -> int:
         """Slots that it takes for this: a model is prepared on one, however many train."""
-        return self.gpus if phase == "train" else 1
+        return self.gpus if phase == Kind.TRAIN else 1
 
     def missing(self, slot: Slot) -> list[str]:
         """What `slot` does not have of it, in words; empty where it fits."""

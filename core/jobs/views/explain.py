@@ -18,7 +18,9 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import WAITS_FOR, Job
 from core.jobs.admission import auto_method
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import Status
+from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.policies import disk_room as room
 from core.jobs.policies.budget import NO_BUDGET, Budget, Over
 from core.jobs.policies.holds import clock
@@ -26,7 +28,7 @@ from core.jobs.policies.quotas import names
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
-from core.jobs.scheduling.slots import Key, Phase, Slot
+from core.jobs.scheduling.slots import Key, Slot
 from core.jobs.views.forecast import Forecast
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
@@ -40,7 +42,7 @@ class Explanation:
 
     job: Job
     key: Key
-    phase: Phase
+    phase: Kind
     position: int | None
     """In the line of the slots that can serve it; None: it is not in line, or more than MOST are before it."""
     code: Code
@@ -78,14 +80,14 @@ def queue(session: Session, settings: QueueSettings, limit: int = 100) -> list[E
     Training stands before preparing. Previews are not listed: nobody waits for one in this line.
     """
     explainer = QueueExplainer(session, settings)
-    phases: tuple[Phase, ...] = ("train", "prepare")
+    phases: tuple[Kind, ...] = (Kind.TRAIN, Kind.PREPARE)
     return [one for phase in phases for one in explainer.explain(phase, limit)]
 
 
 def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
     """How many more wait than `queue` has told of, up to `limit` of each phase, in this transaction."""
     more = 0
-    for phase, prepared in (("train", True), ("prepare", False)):
+    for phase, prepared in ((Kind.TRAIN, True), (Kind.PREPARE, False)):
         shown = sum((one.job.prepared is not None) is prepared for one in told)
         if shown >= limit:
             counted = select(func.count()).select_from(Job).where(text(WAITS_FOR[phase]))
@@ -97,7 +99,9 @@ def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation 
     """Of one job as read in this transaction; None for one that does not wait."""
     if waiting.status != Status.QUEUED.value:
         return None
-    phase: Phase = "preview" if waiting.kind == "preview" else "prepare" if waiting.prepared is None else "train"
+    phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
+    if waiting.kind == Kind.PREVIEW:
+        phase = Kind.PREVIEW
     return QueueExplainer(session, settings).explain_one(phase, waiting)
 
 
@@ -115,7 +119,7 @@ class QueueExplainer:
         self._ends: list[queue_order.QueueOrder] = []
         """Of the positions counted last: the state after the last job of each line, where what is left is held."""
 
-    def explain(self, phase: Phase, limit: int) -> list[Explanation]:
+    def explain(self, phase: Kind, limit: int) -> list[Explanation]:
         positions = self._positions(phase, limit)
         in_line = sorted(positions, key=lambda job_id: positions[job_id])[:limit]
         jobs = self._jobs(in_line)
@@ -123,14 +127,14 @@ class QueueExplainer:
         if len(rows) < limit:  # else the lines go on, and nobody has asked who is in none
             rows += [(row, None) for row in self._others(phase, positions, limit - len(rows))]
         in_turn = [row for row, position in rows if position is not None]
-        starts = self._forecast.starts(in_turn) if phase == "train" else {}
+        starts = self._forecast.starts(in_turn) if phase == Kind.TRAIN else {}
         return [self._words(phase, row, position, starts.get(row.id)) for row, position in rows]
 
-    def explain_one(self, phase: Phase, row: Job) -> Explanation:
+    def explain_one(self, phase: Kind, row: Job) -> Explanation:
         positions = self._positions(phase, MOST, until=row.id)
         position = positions.get(row.id)
         start = None
-        if position is not None and phase == "train":
+        if position is not None and phase == Kind.TRAIN:
             ahead = sorted((job_id for job_id in positions), key=lambda job_id: positions[job_id])
             jobs = self._jobs(ahead)
             start = self._forecast.starts([jobs[job_id] for job_id in ahead if job_id in jobs]).get(row.id)
@@ -138,7 +142,7 @@ class QueueExplainer:
 
     # -- positions
 
-    def _fitting(self, phase: Phase, key: Key) -> list[SlotState]:
+    def _fitting(self, phase: Kind, key: Key) -> list[SlotState]:
         return [
             seat
             for seat in self._seats
@@ -146,9 +150,9 @@ class QueueExplainer:
         ]
 
     def _peers(self, node: str) -> list[Slot]:
-        return [seat.slot for seat in self._seats if seat.node == node and seat.slot.phase == "train"]
+        return [seat.slot for seat in self._seats if seat.node == node and seat.slot.phase == Kind.TRAIN]
 
-    def _positions(self, phase: Phase, most: int, until: str | None = None) -> dict[str, int]:
+    def _positions(self, phase: Kind, most: int, until: str | None = None) -> dict[str, int]:
         """Of the first `most` jobs of each kind of slot; a job that several kinds serve has its best one.
 
         With `until` nobody is counted who comes after that job.
@@ -156,7 +160,7 @@ class QueueExplainer:
         found: dict[str, int] = {}
         self._ends = []
         for fits, billing, ends_before in self._kinds(phase):
-            conditions = queue_order.ready(self.now, self._settings.room, ends_before if phase == "train" else None)
+            conditions = queue_order.ready(self.now, self._settings.room, ends_before if phase == Kind.TRAIN else None)
             order = queue_order.look(
                 self._session, phase, self.now, conditions, half_life=self._settings.half_life, deep=most
             )
@@ -168,7 +172,7 @@ class QueueExplainer:
                 self._ends.append(order)
         return found
 
-    def _kinds(self, phase: Phase) -> list[tuple[Callable[[Key], bool], float, float | None]]:
+    def _kinds(self, phase: Kind) -> list[tuple[Callable[[Key], bool], float, float | None]]:
         """Slots that serve the same jobs choose alike: one of each kind. Without any, what would be the line."""
         kinds: dict[tuple[object, ...], tuple[Callable[[Key], bool], float, float | None]] = {}
         here = [seat for seat in self._seats if seat.slot.phase == phase]
@@ -188,17 +192,17 @@ class QueueExplainer:
             found.update({row.id: row for row in rows})
         return found
 
-    def _others(self, phase: Phase, known: Iterable[str], limit: int) -> list[Job]:
+    def _others(self, phase: Kind, known: Iterable[str], limit: int) -> list[Job]:
         """What waits and is in no line, oldest first."""
         in_line = set(known)
         query = select(Job).where(Job.status == Status.QUEUED.value, Job.kind == "train")
-        query = query.where(Job.prepared.is_(None) if phase == "prepare" else Job.prepared.is_not(None))
+        query = query.where(Job.prepared.is_(None) if phase == Kind.PREPARE else Job.prepared.is_not(None))
         rows = self._session.execute(query.order_by(Job.created_at, Job.id).limit(len(in_line) + limit)).scalars()
         return [row for row in rows if row.id not in in_line][:limit]
 
     # -- words
 
-    def _words(self, phase: Phase, row: Job, position: int | None, start: float | None) -> Explanation:
+    def _words(self, phase: Kind, row: Job, position: int | None, start: float | None) -> Explanation:
         key = Key.parse(row.queue_key)
         code, reason = self._why(phase, row, key, position)
         return Explanation(row, key, phase, position, code, reason, start, self._aside(row))
@@ -210,14 +214,14 @@ class QueueExplainer:
         leaving = [
             job
             for job in self._running.values()
-            if job.stop_requested == preempt.PREEMPT and job.preempted is not None and job.preempted["job"] == row.id
+            if job.stop_requested == StopReason.PREEMPT and job.preempted is not None and job.preempted["job"] == row.id
         ]
         if not leaving:
             return None
         count = "1 running job of a lower priority makes" if len(leaving) == 1 else f"{len(leaving)} running jobs make"
         return f"{count} room for it"
 
-    def _why(self, phase: Phase, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
+    def _why(self, phase: Kind, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
         left = self._settings.room
         if left is not None and self._settings.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
             return "disk", room.words(
@@ -228,12 +232,16 @@ class QueueExplainer:
         seats = self._fitting(phase, key)
         if not [seat for seat in self._seats if seat.state != "silent"]:
             return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
-        if not seats and phase == "train":
+        if not seats and phase == Kind.TRAIN:
             return "requirements", self._unmet(row, key)
         turn = f"; {ordinal(position)} in line" if position is not None else ""
-        if phase == "prepare" and not self._fitting("train", key) and any(s.slot.phase == "train" for s in self._seats):
+        if (
+            phase == Kind.PREPARE
+            and not self._fitting(Kind.TRAIN, key)
+            and any(s.slot.phase == Kind.TRAIN for s in self._seats)
+        ):
             return "requirements", f"{self._unmet(row, key)}; its model is prepared meanwhile"
-        if phase != "train":
+        if phase != Kind.TRAIN:
             return "model", f"{room.WAITS_FOR_MODEL}{turn}"
         held = self._out_of_line(row, key, seats, turn)
         if held is not None:
@@ -293,7 +301,9 @@ class QueueExplainer:
                 conditions = queue_order.ready(self.now, self._settings.room, seat.ends_before)
                 half_life = self._settings.half_life
                 deep = gang_scheduling.MOST_KEPT
-                order = queue_order.look(self._session, "train", self.now, conditions, half_life=half_life, deep=deep)
+                order = queue_order.look(
+                    self._session, Kind.TRAIN, self.now, conditions, half_life=half_life, deep=deep
+                )
                 if not any(one.key.needs.gpus > 1 for one in order.lines):
                     break
                 beside = [one.slot for one in state.seats if one.node == seat.node and one.free]
@@ -307,7 +317,7 @@ class QueueExplainer:
     def _out_of_line(self, row: Job, key: Key, seats: Sequence[SlotState], turn: str) -> tuple[Code, str] | None:
         """Why no slot takes it though some could; None where one will as soon as those before it are gone."""
         if self._order is None:
-            self._order = queue_order.look(self._session, "train", self.now, half_life=self._settings.half_life)
+            self._order = queue_order.look(self._session, Kind.TRAIN, self.now, half_life=self._settings.half_life)
         waiting = queue_order.Waiting(row.id, key, row.created_at)
         quota = self._order.held(waiting)
         if quota is not None:
@@ -315,7 +325,7 @@ class QueueExplainer:
         if turn:
             return None
         for order in self._ends:
-            if order.phase == "train" and (quota := order.held(waiting)) is not None:
+            if order.phase == Kind.TRAIN and (quota := order.held(waiting)) is not None:
                 words = quota.words(names(self._session, [quota.subject_id]))
                 return "quota", f"{words} once those before it have started"
         for seat in seats:
@@ -333,7 +343,7 @@ class QueueExplainer:
         if takes is None:
             return ""
         asks = replace(key.needs, plan=None)
-        slots = [seat.slot for seat in self._seats if seat.slot.phase == "train" and not asks.missing(seat.slot)]
+        slots = [seat.slot for seat in self._seats if seat.slot.phase == Kind.TRAIN and not asks.missing(seat.slot)]
         small = [slot for slot in slots if takes.missing(slot)]
         if not small:
             return ""
@@ -342,7 +352,7 @@ class QueueExplainer:
 
     def _unmet(self, row: Job, key: Key) -> str:
         """Which slot comes nearest, and what it lacks."""
-        there = [seat for seat in self._seats if seat.slot.phase == "train"]
+        there = [seat for seat in self._seats if seat.slot.phase == Kind.TRAIN]
         needs = key.needs.words(self._memory(row, key))
         if not there:
             return f"needs {needs}; there is no slot for training here"

@@ -10,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Job
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import Status
 from core.jobs.scheduling import gang_scheduling, runtime_estimates
 from core.jobs.scheduling.cluster import SlotState
@@ -39,7 +40,7 @@ class Forecast:
         free_at: dict[int, float | None] = {
             number: max(at, self._now)
             for number, at in self._free_at.items()
-            if at is not None and self._seats[number].slot.phase == "train"
+            if at is not None and self._seats[number].slot.phase == Kind.TRAIN
         }
         gaps: dict[int, tuple[float, float]] = {}
         starts: dict[str, float] = {}

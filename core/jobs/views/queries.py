@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session, defer
 
 from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
 from core.errors import EftError, NotFound
+from core.jobs.kinds import Kind
 from core.jobs.lifecycle.states import FINAL, Status
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ def heads(session: Session, job_ids: Collection[str]) -> dict[str, JobHead]:
 
 def training_attempts(session: Session, job_ids: Collection[str]) -> dict[str, int]:
     """How often each job was begun to train; one that never was is left out."""
-    query = select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(list(job_ids)), Attempt.kind == "train")
+    query = select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(list(job_ids)), Attempt.kind == Kind.TRAIN)
     return {row[0]: row[1] for row in session.execute(query.group_by(Attempt.job_id))}
 
 
