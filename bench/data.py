@@ -130,17 +130,13 @@ class Bench:
         from core.spec.axes.training import AdamW
         from core.train.attention.probe import prepare_packing
         from core.train.data.windows import RowFeed
-        from core.train.engine import Engine
-        from core.train.optim.optimizers import build_optimizer
+        from core.train.engine import build_engine
         from core.train.stages.sft import choose_sft_loss
 
         model, order = self.model(), self.order(arm)
-        optimizer = build_optimizer(
-            AdamW(learning_rate=1e-4), {n: p for n, p in model.named_parameters() if p.requires_grad}, model
-        )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model.to(device)
-        engine = Engine(model, optimizer, lambda _: 1.0, device=device, autocast=torch.bfloat16)
+        engine = build_engine(model, AdamW(learning_rate=1e-4), device=device, autocast=torch.bfloat16)
         if arm == "packed":
             prepare_packing(engine)
         loss_function, _ = choose_sft_loss(engine)

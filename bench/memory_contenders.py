@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.spec.axes.training import AdamW, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.memory.streaming.block_image import load_from_disk
 from core.train.memory.streaming.stream import StreamedModel, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
-from core.train.optim.optimizers import build_optimizer
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
@@ -108,8 +107,6 @@ def contender(
             raise ValueError(how)
     if how == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trained: dict[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(AdamW(learning_rate=1e-4), trained, model)
-    engine = Engine(model, optimizer, lambda step: 1.0, device=device, autocast=torch.bfloat16)
+    engine = build_engine(model, AdamW(learning_rate=1e-4), device=device, autocast=torch.bfloat16)
     held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
     return Contender(engine, choose_sft_loss(engine)[0], streamed, held)

@@ -36,12 +36,10 @@ from bench.qlora_models import folder_of, vocabulary_of
 from bench.report import compare, finish, hardware, show
 from core.spec.axes.training import AdamW
 from core.train.batch import Batch
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.model.load import load_model
-from core.train.optim.optimizers import build_optimizer
-from core.train.optim.updates import OnDevice
 from core.train.stages.sft import choose_sft_loss
 
 RATE = 1e-5
@@ -75,17 +73,11 @@ def _wait(device: torch.device) -> None:
 
 def ours(folder: Path, device: torch.device, args: argparse.Namespace, *, offload: bool) -> Contender:
     model: Any = adapt_full(load_model(folder, torch.float32))
-    updates: Any
-    if offload:
-        updates = OptimizerOffload(model, device, narrow=torch.bfloat16, beside=True if args.beside else None)
+    beside = True if args.beside else None
+    updates = OptimizerOffload(model, device, narrow=torch.bfloat16, beside=beside) if offload else None
     model.to(device)
-    if not offload:
-        updates = OnDevice(model)
     _checkpoint(model, args)
-    optimizer = build_optimizer(AdamW(learning_rate=RATE), updates.parameters, model)
-    engine = Engine(
-        model, optimizer, lambda step: 1.0, device=device, autocast=torch.bfloat16, pad_token_id=0, updates=updates
-    )
+    engine = build_engine(model, AdamW(learning_rate=RATE), device=device, autocast=torch.bfloat16, updates=updates)
     loss = choose_sft_loss(engine)[0]
 
     def step(window: list[Batch]) -> None:

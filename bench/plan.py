@@ -146,17 +146,17 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     from core.spec.axes.training import Packed
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
+    from core.spec.run.contract import DataOrder, RunOrder
     from core.spec.settled import method_of
     from core.train.attention.probe import prepare_packing
     from core.train.base.events import Unheard
     from core.train.data.dataset import TokenDataset, eval_batches
-    from core.train.engine import Engine
+    from core.train.engine import build_engine
     from core.train.evaluate import measure as evaluate
     from core.train.model.build import build_model
     from core.train.model.load import quiet
     from core.train.model.placement import place
-    from core.train.optim.optimizers import build_optimizer
-    from core.train.optim.updates import OnDevice
+    from core.train.run import Run
     from core.train.stages.sft import choose_sft_loss
 
     quiet()
@@ -165,15 +165,14 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
         "accelerator": "gpu" if device.type == "cuda" else "cpu"}}))  # fmt: skip
     placement = place(spec.resources, spec.training, method_of(spec))
     longest = 16 if small else combination.longest
-    built = build_model(
-        spec, folder, placement, tokenizer_for(folder), cache_dir=work / "cache", longest=longest,
-        events=Unheard(), between=lambda: None,
+    order = RunOrder(
+        job_id="plan", attempt=1, spec=spec, model_dir=str(folder), train=DataOrder(sources=[]),
+        cache_dir=str(work / "cache"),
     )  # fmt: skip
-    updates = built.offload or OnDevice(built.model)
-    engine = Engine(
-        built.model, build_optimizer(spec.optimizer, updates.parameters, built.model), lambda step: 1.0,
-        device=placement.device, autocast=placement.autocast, updates=updates,
-    )  # fmt: skip
+    built = build_model(Run(order, work, Unheard()), placement, tokenizer_for(folder), longest)
+    engine = build_engine(
+        built.model, spec.optimizer, device=placement.device, autocast=placement.autocast, updates=built.updates
+    )
     if isinstance(spec.batching, Packed):
         prepare_packing(engine)
     loss = choose_sft_loss(engine)[0]

@@ -81,10 +81,9 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 
 def _ours(folder: Path, shape: Shape) -> Step:
     from core.spec.axes.training import AdamW
-    from core.train.engine import Engine, Loss
+    from core.train.engine import Loss, build_engine
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
-    from core.train.optim.optimizers import build_optimizer
     from core.train.quant.adapters import fuse_adapters
     from core.train.quant.model import load_quantized
 
@@ -96,11 +95,7 @@ def _ours(folder: Path, shape: Shape) -> Step:
     head = head_of(model)
     assert isinstance(head, OutputHead), head
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    engine = Engine(
-        model, build_optimizer(spec, trained, model), lambda _: 1.0, device=shape.device, autocast=torch.bfloat16,
-        max_grad_norm=1.0,
-    )  # fmt: skip
+    engine = build_engine(model, spec, device=shape.device, autocast=torch.bfloat16)
 
     def loss_of(_: nn.Module, batch: Batch) -> Loss:
         hidden = hidden_states(head, batch.input_ids)[:, :-1].flatten(0, 1)

@@ -92,6 +92,7 @@ def trained(
     from core.train.model.placement import place
     from core.train.ranks.group import ALONE
     from core.train.recipe import run
+    from core.train.run import Run
     from tests.support.trainer import write_run
 
     run_dir = write_run(
@@ -116,14 +117,12 @@ def trained(
     if run(run_dir) != 0:
         raise SystemExit((run_dir / EVENTS_FILE).read_text().splitlines()[-1])
     result = json.loads((run_dir / EVENTS_FILE).read_text().splitlines()[-1])["result"]
-    spec = RunOrder.model_validate_json(order_file.read_bytes()).spec
+    settled = RunOrder.model_validate_json(order_file.read_bytes())
+    spec = settled.spec
     assert ALONE.world == 1
     placement = place(spec.resources, spec.training, method_of(spec))
     events = EventWriter(folder / "again.jsonl")
-    built = build_model(
-        spec, model_dir, placement, load_tokenizer(model_dir), cache_dir=folder.parent / "cache", longest=LENGTH,
-        events=events, between=lambda: None,
-    )  # fmt: skip
+    built = build_model(Run(settled, folder, events), placement, load_tokenizer(model_dir), LENGTH)
     events.close()
     set_peft_model_state_dict(built.model, load_file(run_dir / "artifacts" / "adapter" / "adapter_model.safetensors"))
     return float(result["eval_after"]["eval_exact_match"]), (built.model.eval(), placement.autocast)

@@ -25,13 +25,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from core.errors import EftError
+from core.spec.axes.training import Optimizer
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_figures, label_logprobs
 from core.train.loss.head import OutputHead, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures
+from core.train.model.load import count_parameters
 from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
+from core.train.optim.optimizers import build_optimizer
 from core.train.optim.updates import OnDevice, Updates
 from core.train.ranks.group import ALONE, Ranks
 
@@ -136,6 +139,11 @@ class Engine:
     def trained_parameters(self) -> Mapping[str, nn.Parameter]:
         """What the optimizer steps, by its name in the model: parameters of the model, or those kept for them."""
         return self._trained
+
+    def about(self) -> dict[str, Any]:
+        """Entries of the run record."""
+        trained = sum(parameter.numel() for parameter in self._trained.values())
+        return {"parameters": {"total": count_parameters(self.model), "trained": trained}}
 
     # --- the primitives ------------------------------------------------------------------------------
 
@@ -427,6 +435,38 @@ class Engine:
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
         return {**self._trained, **buffers}
+
+
+def build_engine(
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: Schedule = lambda step: 1.0,
+    *,
+    device: torch.device | None = None,
+    autocast: torch.dtype | None = None,
+    max_grad_norm: float | None = 1.0,
+    pad_token_id: int = 0,
+    parts: Mapping[str, Stateful] | None = None,
+    scaler: LossScaler | None = None,
+    ranks: Ranks = ALONE,
+    updates: Updates | None = None,
+) -> Engine:
+    """An engine over all of `model` that requires a gradient, with the optimizer of the spec. The model is built and on
+    `device` (default: the CPU); the rest is as `Engine` takes it."""
+    updates = OnDevice(model) if updates is None else updates
+    return Engine(
+        model,
+        build_optimizer(optimizer, updates.parameters, model),
+        schedule,
+        device=torch.device("cpu") if device is None else device,
+        autocast=autocast,
+        max_grad_norm=max_grad_norm,
+        pad_token_id=pad_token_id,
+        parts=parts,
+        scaler=scaler,
+        ranks=ranks,
+        updates=updates,
+    )
 
 
 @contextmanager

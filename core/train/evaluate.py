@@ -12,12 +12,15 @@ from typing import Any, assert_never
 import torch
 
 from core.errors import SpecError
+from core.plan.memory import training_pass
 from core.spec.axes.runtime import Generated, Greedy, HeldOut, NoSamples, Sampling
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Diverged, Engine
+from core.train.feed import RunData
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
+from core.train.run import Run
 
 BEGINNING = 16
 """Tokens of a row without a prompt that are given to the model; at most half of it."""
@@ -36,6 +39,17 @@ class Prompt:
     """Index of the held-out row; None for a prompt of the spec."""
     reference: list[int]
     """What the row says; empty when there is nothing to compare with."""
+
+
+def build_evaluator(run: Run, engine: Engine, tokenizer: Any, data: RunData) -> Evaluator | None:
+    """The evaluator that the job asks for, or None. SpecError when it has nothing to work on."""
+    spec = run.spec.evaluation
+    if not isinstance(spec, HeldOut):
+        return None
+    tokens, _ = training_pass(run.spec, data.longest)
+    return Evaluator(
+        engine, tokenizer, data.eval, spec, options=data.options, most_tokens=tokens, between=run.check_stop
+    )
 
 
 class Evaluator:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, assert_never
+
+from torch import Tensor
 
 from core.data.ignored import glance
 from core.errors import SpecError
 from core.spec.axes.runtime import HeldOut
 from core.spec.axes.training import Packed, Rows
 from core.spec.axes.training import Tokens as TokenBatches
-from core.spec.job import JobSpec
-from core.spec.run.contract import RunOrder
-from core.train.base.events import EventWriter
 from core.train.data.cache import Tokens
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
@@ -24,21 +22,24 @@ from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.data.windows import Feed, RowFeed
 from core.train.model.record import data_record
-from core.train.ranks.group import ALONE, Ranks
-from core.train.render.options import LossOn, RenderOptions
+from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
+from core.train.run import Run
 
 TELL_SECONDS = 3.0
+FIRST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class RunData:
+    """All rows of a run as tokens."""
+
     train: TokenDataset
     train_record: dict[str, Any]
     eval: TokenDataset | None
     eval_record: dict[str, Any] | None
     options: RenderOptions
-    """Of the renderer of its rows."""
+    """Options of the renderer of the training rows."""
     rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use; of a stream max_length."""
@@ -46,46 +47,48 @@ class Data:
     """With data.streaming; `train` is its first block then."""
 
     @property
-    def loss_on(self) -> LossOn:
-        return self.options.loss_on
+    def first_rows(self) -> list[Tensor]:
+        """Ids of the first training rows."""
+        return [self.train[row][0] for row in range(min(len(self.train), FIRST_ROWS))]
 
-    @property
-    def completions(self) -> bool:
-        """The loss is on completions (or some of them), not on all tokens."""
-        return self.loss_on != "all"
+    def about(self) -> dict[str, Any]:
+        """Entries of the run record."""
+        return {
+            "data": {
+                "train": self.train_record,
+                "eval": self.eval_record,
+                "loss_on": self.options.loss_on,
+                "rendering": self.rendering,
+            }
+        }
 
 
-def read_data(
-    order: RunOrder, tokenizer: Any, events: EventWriter, between: Callable[[], None], ranks: Ranks = ALONE
-) -> Data:
-    """All rows of the order as tokens. DataError or SpecError, with what is wrong; `between` may raise to stop."""
-    spec = order.spec
+def read_data(run: Run, tokenizer: Any) -> RunData:
+    """Read all rows of the order as tokens. DataError or SpecError, with what is wrong."""
+    order, spec = run.order, run.spec
     told = time.monotonic()
 
     def progress(done: int, total: int | None) -> None:
         nonlocal told
-        between()
+        run.check_stop()
         if time.monotonic() - told >= TELL_SECONDS:
             told = time.monotonic()
-            events.write("progress", rows=done, total_rows=total)
-
-    def notice(fault: str) -> None:
-        events.write("notice", code="token_cache", message=fault)
+            run.events.write("progress", rows=done, total_rows=total)
 
     for ignored in glance(order.train):
-        events.write("notice", code=ignored.code, message=ignored.message)
-    reader = TokenReader(order, tokenizer, progress, notice)
+        run.notice(ignored.code, ignored.message)
+    reader = TokenReader(order, tokenizer, progress, partial(run.notice, "token_cache"))
     stream: StreamFeed | None = None
     if spec.data.streaming:
         stream = StreamFeed(
             order.train,
             spec,
             lambda row_format: renderer_of(spec, row_format, tokenizer),
-            between=between,
-            notice=lambda words: events.write("notice", code="block_skipped", message=words),
-            model_dir=Path(order.model_dir),
-            rank=ranks.rank,
-            world=ranks.world,
+            between=run.check_stop,
+            notice=partial(run.notice, "block_skipped"),
+            model_dir=run.model_dir,
+            rank=run.ranks.rank,
+            world=run.ranks.world,
         )
         renderer = stream.renderer
     else:
@@ -97,7 +100,7 @@ def read_data(
         train, report, row_format = stream.dataset, stream.report, stream.format
     else:
         (train, report), row_format = _truncated(tokens, limit, policy), tokens.format
-    _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, events)
+    _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, run)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
     longest = report.longest
@@ -108,7 +111,7 @@ def read_data(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
         held, held_report = _truncated(eval_tokens, limit, policy)
-        _tell(held_report, "held-out", limit, policy, events)
+        _tell(held_report, "held-out", limit, policy, run)
         held_record = data_record(order.eval, eval_tokens.format, held_report)
         longest = max(longest, held_report.longest)
     if (template := renderer.saved_template()) is not None:
@@ -118,7 +121,7 @@ def read_data(
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
     described = renderer.describe()
-    return Data(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
+    return RunData(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
 
 
 def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
@@ -127,7 +130,7 @@ def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDat
     return dataset, report
 
 
-def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events: EventWriter) -> None:
+def _tell(report: DataReport, which: str, limit: int, policy: Truncation, run: Run) -> None:
     if report.truncated:
         become = {
             "cut_left": "lost their beginning",
@@ -137,36 +140,35 @@ def _tell(report: DataReport, which: str, limit: int, policy: Truncation, events
         message = f"{report.truncated} {which} rows are longer than max_length = {limit} tokens and {become[policy]}"
         if report.dropped:
             message += f"; {report.dropped} of them had nothing left to learn and are left out"
-        events.write("notice", code="rows_truncated", message=f"{message} (the longest has {report.longest} tokens)")
+        run.notice("rows_truncated", f"{message} (the longest has {report.longest} tokens)")
     if report.cut_prompts:
         message = (
             f"in {report.cut_prompts} {which} rows tokens merge across the border of prompt and answer, so the model "
             "learns from another prompt than it is asked with, and eval_exact_match is not what it writes; begin no "
             "answer with white space, and leave data.rendering.pairs out or set it to another way than `joined`"
         )
-        events.write("notice", code="prompt_boundary", message=message)
+        run.notice("prompt_boundary", message)
 
 
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-def build_feed(
-    spec: JobSpec, data: Data, pad_token_id: int, events: EventWriter, ranks: Ranks = ALONE
-) -> tuple[Feed, int]:
+def build_feed(run: Run, data: RunData, pad_token_id: int) -> tuple[Feed, int]:
     """The batches of this rank, and the number of the run's optimizer steps."""
+    training, batching = run.spec.training, run.spec.batching
     if data.stream is not None:
-        assert spec.training.max_steps is not None  # the spec sees to it
+        assert training.max_steps is not None  # the spec sees to it
         data.stream.pad_token_id = pad_token_id
-        return data.stream, spec.training.max_steps
-    order = build_order(spec, data.train.lengths, rank=ranks.rank, world=ranks.world)
-    match spec.batching:
+        return data.stream, training.max_steps
+    order = build_order(run.spec, data.train.lengths, rank=run.ranks.rank, world=run.ranks.world)
+    match batching:
         case Rows():
             pass
         case TokenBatches(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
             if over := sum(length > budget for length in data.train.lengths):
                 message = f"{over} rows are longer than tokens_per_batch = {budget}: each is a batch by itself"
-                events.write("notice", code="rows_over_budget", message=message)
+                run.notice("rows_over_budget", message)
         case _ as never:
             assert_never(never)
-    feed = RowFeed(data.train, order, packed=isinstance(spec.batching, Packed), pad_token_id=pad_token_id)
-    return feed, order.total_steps(spec.training.num_train_epochs, spec.training.max_steps)
+    feed = RowFeed(data.train, order, packed=isinstance(batching, Packed), pad_token_id=pad_token_id)
+    return feed, order.total_steps(training.num_train_epochs, training.max_steps)

@@ -2,83 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from core.spec.axes.runtime import Checkpoint, HeldOut, NoEvaluation
+from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
 from core.spec.run.contract import CHECKPOINTS
 from core.train.async_metrics import Mark, Readings, mark, seconds_between
 from core.train.base import disk
-from core.train.base.events import EventWriter
 from core.train.checkpoint import store
 from core.train.data.windows import Feed
 from core.train.early_stopping import judge, needed
 from core.train.engine import REMEDY, Diverged, Engine, LossFunction
-from core.train.entry.fencing import Stop
 from core.train.evaluate import Evaluator, Share
+from core.train.run import Run, StopRequested
+from core.train.state import TrainerState
 
 PROGRESS_SECONDS = 0.3
 RECENT_STEPS = 20
 """Steps that the estimate of the time left is made from."""
-SAMPLE_CHARS = 4 << 20
-
-
-class StopRequested(Exception):
-    """SIGTERM was seen at a place where the run can be left."""
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Counters of a run over all its attempts; a stateful part of the engine."""
-
-    window_loss: float = 0.0
-    """Sum over the label tokens of the unfinished window. Under a loss scale it may be no finite number."""
-    window_tokens: int = 0
-    window_slots: int = 0
-    window_seconds: float = 0.0
-    loss_sum: float = 0.0
-    """Over finished steps, of each step's mean."""
-    lost_losses: int = 0
-    """Finished steps that it does not have: fp16 overflowed in their forward pass."""
-    tokens: int = 0
-    """Trained on, padding not counted."""
-    seconds: float = 0.0
-    """Spent in training steps: neither in evaluations nor in checkpoints."""
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "samples"}: what the model answered at each evaluation, oldest first; the oldest but the very first go
-    when they are too many."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"window_loss": self.window_loss if math.isfinite(self.window_loss) else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        if self.window_loss is None:
-            self.window_loss = math.nan  # JSON has no word for it
-
-    def drop_window(self) -> None:
-        self.window_loss, self.window_tokens, self.window_slots, self.window_seconds = 0.0, 0, 0, 0.0
-
-    def keep_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """The text of all of them stays below SAMPLE_CHARS, since every checkpoint holds it."""
-        self.samples.append({"step": step, "samples": samples})
-        while len(self.samples) > 2 and sum(map(_chars, self.samples)) > SAMPLE_CHARS:
-            del self.samples[1]
-
-    def evaluated(self, step: int) -> dict[str, float] | None:
-        return next((values for values in self.evaluations if values["step"] == step), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +65,14 @@ class _Part:
 
 @dataclass
 class Loop:
+    run: Run
     engine: Engine
     loss_function: LossFunction
     feed: Feed
     total_steps: int
-    evaluation: HeldOut | NoEvaluation
     evaluator: Evaluator | None
     """May raise StopRequested; None with NoEvaluation."""
-    checkpoint: Checkpoint
-    ledger: Ledger
-    events: EventWriter
-    stop: Stop
-    run_dir: Path
+    state: TrainerState
     _told: float = field(default=0.0, init=False)
     _told_skip: bool = field(default=False, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
@@ -135,16 +82,34 @@ class Loop:
     def __post_init__(self) -> None:
         self._readings = Readings(self.engine.device)
 
-    def run(self) -> None:
-        """Train to the last step. StopRequested after a checkpoint, when asked to leave."""
+    @property
+    def evaluation(self) -> HeldOut | NoEvaluation:
+        return self.run.spec.evaluation or NoEvaluation()
+
+    def train(self) -> None:
+        """Train to the last step. StopRequested after a checkpoint, when asked to leave. Diverged when no step had a
+        loss."""
+        gc.collect()
+        gc.freeze()  # the collector need not walk the models' objects again and again: 3 % of a step on a CPU
+        try:
+            self._train()
+        finally:
+            gc.unfreeze()
+        steps = self.engine.steps
+        if 0 < steps == self.state.lost_losses:  # fewer than the scaler has patience with
+            raise Diverged(
+                f"in none of {steps} step(s) the loss was a finite number; {REMEDY}", field="training.precision"
+            )
+
+    def _train(self) -> None:
         engine = self.engine
         try:
             if engine.micro_steps == 0:
                 self._maybe_evaluate()  # the untrained model; or the one that the attempt before could not finish
-            self.events.write("phase", phase="training")
+            self.run.phase("training")
             while engine.steps < self.total_steps and not self.stopped_early:
                 self._step()
-                if engine.steps < self.total_steps and engine.steps % self.checkpoint.save_steps == 0:
+                if engine.steps < self.total_steps and engine.steps % self.run.spec.checkpoint.save_steps == 0:
                     self.save()
                 self._maybe_evaluate()
             self._settle()
@@ -156,17 +121,17 @@ class Loop:
     @property
     def _asked(self) -> bool:
         """Whether one rank at least was asked to leave: all of them leave at the same micro-step."""
-        return self.engine.ranks.any(self.stop.requested)
+        return self.engine.ranks.any(self.run.stop.requested)
 
     @property
     def stopped_early(self) -> bool:
-        return self.engine.steps < self.total_steps and judge(self.ledger.evaluations, self.evaluation).stop
+        return self.engine.steps < self.total_steps and judge(self.state.evaluations, self.evaluation).stop
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
         self._settle()
-        engine, ranks, root = self.engine, self.engine.ranks, self.run_dir / CHECKPOINTS
+        engine, ranks, root = self.engine, self.engine.ranks, self.run.folder / CHECKPOINTS
         engine.hold_together()
         if ranks.first:
             self._save(root)
@@ -185,18 +150,18 @@ class Loop:
             ranks.barrier()
 
         path = self._write(store.name_for(root, engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
-        store.prune(root, self.checkpoint.keep_last)
+        store.prune(root, self.run.spec.checkpoint.keep_last)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
-            store.prune_best(root, needed(self.ledger.evaluations, self.evaluation, kept))
-        self.events.write(
+            store.prune_best(root, needed(self.state.evaluations, self.evaluation, kept))
+        self.run.events.write(
             "checkpoint", step=engine.steps, micro_step=engine.micro_steps, path=f"{CHECKPOINTS}/{path.name}"
         )
 
     def _write(self, name: str, fill: Callable[[Path], None], needs: int) -> Path:
-        disk.check_room(self.run_dir, needs)
+        disk.check_room(self.run.folder, needs)
         try:
-            return store.write(self.run_dir / CHECKPOINTS, name, fill)
+            return store.write(self.run.folder / CHECKPOINTS, name, fill)
         except Exception as error:
             if not disk.disk_full(error):
                 raise
@@ -210,14 +175,14 @@ class Loop:
         Every micro-batch's summed loss is divided by the label tokens of the whole window, so that the update does not
         depend on how the window is cut.
         """
-        engine, ledger = self.engine, self.ledger
+        engine, state = self.engine, self.state
         window = self.feed.window(engine.steps)
         items, started = window.label_tokens, mark(engine.device)
         part = _Part(torch.zeros((), dtype=torch.float64, device=engine.device))
         for batch_of in window.batches[engine.micro_steps :]:
             if self._asked:
                 self._leave(part, started)
-            self.events.alive()
+            self.run.events.alive()
             batch = batch_of()
             loss = engine.forward(batch, self.loss_function, items)
             engine.backward(loss.total / items)
@@ -227,14 +192,14 @@ class Loop:
         if self._asked:
             self._leave(part, started)
         figures = self._figures(part)
-        result = engine.step(watch=figures["loss"] + ledger.window_loss)
+        result = engine.step(watch=figures["loss"] + state.window_loss)
         closed = _Closed(
             step=engine.steps,
             items=items,
-            loss=ledger.window_loss,
-            tokens=ledger.window_tokens,
-            slots=ledger.window_slots,
-            seconds=ledger.window_seconds,
+            loss=state.window_loss,
+            tokens=state.window_tokens,
+            slots=state.window_slots,
+            seconds=state.window_seconds,
             started=started,
             ended=mark(engine.device),
             learning_rate=result.learning_rate,
@@ -244,17 +209,17 @@ class Loop:
             if engine.scaler is None
             else {"loss_scale": engine.scaler.scale, "skipped_steps": float(engine.scaler.skipped)},
         )
-        ledger.drop_window()
+        state.drop_window()
         self._readings.put(closed, figures | {"grad_norm": result.grad_norm})
-        for about, figures in self._readings.ready():
-            self._tell(about, figures)
+        for about, told in self._readings.ready():
+            self._tell(about, told)
 
     def _figures(self, part: _Part) -> dict[str, Tensor]:
         """What the ranks have done of a window, as one sum on the device; and the memory of each of several."""
         ranks, device = self.engine.ranks, self.engine.device
         if ranks.world == 1:
-            self.ledger.window_tokens += part.tokens
-            self.ledger.window_slots += part.slots
+            self.state.window_tokens += part.tokens
+            self.state.window_slots += part.slots
             return {"loss": part.loss}
         memory = [0.0] * ranks.world
         memory[ranks.rank] = float(memory_bytes(device))
@@ -264,17 +229,17 @@ class Loop:
         return dict(zip(names, total.unbind(), strict=True))
 
     def _leave(self, part: _Part, started: Mark) -> NoReturn:
-        """StopRequested, with the figures of the unfinished window in the ledger."""
+        """StopRequested, with the figures of the unfinished window in the state."""
         self._settle()
         figures = self._figures(part)
         loss = float(figures["loss"])
         if self.engine.scaler is None:
             _finite(loss, "loss", self.engine.steps + 1)
-        self.ledger.window_loss += loss
+        self.state.window_loss += loss
         if self.engine.ranks.world > 1:
-            self.ledger.window_tokens += int(figures["tokens"])
-            self.ledger.window_slots += int(figures["slots"])
-        self.ledger.window_seconds += seconds_between(started, mark(self.engine.device))
+            self.state.window_tokens += int(figures["tokens"])
+            self.state.window_slots += int(figures["slots"])
+        self.state.window_seconds += seconds_between(started, mark(self.engine.device))
         raise StopRequested
 
     def _settle(self) -> None:
@@ -284,7 +249,7 @@ class Loop:
 
     def _tell(self, closed: _Closed, figures: dict[str, float]) -> None:
         """Diverged, if the step was none; whatever was queued behind it has changed no weight (`Engine.step`)."""
-        ledger = self.ledger
+        state = self.state
         loss = (closed.loss + figures["loss"]) / closed.items
         lost = closed.skipped and not math.isfinite(loss)
         told = {} if lost else {"loss": _finite(loss, "loss", closed.step)}  # first: a gradient breaks by its loss
@@ -304,12 +269,12 @@ class Loop:
             "epoch": self.feed.epochs_after(closed.step),
         }
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
-        ledger.loss_sum += 0.0 if lost else loss
-        ledger.lost_losses += lost
-        ledger.tokens += int(tokens)
-        ledger.seconds += seconds
-        ledger.metrics.append({"step": closed.step, **values})
-        self.events.write("metrics", step=closed.step, values=values)
+        state.loss_sum += 0.0 if lost else loss
+        state.lost_losses += lost
+        state.tokens += int(tokens)
+        state.seconds += seconds
+        state.metrics.append({"step": closed.step, **values})
+        self.run.events.write("metrics", step=closed.step, values=values)
         if closed.skipped:
             self._tell_skip(closed)
         self._tell_progress(closed.step)
@@ -324,7 +289,7 @@ class Loop:
             f"waits, and the loss scale is halved (now {closed.scaling['loss_scale']:g}); the figures loss_scale and "
             "skipped_steps tell of further ones"
         )
-        self.events.write("notice", code="step_skipped", message=message)
+        self.run.notice("step_skipped", message)
 
     def _tell_progress(self, step: int) -> None:
         now, left = time.monotonic(), self.total_steps - step
@@ -332,7 +297,7 @@ class Loop:
             return
         self._told = now
         seconds_left = left * sum(self._recent) / len(self._recent) + self._evaluations_left() * self._eval_seconds
-        self.events.write(
+        self.run.events.write(
             "progress",
             step=step,
             total_steps=self.total_steps,
@@ -360,10 +325,10 @@ class Loop:
 
     def _maybe_evaluate(self) -> None:
         step = self.engine.steps
-        if not self._due(step) or self.ledger.evaluated(step) is not None:
+        if not self._due(step) or self.state.evaluated(step) is not None:
             return
         self._settle()
-        self.events.write("phase", phase="evaluating")
+        self.run.phase("evaluating")
         started = time.monotonic()
         assert self.evaluator is not None
         share: Share | None = None
@@ -374,14 +339,14 @@ class Loop:
         assert share is not None
         values, samples = self.evaluator.together(share)
         self._eval_seconds = time.monotonic() - started
-        self.ledger.evaluations.append({"step": step, **values})
-        self.events.write("evaluation", step=step, values=values)
+        self.state.evaluations.append({"step": step, **values})
+        self.run.events.write("evaluation", step=step, values=values)
         if samples:
-            self.ledger.keep_samples(step, samples)
-            self.events.write("samples", step=step, samples=samples)
+            self.state.keep_samples(step, samples)
+            self.run.events.write("samples", step=step, samples=samples)
         self._keep_best()
         if 0 < step < self.total_steps:
-            self.events.write("phase", phase="training")
+            self.run.phase("training")
 
     def _keep_best(self) -> None:
         """The weights of the best evaluation so far, as long as they could still be wanted. Older ones go when no
@@ -389,24 +354,24 @@ class Loop:
         engine = self.engine
         if isinstance(self.evaluation, NoEvaluation) or not self.evaluation.load_best_model_at_end:
             return
-        best = judge(self.ledger.evaluations, self.evaluation).best
+        best = judge(self.state.evaluations, self.evaluation).best
         if best is not None and best["step"] == engine.steps < self.total_steps and engine.ranks.first:
             name = best_name(engine.steps)
-            if (left := self.run_dir / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
+            if (left := self.run.folder / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
                 store.discard(left)
             self._write(name, engine.save_weights, engine.weight_bytes())
 
     def _tell_end(self) -> None:
         if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:
             return
-        verdict, metric = judge(self.ledger.evaluations, self.evaluation), self.evaluation.metric_for_best_model
+        verdict, metric = judge(self.state.evaluations, self.evaluation), self.evaluation.metric_for_best_model
         assert verdict.best is not None
         best, step = verdict.best[metric], verdict.best["step"]
         message = (
             f"ended after step {self.engine.steps} of {self.total_steps}: {metric} was no better in "
             f"{verdict.waited} evaluations in a row; the best is {best:.4g} after step {step:.0f}"
         )
-        self.events.write("notice", code="early_stopping", message=message)
+        self.run.notice("early_stopping", message)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -420,7 +385,3 @@ def _finite(value: float, what: str, step: int) -> float:
     if not math.isfinite(value):
         raise Diverged(f"the {what} became {value} at step {step}; {REMEDY}", field="optimizer.learning_rate")
     return value
-
-
-def _chars(entry: dict[str, Any]) -> int:
-    return sum(len(one[key] or "") for one in entry["samples"] for key in ("prompt", "reference", "completion"))

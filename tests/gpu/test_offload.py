@@ -14,10 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.spec.axes.training import AdamW
 from core.train.batch import Batch
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload
-from core.train.optim.optimizers import build_optimizer
-from core.train.optim.updates import OnDevice
 from core.train.stages.sft import sft_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and the allocator are a GPU's")
@@ -37,9 +35,9 @@ def engine(device: torch.device, offload: bool, autocast: torch.dtype | None, pi
     held = OptimizerOffload(model, device, narrow=autocast, pinned=pinned) if offload else None
     model.to(device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    updates = held or OnDevice(model)
-    optimizer = build_optimizer(AdamW(learning_rate=RATE, weight_decay=0.01), updates.parameters, model)
-    return Engine(model, optimizer, lambda step: 1.0, device=device, autocast=autocast, updates=updates)
+    return build_engine(
+        model, AdamW(learning_rate=RATE, weight_decay=0.01), device=device, autocast=autocast, updates=held
+    )
 
 
 def batch(seed: int) -> Batch:

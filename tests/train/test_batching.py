@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from core.errors import DataError
 from core.plan.compatibility import cells, check, values_of
+from core.spec.axes.training import AdamW
 from core.spec.run.contract import ORDER_FILE, RunOrder
 from core.train.attention.probe import prepare_packing
 from core.train.base.events import EventWriter
@@ -23,10 +24,11 @@ from core.train.data.order import BatchOrder, GroupedOrder, PackedOrder, TokenOr
 from core.train.data.packing import best_fit, spread
 from core.train.data.truncate import truncate
 from core.train.data.windows import RowFeed
-from core.train.engine import Engine
+from core.train.engine import build_engine
 from core.train.feed import build_feed, read_data
 from core.train.loss.head import head_of
 from core.train.model.load import load_model, load_tokenizer
+from core.train.run import Run
 from core.train.stages.sft import chunked_sft_loss, sft_loss
 from tests.support.trainer import pairs, write_rows, write_run
 
@@ -276,9 +278,8 @@ def test_every_cell_of_the_table_that_is_allowed_makes_batches(
     folder = write_run(tmp_path / "run", tiny_dir, rows, data=data, batching=batching, training=training)
     order = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
     assert check(order.spec) == () and values_of(order.spec).items() >= cell.items()
-    events = EventWriter(folder / "events.jsonl")
-    found = read_data(order, load_tokenizer(tiny_dir), events, lambda: None)
-    feed, steps = build_feed(order.spec, found, 0, events)
+    here = Run(order, folder, EventWriter(folder / "events.jsonl"))
+    feed, steps = build_feed(here, read_data(here, load_tokenizer(tiny_dir)), 0)
     assert steps == 3
     for step in range(steps):
         window = feed.window(step)
@@ -298,7 +299,7 @@ def test_an_empty_batch_is_a_pass_that_teaches_nothing(packed: bool, tiny_dir: P
     batches = [make_batch() for window in windows for make_batch in window.batches]
     assert sorted(batch.label_tokens for batch in batches) == [0, 0, 3, 4]
     model = load_model(tiny_dir, torch.float32)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _: 1.0, device=torch.device("cpu"))
+    engine = build_engine(model, AdamW(learning_rate=0.1))
     if packed:
         prepare_packing(engine)
     (blank, *_) = [batch for batch in batches if batch.label_tokens == 0]

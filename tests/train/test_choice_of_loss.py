@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.spec.axes.training import LoRA
+from core.spec.axes.training import AdamW, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
@@ -26,8 +26,7 @@ def engine(tiny: Path, targets: Any = "all-linear") -> Engine:
     model: Any = load_model(tiny, torch.float32)
     lora = None if targets is None else LoRA(r=4, lora_alpha=8, target_modules=targets)
     model = adapt_full(model) if lora is None else adapt_lora(model, lora)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Engine(model, torch.optim.AdamW(trained, fused=True), lambda _: 1.0, device=torch.device("cpu"))
+    return build_engine(model, AdamW(learning_rate=1e-3))
 
 
 def batch(labels: int) -> Batch:

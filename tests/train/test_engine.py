@@ -15,13 +15,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from core.spec.axes.training import AdamW, Linear, LoRA
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
-from core.train.engine import Diverged, Engine
+from core.train.engine import Diverged, Engine, build_engine
 from core.train.evaluate import evaluate
 from core.train.logits import label_logits
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
-from core.train.optim.optimizers import build_optimizer, without_decay
+from core.train.optim.optimizers import without_decay
 from core.train.optim.schedules import build_schedule
 from core.train.stages.sft import sft_loss
 
@@ -33,12 +33,10 @@ def make(tiny: Path, *, method: LoRA | None = LORA, autocast: bool = False, clip
     seed_all(3)
     model = load_model(tiny, torch.bfloat16 if autocast and method else torch.float32)
     model = adapt_full(model) if method is None else adapt_lora(model, method)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Engine(
+    return build_engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained, model),
+        AdamW(learning_rate=1e-2, weight_decay=0.1),
         build_schedule(Linear(warmup_ratio=0.1), 50),
-        device=CPU,
         autocast=torch.bfloat16 if autocast else None,
         max_grad_norm=clip,
         pad_token_id=1,

@@ -13,12 +13,11 @@ from core.spec.axes.training import AdamW, Linear, LoRA
 from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
-from core.train.engine import Diverged, Engine
+from core.train.engine import Diverged, Engine, build_engine
 from core.train.entry.fencing import Stop
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model, load_tokenizer
 from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
-from core.train.optim.optimizers import build_optimizer
 from core.train.optim.schedules import build_schedule
 from core.train.recipe import run
 from core.train.stages.sft import sft_loss
@@ -35,11 +34,10 @@ def make(tiny: Path, *, scale: float | None = None, interval: int = 2000) -> Eng
     model = adapt_lora(model, LoRA(r=4, lora_alpha=8, lora_dropout=0.0), autocast=scale is not None)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    return Engine(
+    return build_engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2), trained, model),
+        AdamW(learning_rate=1e-2),
         SCHEDULE,
-        device=torch.device("cpu"),
         autocast=None if scale is None else torch.float16,
         pad_token_id=1,
         scaler=None if scale is None else LossScaler(scale, growth_interval=interval),

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from core.jobs.admission import oom_backoff
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.training import LoRA
+from core.spec.axes.training import AdamW, LoRA
 from core.spec.job import JobSpec
 from core.spec.run.contract import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.evaluate import evaluate
 from core.train.loss import linear_cross_entropy as chunked
 from core.train.methods.full import adapt_full
@@ -39,14 +39,7 @@ def make(tiny: Path, targets: Any, *, autocast: bool = False) -> Engine:
     torch.manual_seed(0)
     model: Any = load_model(tiny, torch.float32)
     model = adapt_full(model) if targets is None else adapt_lora(model, LoRA(r=4, lora_alpha=8, target_modules=targets))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Engine(
-        model,
-        torch.optim.AdamW(trained, lr=1e-2, fused=True),
-        lambda _: 1.0,
-        device=torch.device("cpu"),
-        autocast=torch.bfloat16 if autocast else None,
-    )
+    return build_engine(model, AdamW(learning_rate=1e-2), autocast=torch.bfloat16 if autocast else None)
 
 
 def token_rows(*lengths: int, prompt: int) -> TokenDataset:

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from core.errors import ModelError
 from core.spec.axes.training import AdamW
 from core.train.batch import Batch
-from core.train.engine import Diverged, Engine
+from core.train.engine import Diverged, Engine, build_engine
 from core.train.memory.narrow_dtypes import narrow_parameters
 from core.train.memory.offload import optimizer as module
 from core.train.memory.offload.optimizer import OptimizerOffload
@@ -30,7 +30,6 @@ from core.train.memory.streaming.blocks import find_blocks
 from core.train.memory.transfer.link import OneMemory
 from core.train.memory.transfer.pin import refused, whole_pages
 from core.train.model.scaler import LossScaler
-from core.train.optim.optimizers import build_optimizer
 from core.train.stages.sft import sft_loss
 from tests.support.live_bytes import LiveBytes
 
@@ -60,16 +59,13 @@ def engine_of(
     model: Any, offloaded: bool, autocast: torch.dtype | None = torch.bfloat16, scaler: LossScaler | None = None,
     beside: bool = True, of: type[OptimizerOffload] = OptimizerOffload,
 ) -> Engine:  # fmt: skip
-    updates = of(model, CPU, narrow=autocast, beside=beside) if offloaded else None
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad} if updates is None else updates.parameters
-    return Engine(
+    return build_engine(
         model,
-        build_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), trained, model),
+        AdamW(learning_rate=1e-2, weight_decay=0.1),
         lambda step: 1.0 / (1 + step),
-        device=CPU,
         autocast=autocast,
         scaler=scaler,
-        updates=updates,
+        updates=of(model, CPU, narrow=autocast, beside=beside) if offloaded else None,
     )
 
 

@@ -25,10 +25,9 @@ from core.spec.run.contract import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.probe import prepare_packing
 from core.train.checkpoint.rng import seed_all
-from core.train.engine import Engine
+from core.train.engine import Engine, build_engine
 from core.train.logits import all_logits
 from core.train.methods.lora import adapt_lora
-from core.train.optim.optimizers import build_optimizer
 from core.train.recipe import run
 from core.train.stages.sft import choose_sft_loss, sft_loss
 from tests.support.trainer import events, pairs, write_rows, write_run
@@ -73,10 +72,7 @@ def engine_of(config: PretrainedConfig, *, attention: str = "sdpa", lora: bool =
                 parameter.mul_(4.0 if "embed" not in name and "wte" not in name else 10.0)
     if lora:
         model = adapt_lora(model, LoRA(r=4, lora_alpha=8))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Engine(
-        model, build_optimizer(AdamW(learning_rate=1e-3), trained, model), lambda _: 1.0, device=torch.device("cpu")
-    )
+    return build_engine(model, AdamW(learning_rate=1e-3))
 
 
 def compare(engine: Engine) -> None:

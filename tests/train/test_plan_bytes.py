@@ -21,7 +21,7 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.settled import method_of
 from core.train.batch import Batch
-from core.train.engine import Engine
+from core.train.engine import build_engine
 from core.train.kernels.scratch import clear_scratch
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
@@ -128,11 +128,7 @@ def test_the_most_that_torch_has_at_once(
     model = built(folder, spec, tmp_path)
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    engine = Engine(
-        model, build_optimizer(spec.optimizer, trained, model), lambda step: 1.0, device=torch.device("cpu"),
-        autocast=torch.bfloat16,
-    )  # fmt: skip
+    engine = build_engine(model, spec.optimizer, autocast=torch.bfloat16)
     loss, _ = choose_sft_loss(engine)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % VOCABULARY
     labels = ids.clone()

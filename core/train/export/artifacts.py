@@ -4,52 +4,53 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from core.spec.job import JobSpec
 from core.spec.run.contract import ARTIFACTS
 from core.spec.settled import method_of
-from core.train.base.events import EventWriter
 from core.train.base.files import sha256, sync
 from core.train.export.card import base_name, model_card
+from core.train.export.compare import probes
 from core.train.export.formats import write_formats
 from core.train.export.handed_back import check_saved
 from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
+from core.train.model.load import saved_dtype
+from core.train.run import Run
+from core.train.state import TrainerState
 
 
-def write_artifacts(
-    run_dir: Path,
-    *,
-    spec: JobSpec,
-    model: nn.Module,
-    tokenizer: Any,
-    source: dict[str, Any],
-    model_dir: str,
-    dtype: torch.dtype,
-    record: dict[str, Any],
-    result: dict[str, Any],
-    metrics: Sequence[dict[str, float]],
-    evaluations: Sequence[dict[str, float]],
-    samples: Sequence[dict[str, Any]] = (),
-    probes: Sequence[Tensor],
-    events: EventWriter,
-    between: Callable[[], None],
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that has come to its end: the model, and all that is known of how it came about."""
+
+    model: nn.Module
+    tokenizer: Any
+    record: dict[str, Any]
+    result: dict[str, Any]
+    state: TrainerState
+    rows: Sequence[Tensor]
+    """Some of the rows it was trained on, as ids: exported formats are compared on them."""
+
+
+def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write everything the job hands back, synced: its result, with what became of each format of `spec.export` (see
     core/train/export/formats.py), and the list of files: path below artifacts/, bytes, sha256, kind."""
-    folder = run_dir / ARTIFACTS
+    spec, model, tokenizer = run.spec, trained.model, trained.tokenizer
+    record, result, state = trained.record, trained.result, trained.state
+    folder = run.folder / ARTIFACTS
     if folder.exists():
         shutil.rmtree(folder)  # of an attempt in this same folder that died while saving
     folder.mkdir(parents=True)
-    base = base_name(source, model_dir)
-    card = partial(model_card, spec, record, result, base=base, samples=samples)
+    source, dtype = run.order.model_source, saved_dtype(run.model_dir)
+    base = base_name(source, run.order.model_dir)
+    card = partial(model_card, spec, record, result, base=base, samples=state.samples)
     revision = source.get("commit") if source.get("type") == "hub" else None
     weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, revision=revision, dtype=dtype)
     record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
@@ -60,24 +61,25 @@ def write_artifacts(
             model,
             tokenizer,
             folder,
-            model_dir=Path(model_dir),
-            probes=probes,
-            events=events,
-            between=between,
+            model_dir=run.model_dir,
+            probes=probes(trained.rows),
+            events=run.events,
+            between=run.check_stop,
         )
         result = result | {"export": outcomes}
         for outcome in (one for one in outcomes if one["released"]):
             (folder / outcome["folder"] / "README.md").write_text(card(merged=outcome), encoding="utf-8")
-    lines = [json.dumps(m) for m in (*metrics, *evaluations)]
+    lines = [json.dumps(m) for m in (*state.metrics, *state.evaluations)]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    if samples:
-        rows = [{"step": at["step"], **one} for at in samples for one in at["samples"]]
+    if state.samples:
+        rows = [{"step": at["step"], **one} for at in state.samples for one in at["samples"]]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
     best = result["best"]
-    plot_loss(metrics, evaluations, folder / "loss.png", chosen=best["step"] if best and best["restored"] else None)
+    chosen = best["step"] if best and best["restored"] else None
+    plot_loss(state.metrics, state.evaluations, folder / "loss.png", chosen=chosen)
     return result, [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 

@@ -25,10 +25,9 @@ from core.train.base.out_of_memory import is_out_of_memory
 from core.train.export.compare import Comparison, compare, logits_of
 from core.train.export.merge import write_merged
 from core.train.kernels.scratch import clear_scratch
-from core.train.loop import StopRequested
 from core.train.memory.available import available_bytes
-from core.train.model.build import count_parameters
-from core.train.model.load import load_model, saved_dtype
+from core.train.model.load import count_parameters, load_model, saved_dtype
+from core.train.run import StopRequested
 
 MERGED = "merged"
 

@@ -16,7 +16,6 @@ from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostO
 from core.spec.axes.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
-from core.train.base.events import EventWriter
 from core.train.base.files import remembered_sha256
 from core.train.checkpoint.rng import seed_all
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
@@ -26,7 +25,9 @@ from core.train.memory.streaming.choice import choose_stream
 from core.train.model.gemm_limits import pad_ranks
 from core.train.model.load import context_length, load_model, packed_as
 from core.train.model.placement import Placement
-from core.train.quant.fp8 import to_fp8
+from core.train.optim.updates import OnDevice, Updates
+from core.train.quant.fp8 import dense_again, to_fp8
+from core.train.run import Run
 
 if TYPE_CHECKING:
     from core.train.memory.offload.optimizer import OptimizerOffload
@@ -52,6 +53,22 @@ class Built:
     fp8: dict[str, Any] | None
     """The same of layers that multiply in 8-bit floats."""
 
+    @property
+    def updates(self) -> Updates:
+        """Where what is trained is kept and updated."""
+        return self.offload or OnDevice(self.model)
+
+    def hand_back(self) -> None:
+        """Make it an ordinary model again, with all that was trained in float32: call it after the last step."""
+        if self.offload is not None:
+            self.offload.hand_back()
+        if self.fp8 is not None:
+            dense_again(self.model)
+
+    def about(self) -> dict[str, Any]:
+        """Entries of the run record."""
+        return {"quantization": self.quantization, "fp8": self.fp8, "memory": self.memory}
+
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
@@ -64,37 +81,29 @@ class _Loaded:
     """Its blocks, where they are mapped from files."""
 
 
-def build_model(
-    spec: JobSpec,
-    model_dir: Path,
-    placement: Placement,
-    tokenizer: Any,
-    *,
-    cache_dir: Path | None,
-    longest: int,
-    events: EventWriter,
-    between: Callable[[], None],
-    memory_bytes: int | None = None,
-) -> Built:
-    """The model with what its method adds, on its device, every random number drawn from the job's seed. Packed weights
-    are kept below `cache_dir`. `longest`: tokens of the longest row. `memory_bytes`: what a run on a CPU may count on.
-    `between` may raise to stop."""
-    stream = choose_stream(spec, model_dir, placement, longest, memory_bytes)
+def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) -> Built:
+    """The model with what its method adds, on its device, every random number drawn from the job's seed. What it holds
+    beside the model's own memory is closed when the run is left.
+
+    `longest`: tokens of the longest row.
+    """
+    spec = run.spec
+    stream = choose_stream(spec, run.model_dir, placement, longest, run.order.memory_bytes)
     if not isinstance(spec.memory.stream, NoStream):
         words = f"frozen blocks are streamed from {stream.where}" if stream.where != "none" else "no block is streamed"
-        events.write("notice", code="stream", message=f"{words}: {stream.reason}")
-    loaded = _load(spec, model_dir, placement.weights, stream, cache_dir, events, between)
+        run.notice("stream", f"{words}: {stream.reason}")
+    loaded = _load(run, placement.weights, stream)
     model, packed = loaded.model, loaded.packed
-    between()
+    run.check_stop()
     placement.attention.fit(model)
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
-    _check_fit(model, tokenizer, longest, events)
+    _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
     model = _adapt(model, spec, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
-    offload = _offload(model, spec, placement, events)
-    inputs = _inputs(spec, placement.device, events)
+    offload = _offload(model, placement, run)
+    inputs = _inputs(placement.device, run)
     policy = CheckpointPolicy(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)
     checkpointing = bool(spec.memory.gradient_checkpointing)
     streamed = _place(model, placement.device, stream, loaded, policy if checkpointing else None)
@@ -103,27 +112,23 @@ def build_model(
         "offload_optimizer": {"where": "none"} if offload is None else offload.about(),
     }
     memory["activations"] = policy.about() if checkpointing or streamed is not None else {"kept": "all"}
+    for part in (streamed, offload, inputs):
+        if part is not None:
+            run.close_at_end(part.close)
     return Built(model, streamed, offload, inputs, memory, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------
 
 
-def _load(
-    spec: JobSpec,
-    folder: Path,
-    dtype: torch.dtype,
-    stream: Decision,
-    cache_dir: Path | None,
-    events: EventWriter,
-    between: Callable[[], None],
-) -> _Loaded:
+def _load(run: Run, dtype: torch.dtype, stream: Decision) -> _Loaded:
+    spec, folder = run.spec, run.model_dir
     already = packed_as(folder)
     match spec.quantization:
         case None:
             raise ValueError("the spec is not resolved: quantization is missing")
         case NoQuantization() if already is None and stream.where == "disk":
-            return _load_files(folder, dtype, None, cache_dir, events, between)
+            return _load_files(run, dtype, None)
         case NoQuantization() if already is None:
             return _Loaded(load_model(folder, dtype), None)
         case NoQuantization():
@@ -135,10 +140,10 @@ def _load(
         case _ as never:
             assert_never(never)
     if already is not None:
-        _check_packed(spec, already, events)
+        _check_packed(run, already)
     if stream.where == "disk":
-        return _load_files(folder, dtype, options, cache_dir, events, between)
-    return _load_packed(folder, dtype, options, cache_dir, events, between)
+        return _load_files(run, dtype, options)
+    return _load_packed(run, dtype, options)
 
 
 def _options(format: Any, **more: Any) -> QuantOptions:
@@ -147,106 +152,92 @@ def _options(format: Any, **more: Any) -> QuantOptions:
     return QuantOptions(format=format, **more)
 
 
-def _check_packed(spec: JobSpec, already: str, events: EventWriter) -> None:
-    """The files are packed: what that rules out, and what it means for the job."""
-    if isinstance(spec.method, Full):
+def _check_packed(run: Run, already: str) -> None:
+    """Tell that the files are packed. SpecError where that rules out what the job asks for."""
+    if isinstance(run.spec.method, Full):
         raise SpecError(
             f"the model's files are packed ({already}), and not all parameters can be trained in packed weights; train "
             "adapters over it (`method: qlora`), or name the 16-bit model it was made from",
             field="method",
         )
-    if any(item.merge_onto == "original" for item in spec.export):
+    if any(item.merge_onto == "original" for item in run.spec.export):
         raise SpecError(
             f"the model's files are packed ({already}): there are no 16-bit weights to merge onto; take "
             "`merge_onto: trained`, or name the 16-bit model it was made from",
             field="export",
         )
-    events.write(
-        "notice",
-        code="already_quantized",
-        message=f"the model's files are packed already ({already}); their weights are taken as they are",
+    run.notice(
+        "already_quantized", f"the model's files are packed already ({already}); their weights are taken as they are"
     )
 
 
-def _load_packed(
-    folder: Path,
-    dtype: torch.dtype,
-    options: QuantOptions,
-    cache_dir: Path | None,
-    events: EventWriter,
-    between: Callable[[], None],
-) -> _Loaded:
+def _load_packed(run: Run, dtype: torch.dtype, options: QuantOptions) -> _Loaded:
     from core.train.quant.model import load_quantized
 
-    told = _teller(events, between)
-    if cache_dir is None:
-        model, report = load_quantized(folder, dtype, options, between=told)
+    if run.cache_dir is None:
+        model, report = load_quantized(run.model_dir, dtype, options, between=_teller(run))
     else:
-        notes = cache_dir / "digests"
-        notes.mkdir(parents=True, exist_ok=True)
         model, report = load_quantized(
-            folder,
+            run.model_dir,
             dtype,
             options,
-            cache_dir / "packed",
-            between=told,
-            digest=lambda path: remembered_sha256(path, notes),
+            run.cache_dir / "packed",
+            between=_teller(run),
+            digest=_digests(run.cache_dir),
         )
-    _tell_loaded(events, report.cache_fault)
+    _tell_loaded(run, report.cache_fault)
     return _Loaded(model, asdict(report))
 
 
-def _load_files(
-    folder: Path,
-    dtype: torch.dtype,
-    options: QuantOptions | None,
-    cache_dir: Path | None,
-    events: EventWriter,
-    between: Callable[[], None],
-) -> _Loaded:
-    """With the blocks in files, of which no more than one is ever in memory."""
+def _load_files(run: Run, dtype: torch.dtype, options: QuantOptions | None) -> _Loaded:
+    """Load with the blocks in files, of which no more than one is ever in memory."""
     from core.train.memory.streaming.block_image import load_from_disk
 
-    if cache_dir is None:
+    if run.cache_dir is None:
         raise SpecError(
             "blocks that are streamed from disk lie in the cache of the data root, and this run has none (`cache_dir` "
             "of its order); set `memory.stream` to `host`",
             field="memory.stream",
         )
-    notes = cache_dir / "digests"
-    notes.mkdir(parents=True, exist_ok=True)
     model, report, blocks, files = load_from_disk(
-        folder,
+        run.model_dir,
         dtype,
         options,
-        cache_dir / "packed",
-        between=_teller(events, between),
-        digest=lambda path: remembered_sha256(path, notes),
+        run.cache_dir / "packed",
+        between=_teller(run),
+        digest=_digests(run.cache_dir),
     )
-    _tell_loaded(events, None if report is None else report.cache_fault)
+    _tell_loaded(run, None if report is None else report.cache_fault)
     return _Loaded(model, None if report is None else asdict(report), (blocks, files))
 
 
-def _teller(events: EventWriter, between: Callable[[], None]) -> Callable[[str], None]:
+def _digests(cache_dir: Path) -> Callable[[Path], str]:
+    """A function from a file to its SHA-256, which it remembers below `cache_dir`."""
+    notes = cache_dir / "digests"
+    notes.mkdir(parents=True, exist_ok=True)
+    return lambda path: remembered_sha256(path, notes)
+
+
+def _teller(run: Run) -> Callable[[str], None]:
     def told(doing: str) -> None:
-        if doing != events.phase:
-            events.write("phase", phase=doing)
-        between()
+        if doing != run.events.phase:
+            run.phase(doing)
+        run.check_stop()
 
     return told
 
 
-def _tell_loaded(events: EventWriter, fault: str | None) -> None:
+def _tell_loaded(run: Run, fault: str | None) -> None:
     if fault is not None:
-        events.write("notice", code="quantization_cache", message=fault)
-    if events.phase != "loading":
-        events.write("phase", phase="loading")
+        run.notice("quantization_cache", fault)
+    if run.events.phase != "loading":
+        run.phase("loading")
 
 
 # --- check and adapt -------------------------------------------------------------------------------------
 
 
-def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) -> None:
+def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
     embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > embeddings:
         raise SpecError(
@@ -255,10 +246,9 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, events: EventWriter) ->
         )
     context = context_length(model)
     if context is not None and longest > context:
-        events.write(
-            "notice",
-            code="beyond_context",
-            message=f"rows of {longest} tokens are longer than the {context} positions the model was built for",
+        run.notice(
+            "beyond_context",
+            f"rows of {longest} tokens are longer than the {context} positions the model was built for",
         )
 
 
@@ -288,9 +278,9 @@ def _fuse(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return {"kernels": describe(device), "adapters": asdict(fuse_adapters(model))}
 
 
-def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: EventWriter) -> OptimizerOffload | None:
-    """Before anything is on the device: of what all parameters are trained in, it never holds the whole."""
-    match spec.memory.offload_optimizer:
+def _offload(model: nn.Module, placement: Placement, run: Run) -> OptimizerOffload | None:
+    """Called before anything is on the device, which never holds the float32 weights of full fine-tuning as a whole."""
+    match run.spec.memory.offload_optimizer:
         case NoOffload():
             return None
         case HostOffload(pinned=pinned):
@@ -298,21 +288,21 @@ def _offload(model: nn.Module, spec: JobSpec, placement: Placement, events: Even
 
             if placement.device.type == "cpu":
                 message = "a CPU's memory is the host's: `memory.offload_optimizer` saves nothing here"
-                events.write("notice", code="offload", message=message)
-            narrow = placement.autocast if isinstance(method_of(spec), Full) else None
+                run.notice("offload", message)
+            narrow = placement.autocast if isinstance(method_of(run.spec), Full) else None
             return OptimizerOffload(model, placement.device, narrow=narrow, pinned=pinned)
         case _ as never:
             assert_never(never)
 
 
-def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> ActivationOffload | None:
-    match spec.memory.activation_offloading:
+def _inputs(device: torch.device, run: Run) -> ActivationOffload | None:
+    match run.spec.memory.activation_offloading:
         case ActivationsOnDevice():
             return None
         case ActivationsOnHost(pinned=pinned):
             if device.type == "cpu":
                 message = "a CPU's memory is the host's: `memory.activation_offloading` copies, and saves nothing here"
-                events.write("notice", code="activation_offloading", message=message)
+                run.notice("activation_offloading", message)
             return ActivationOffload(device, pinned=pinned)
         case _ as never:
             assert_never(never)
@@ -321,7 +311,7 @@ def _inputs(spec: JobSpec, device: torch.device, events: EventWriter) -> Activat
 def _place(
     model: nn.Module, device: torch.device, stream: Decision, loaded: _Loaded, policy: CheckpointPolicy | None
 ) -> StreamedModel | None:
-    """The model on its device, whole or but for its blocks. `keeps`: of checkpointed blocks; None: all is kept, unless
+    """The model on its device, whole or but for its blocks. `policy`: of checkpointed blocks; None: all is kept, unless
     they are streamed."""
     match stream.where:
         case "none":
@@ -342,9 +332,3 @@ def _place(
             )
         case _ as never:
             assert_never(never)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """All of them: packed weights count as the weights they stand for."""
-    packed = [m for m in model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
-    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)

@@ -102,6 +102,17 @@ def context_length(model: nn.Module) -> int | None:
     return int(value) if isinstance(value, int) and value > 0 else None
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Count the parameters of a model; packed weights count as the weights they stand for."""
+    packed = [m for m in model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
+    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The token that rows are padded with; what it is makes no difference, since no token sees it."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
 def saved_dtype(folder: Path) -> torch.dtype:
     """The dtype that the model's own files are in; a fully trained model is handed back in the same."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

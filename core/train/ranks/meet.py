@@ -43,7 +43,7 @@ def meet(ranks: Ranks, order: RunOrder, placement: Placement) -> dict[str, Any] 
     }
 
 
-def tell_launcher(error: Exception, seat: Seat, events: EventWriter, payload: dict[str, Any]) -> int:
+def tell_launcher(error: BaseException, seat: Seat, events: EventWriter, payload: dict[str, Any]) -> int:
     """The traceback into the log, `payload` to the launcher, which tells of the first rank that failed; the exit code.
 
     A rank that has only lost its peer waits to be ended, so that it is never mistaken for the one that died.

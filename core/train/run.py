@@ -1,0 +1,103 @@
+"""What all parts of a run share: its order, its folder, its events, the wish to stop, and its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from core.spec.axes.runtime import NoStream
+from core.spec.axes.training import NoQuantization
+from core.spec.job import JobSpec
+from core.spec.run.contract import CHECKPOINTS, RunOrder
+from core.train.base.events import EventWriter
+from core.train.entry.fencing import Stop
+from core.train.ranks.env import Seat
+from core.train.ranks.group import ALONE, Ranks
+
+
+class StopRequested(Exception):
+    """SIGTERM was seen at a place where the run can be left."""
+
+
+@dataclass
+class Run:
+    """One batch run. A context manager: leaving it closes what `close_at_end` was given, the newest first."""
+
+    order: RunOrder
+    folder: Path
+    events: EventWriter
+    stop: Stop = field(default_factory=Stop)
+    seat: Seat | None = None
+    """Rank of this process; None where the run has one rank."""
+    ranks: Ranks = ALONE
+    """All ranks of the run, once they have met (core/train/model/compute.py)."""
+    _at_end: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._at_end.close()
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.order.spec
+
+    @property
+    def model_dir(self) -> Path:
+        return Path(self.order.model_dir)
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Folder of the data root for what can be made again; None: nothing is kept."""
+        return None if self.order.cache_dir is None else Path(self.order.cache_dir)
+
+    @property
+    def caches_tokens(self) -> bool:
+        """Rows that one rank has made tokens of are there for the others."""
+        return self.cache_dir is not None and not self.spec.data.streaming
+
+    @property
+    def caches_weights(self) -> bool:
+        """Packed weights or streamed blocks that one rank has made are there for the others."""
+        plain = isinstance(self.spec.quantization, NoQuantization) and isinstance(self.spec.memory.stream, NoStream)
+        return self.cache_dir is not None and not plain
+
+    @property
+    def checkpoint_folders(self) -> list[Path]:
+        """Folders of this attempt's checkpoints and of those before it, newest attempt first."""
+        return [folder / CHECKPOINTS for folder in (self.folder, *map(Path, self.order.resume_from))]
+
+    def check_stop(self) -> None:
+        """Give a sign of life. Raises StopRequested where the run was asked to leave."""
+        self.events.alive()
+        if self.stop.requested:
+            raise StopRequested
+
+    def phase(self, name: str) -> None:
+        self.events.write("phase", phase=name)
+
+    def notice(self, code: str, message: str) -> None:
+        self.events.write("notice", code=code, message=message)
+
+    def about(self) -> dict[str, Any]:
+        """Entries of the run record."""
+        order = self.order
+        return {
+            "job_id": order.job_id,
+            "attempt": order.attempt,
+            "model": order.model_source or {"path": order.model_dir},
+            "settled": order.settled,
+            "seed": order.spec.training.seed,
+            "spec": order.spec.model_dump(mode="json"),
+        }
+
+    def close_at_end(self, close: Callable[[], None]) -> None:
+        """Call `close` when the run is left, whether it went well or not."""
+        self._at_end.callback(close)
