@@ -36,7 +36,7 @@ def _page(name: str, vendor: Literal["amd", "nvidia"]) -> str:
 
 def _table(vendor: Literal["amd", "nvidia"]) -> list[str]:
     return [
-        f"As of {wheels.READ}; sources and faults in words: [hardware.md](hardware.md#builds-of-pytorch).",
+        f"As of {wheels.READ}. [hardware.md](hardware.md#builds-of-pytorch) has the sources and describes the faults.",
         "",
         "| architecture | products | computes in | attention | PyTorch from | known faults |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""What two runs of one job may differ in: one class a box, with its reasons."""
+"""Determinism classes: how two runs of one job may differ on a box, with the reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.hardware.device_mask import Gpu
 
 @dataclass(frozen=True, slots=True)
 class DeterminismClass:
-    """A promise, and what it rests on."""
+    """A name and the promise behind it."""
 
     name: str
     meaning: str
@@ -18,18 +18,18 @@ class DeterminismClass:
 
 EXACT = DeterminismClass(
     "exact",
-    "The same job with the same versions and as many threads ends with the same weights to the bit, whether it was "
-    "stopped and gone on with, or not. Tests hold this.",
+    "The same job with the same versions and number of threads ends with bitwise the same weights, whether or not it "
+    "was stopped and resumed. This is tested.",
 )
 REPEATABLE = DeterminismClass(
     "repeatable",
-    "The same, on the same kind of card with the same driver and versions, for operations that have a deterministic "
-    "form; torch is told to take it, and warns of an operation that has none (the warning is in the job's log).",
+    "The same on the same kind of GPU with the same driver and versions, for operations with a deterministic "
+    "implementation. torch uses it, and writes a warning to the job's log for an operation without one.",
 )
 BEST_EFFORT = DeterminismClass(
     "best effort",
-    "Seeds, the order of the data and what a checkpoint holds are as exact as elsewhere; sums on the card may be "
-    "rounded otherwise from run to run or after an update, and so the weights.",
+    "Seeds, data order and checkpoints are exact. Sums on the GPU, and therefore the weights, may be rounded "
+    "differently from run to run or after an update.",
 )
 CLASSES = (EXACT, REPEATABLE, BEST_EFFORT)
 
