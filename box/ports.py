@@ -40,7 +40,7 @@ def obstacle(host: str, port: int) -> str | None:
 
 
 def listener(port: int) -> str | None:
-    """Who listens on a port, as `process 4711 (python)`; None where /proc does not tell this user."""
+    """The process that listens on a port, as `process 4711 (python)`; None where this user may not know."""
     inodes = _listening(port)
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -27,7 +27,7 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 @dataclass(slots=True)
-class Member:
+class ManagedProcess:
     """One process that is kept running. Attributes below the line belong to the supervisor."""
 
     name: str

@@ -15,7 +15,7 @@ import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.restore import Restored, restore
-from box.backup.store import Store
+from box.backup.store import BackupStore
 from core import command, private
 from core.errors import EftError
 from core.settings import Settings, read_settings
@@ -60,7 +60,7 @@ def main() -> int:
         settings = read_settings()
         done = restore(
             settings,
-            Store(given.source),
+            BackupStore(given.source),
             given.snapshot,
             notices=given.notices,
             damaged=given.damaged,

@@ -27,7 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from box import broker, member_environment, ports
 from box.instance import AlreadyRunning, Instance
-from box.process import Member
+from box.process import ManagedProcess
 from core import HOME, __version__, command, health, logfile, private
 from core.command import EXIT_CONFIG, EXIT_NOT_NOW
 from core.db import migrate
@@ -69,7 +69,7 @@ class Supervisor:
         }
         self._start_name = secrets.token_hex(8)
         """What the API that is started here says of itself."""
-        self.members: list[Member] = []
+        self.members: list[ManagedProcess] = []
         self._log_look = 0.0
         self._soon = math.inf
         self._since = 0.0
@@ -147,7 +147,7 @@ class Supervisor:
             raise GivesUp(str(error)) from error
         log = self._log_path("broker")
         self._add(
-            Member(
+            ManagedProcess(
                 "broker", broker.command(data, path, log), member_environment.of("broker", self.environment), data, log
             )
         )
@@ -164,9 +164,9 @@ class Supervisor:
             # It looks after that file itself (core/logfile.py); until it does, its output goes there all the same.
             own = {"EFT_LOG_FILE": str(path), health.START_VARIABLE: self._start_name}
             environment = member_environment.of(name, self.environment) | own
-            self._add(Member(name, [sys.executable, "-m", module], environment, HOME, path))
+            self._add(ManagedProcess(name, [sys.executable, "-m", module], environment, HOME, path))
 
-    def _add(self, member: Member) -> None:
+    def _add(self, member: ManagedProcess) -> None:
         member.inherit = (self.instance.descriptor,)
         member.start()
         self.members.append(member)
@@ -197,14 +197,14 @@ class Supervisor:
             for member in self.members:
                 self._rotate(member)
 
-    def _rotate(self, member: Member) -> None:
+    def _rotate(self, member: ManagedProcess) -> None:
         """The broker opens its log for each line it writes; API and worker do it themselves, unless they are down."""
         if member.name == "broker" or member.process is None:
             with suppress(FileNotFoundError):
                 if member.log.stat().st_size >= self.settings.log_bytes:
                     logfile.rotate(member.log, self.settings.log_files)
 
-    def _ended(self, member: Member, now: float) -> None:
+    def _ended(self, member: ManagedProcess, now: float) -> None:
         assert member.process is not None
         code = member.process.returncode
         member.process = None
@@ -284,7 +284,7 @@ class Supervisor:
                     self._end(member, grace)
         self.instance.forget()
 
-    def _end(self, member: Member, grace: float) -> None:
+    def _end(self, member: ManagedProcess, grace: float) -> None:
         member.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while not member.ended():

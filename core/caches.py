@@ -55,27 +55,27 @@ def hold(manifest: Path) -> Lease | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     manifest: Path
     bytes: int
     used: float
     """When it was last made or held."""
 
 
-def entries(cache: Path) -> list[Entry]:
+def entries(cache: Path) -> list[CacheEntry]:
     """All of them, the one not used for longest first."""
     found = []
     for pattern in ENTRIES:
         for manifest in cache.glob(pattern):
             try:
                 sizes = [path.stat().st_size for path in manifest.parent.iterdir()]
-                found.append(Entry(manifest, sum(sizes), manifest.stat().st_mtime))
+                found.append(CacheEntry(manifest, sum(sizes), manifest.stat().st_mtime))
             except FileNotFoundError:
                 continue  # just thrown away by somebody else
     return sorted(found, key=lambda entry: entry.used)
 
 
-def make_room(cache: Path, most: int) -> list[Entry]:
+def make_room(cache: Path, most: int) -> list[CacheEntry]:
     """Throw entries away until the others take at most so many bytes; which ones went. More stays where it is held."""
     _sweep(cache)
     found = entries(cache)
@@ -89,7 +89,7 @@ def make_room(cache: Path, most: int) -> list[Entry]:
     return gone
 
 
-def free(cache: Path, wanted: int) -> list[Entry]:
+def free(cache: Path, wanted: int) -> list[CacheEntry]:
     """Throw away as much as is wanted, if there is so much that nobody holds."""
     return make_room(cache, max(0, sum(entry.bytes for entry in entries(cache)) - wanted))
 

@@ -26,7 +26,7 @@ from core.storage.layout import Layout
 log = logging.getLogger("eft.worker")
 
 SLACK_BYTES = 1 << 30
-"""Of stacks and arenas that threads reserve and do not use."""
+"""Bytes of stacks and arenas that threads reserve and do not use."""
 
 
 class ModelGone(EftError):

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
-from core.storage.store import Source
+from core.storage.store import ObjectReader
 
 BLOCK = 256 << 10
 MANIFEST = "MANIFEST.jsonl"
@@ -54,7 +54,7 @@ class Archive:
             file.seek(0)
             yield from self._entry(name, size, _blocks(file, size))
 
-    def object(self, name: str, source: Source, size: int) -> Iterator[bytes]:
+    def object(self, name: str, source: ObjectReader, size: int) -> Iterator[bytes]:
         """Raises OSError where it became shorter: the archive cannot be gone on with."""
         yield from self._entry(name, size, _of(source, size, name))
 
@@ -99,7 +99,7 @@ def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
         yield block
 
 
-def _of(source: Source, size: int, name: str) -> Iterator[bytes]:
+def _of(source: ObjectReader, size: int, name: str) -> Iterator[bytes]:
     try:
         left = size
         while left:

@@ -22,7 +22,7 @@ from core.db.tables import Base, Job, Project, User
 from core.logfile import first_byte
 from core.spec.run.contract import CHECKPOINTS, LOG_FILE, UNFINISHED
 from core.storage.layout import Layout
-from core.storage.store import Changed, Folder, Store
+from core.storage.store import Folder, ObjectChanged, Store
 
 PAGE = 200
 """Jobs looked at in one transaction."""
@@ -113,7 +113,7 @@ class Exporter:
             source = self.store.open(key, size=None if grows else size, start=start, length=size - start)
         except FileNotFoundError:
             archive.missing(name, "gone")
-        except Changed:
+        except ObjectChanged:
             archive.missing(name, "not what was stored")
         except OSError as error:
             archive.missing(name, f"cannot be read: {error.strerror}")

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import Gone, RangeNotSatisfiable
-from core.storage.store import Changed, Source, Store
+from core.storage.store import ObjectChanged, ObjectReader, Store
 
 CHUNK = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
@@ -33,7 +33,7 @@ class FileReply(Response):
             "cache-control": "private, no-cache",
             "content-disposition": disposition(filename),
         }
-        self._source: Source | None = None
+        self._source: ObjectReader | None = None
         self._start, self._length = 0, size
         status = 200
         if matches(request.headers.get("if-none-match"), etag):
@@ -76,10 +76,10 @@ def disposition(filename: str) -> str:
     return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(filename, safe='')}"
 
 
-def _open(store: Store, key: str, size: int, start: int, length: int) -> Source:
+def _open(store: Store, key: str, size: int, start: int, length: int) -> ObjectReader:
     try:
         return store.open(key, size=size, start=start, length=length)
-    except Changed as error:
+    except ObjectChanged as error:
         raise Gone("the file on the data root is not the one that was stored: its size has changed") from error
     except OSError as error:
         raise Gone("the file is no longer on the data root") from error

@@ -14,7 +14,7 @@ import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
 from box.backup.create import Options, create
-from box.backup.store import BackupError, Snapshot, Store
+from box.backup.store import BackupError, BackupStore, Snapshot
 from box.present import absent
 from core import command, private
 from core.db.engine import Database
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    store = Store(given.dest)
+    store = BackupStore(given.dest)
     match given.verb:
         case "create":
             return _create(store, given)
@@ -97,7 +97,7 @@ def _run(given: argparse.Namespace) -> int:
             return 0
 
 
-def _create(store: Store, given: argparse.Namespace) -> int:
+def _create(store: BackupStore, given: argparse.Namespace) -> int:
     settings = read_settings()
     root, bucket = settings.root, settings.data if settings.is_remote else None
     if store.root.resolve().is_relative_to(root.resolve()):

@@ -24,7 +24,18 @@ from typing import IO, Any
 
 from box.backup import database as databases
 from box.backup.database import Dump
-from box.backup.store import ASIDE, DATABASE, FILES, BackupError, Changed, Kept, Snapshot, Store, opened, sha256_of
+from box.backup.store import (
+    ASIDE,
+    DATABASE,
+    FILES,
+    BackupError,
+    BackupStore,
+    FileChanged,
+    KeptFile,
+    Snapshot,
+    opened,
+    sha256_of,
+)
 from core import __version__
 from core.db import migrate
 from core.db.engine import Database
@@ -34,9 +45,9 @@ from core.storage.layout import Layout
 log = logging.getLogger("eft.backup")
 
 TRIES = 3
-"""Of a whole backup whose files were deleted meanwhile."""
+"""Attempts at a whole backup whose files were deleted meanwhile."""
 MOST_LOOKS = 1000
-"""At a folder of checkpoints that are pruned while they are looked for."""
+"""Readings of a folder of checkpoints that are pruned meanwhile."""
 EMPTY_LOOKS = 4
 """After which a folder is taken to have no checkpoint: a listing may miss one that comes while another goes."""
 EMPTY_PAUSE = 0.01
@@ -56,7 +67,7 @@ class Options:
     """Read every file again, also those whose size, time and inode are what they were, and what is kept of them."""
 
 
-def create(database: Database, layout: Layout, store: Store, options: Options) -> Snapshot:
+def create(database: Database, layout: Layout, store: BackupStore, options: Options) -> Snapshot:
     """A new snapshot, complete. Raises BackupError; then there is none, and the next one finds what was brought."""
     standing = migrate.current(database)
     if standing is None:
@@ -69,12 +80,12 @@ def create(database: Database, layout: Layout, store: Store, options: Options) -
 
 
 class _Work:
-    def __init__(self, database: Database, layout: Layout, store: Store, options: Options) -> None:
+    def __init__(self, database: Database, layout: Layout, store: BackupStore, options: Options) -> None:
         self.database, self.layout, self.store, self.options = database, layout, store, options
         self._before = self._newest()
         self._brought = self._bytes = self._files = 0
 
-    def _newest(self) -> dict[str, Kept]:
+    def _newest(self) -> dict[str, KeptFile]:
         """What the last one kept. Where that is damaged, every file is read again."""
         names = self.store.names()
         try:
@@ -158,7 +169,7 @@ class _Work:
         with ExitStack() as stack:
             try:
                 files = {path: stack.enter_context(opened(path)) for path in _files(folder)}
-            except Changed:
+            except FileChanged:
                 return False
             if not _complete(folder, files):
                 return False
@@ -177,7 +188,7 @@ class _Work:
     def _named(self, out: IO[str], path: Path, sha256: str) -> list[str]:
         try:
             kept = self._bring(path, grows=False)
-        except Changed as error:
+        except FileChanged as error:
             return [f"{self._name(path)}: {error}"]
         self._write(out, kept)
         if kept.sha256 != sha256:
@@ -187,7 +198,7 @@ class _Work:
     def _optional(self, out: IO[str], path: Path, *, grows: bool) -> None:
         try:
             self._write(out, self._bring(path, grows=grows))
-        except Changed:
+        except FileChanged:
             return  # gone, or still being written: nothing names it
 
     def _still_missing(self, missing: Iterable[str]) -> bool:
@@ -199,11 +210,11 @@ class _Work:
     def _name(self, path: Path) -> str:
         return path.relative_to(self.layout.root).as_posix()
 
-    def _bring(self, path: Path, *, grows: bool) -> Kept:
+    def _bring(self, path: Path, *, grows: bool) -> KeptFile:
         with opened(path) as file:
             return self._keep(file, path, grows=grows)
 
-    def _keep(self, file: IO[bytes], path: Path, *, grows: bool) -> Kept:
+    def _keep(self, file: IO[bytes], path: Path, *, grows: bool) -> KeptFile:
         name = self._name(path)
         before = self._before.get(name)
         if before is not None and not self.options.checksum:
@@ -217,8 +228,8 @@ class _Work:
         self._brought += took
         return kept
 
-    def _write(self, out: IO[str], kept: Kept) -> None:
-        line: dict[str, Any] = {name: getattr(kept, name) for name in Kept.__slots__}
+    def _write(self, out: IO[str], kept: KeptFile) -> None:
+        line: dict[str, Any] = {name: getattr(kept, name) for name in KeptFile.__slots__}
         out.write(json.dumps(line) + "\n")
         self._files += 1
         self._bytes += kept.bytes

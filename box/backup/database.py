@@ -38,10 +38,10 @@ ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Of one moment: what it says, and what it names on the data root."""
+    """What a database says at one moment, and what it names on the data root."""
 
     revision: str
-    """Of the schema."""
+    """Revision of the schema."""
     taken_at: float
     """That moment, by the database's clock."""
     files: dict[str, str]
@@ -144,7 +144,7 @@ def require_empty(database: Database) -> None:
 _OURS = ("schema_floor",)
 """What migrations themselves write, and what stays as they write it."""
 INSTALLATION = Installation.__tablename__
-"""Of which a migration makes the one row, too; but a restored installation is the one that it was."""
+"""A migration makes its one row, too; a restored installation keeps its own."""
 
 
 def load_sqlite(path: Path, target: Database, session: Session) -> int:

@@ -20,7 +20,7 @@ from box.backup import database as databases
 from box.backup.beside import require_quiet, take_over
 from box.backup.database import SQLITE
 from box.backup.settle import RESTORED, Notices, Settled, settle
-from box.backup.store import BLOCK, DATABASE, BackupError, Kept, Snapshot, Store, sha256_of
+from box.backup.store import BLOCK, DATABASE, BackupError, BackupStore, KeptFile, Snapshot, sha256_of
 from box.instance import AlreadyRunning, Instance
 from core import private
 from core.db import migrate
@@ -47,7 +47,7 @@ class Restored:
 
 def restore(
     settings: Settings,
-    store: Store,
+    store: BackupStore,
     name: str | None = None,
     *,
     notices: Notices = "hold",
@@ -110,7 +110,7 @@ def _begin(root: Path, snapshot: Snapshot) -> None:
     write_private(mark, json.dumps({"snapshot": snapshot.name}).encode())
 
 
-def _beside_bucket(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
+def _beside_bucket(settings: Settings, store: BackupStore, snapshot: Snapshot, notices: Notices) -> Settled:
     """The database alone; then the bucket is taken over (box/backup/beside.py)."""
     bucket = open_store(settings)
     require_quiet(bucket, settings)
@@ -148,7 +148,9 @@ def _begun(settings: Settings, snapshot: Snapshot) -> Settled | None:
 # -- files
 
 
-def _files(layout: Layout, store: Store, snapshot: Snapshot, damaged: bool, tell: Callable[[str], None]) -> list[str]:
+def _files(
+    layout: Layout, store: BackupStore, snapshot: Snapshot, damaged: bool, tell: Callable[[str], None]
+) -> list[str]:
     for folder in (layout.files, layout.uploads, layout.models, layout.cache, layout.runs):
         folder.mkdir(mode=0o700, exist_ok=True)
     for left in layout.root.glob(f"{ASIDE}*"):
@@ -172,7 +174,7 @@ def _files(layout: Layout, store: Store, snapshot: Snapshot, damaged: bool, tell
     return left_out
 
 
-def _there(target: Path, kept: Kept) -> bool:
+def _there(target: Path, kept: KeptFile) -> bool:
     """From an earlier try."""
     try:
         seen = target.lstat()
@@ -181,7 +183,7 @@ def _there(target: Path, kept: Kept) -> bool:
     return (seen.st_size, seen.st_mtime_ns) == (kept.bytes, kept.mtime_ns) and sha256_of(target) == kept.sha256
 
 
-def _put(source: Path, target: Path, root: Path, kept: Kept) -> str | None:
+def _put(source: Path, target: Path, root: Path, kept: KeptFile) -> str | None:
     """Copied, and its sum looked at on the way; what is wrong with it, or None. Never a link: a log goes on growing."""
     aside = root / f"{ASIDE}{os.getpid()}"
     digest = hashlib.sha256()
@@ -235,7 +237,7 @@ def _told(database: Database) -> tuple[str, Settled] | None:
     return None if row is None else (row.target, Settled(list(row.data["handed_back"]), int(row.data["notices_held"])))
 
 
-def _database(settings: Settings, store: Store, snapshot: Snapshot, notices: Notices) -> Settled:
+def _database(settings: Settings, store: BackupStore, snapshot: Snapshot, notices: Notices) -> Settled:
     folder = store.folder(snapshot) / DATABASE
     database = Database(settings.sqlalchemy_url)
     try:

@@ -50,12 +50,12 @@ class BackupError(EftError):
     code = "backup"
 
 
-class Changed(Exception):
+class FileChanged(Exception):
     """A file was not the same at the end of reading it as at the beginning, or is gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptFile:
     """One file of the data root as a snapshot has it."""
 
     path: str
@@ -78,9 +78,9 @@ class Snapshot:
 
     name: str
     version: str
-    """Of eft, when it was made."""
+    """Version of eft that made it."""
     revision: str
-    """Of the database's schema."""
+    """Revision of the database's schema."""
     database: str
     """sqlite or postgresql."""
     taken_at: float
@@ -100,7 +100,7 @@ class Snapshot:
     format: int = FORMAT
 
 
-class Store:
+class BackupStore:
     """Raises BackupError where the folder is something else, or another backup is being made in it."""
 
     def __init__(self, root: Path) -> None:
@@ -120,7 +120,7 @@ class Store:
         write_private(self.root / MARK, json.dumps({"format": FORMAT}).encode())
 
     def _begun(self, path: Path) -> bool:
-        """Of a first backup that was killed before the folder had its mark."""
+        """Whether it is from a first backup that was killed before the folder had its mark."""
         empty = path in (self.objects, self.snapshots) and not any(path.iterdir())
         return empty or path.name.startswith(f".{MARK}.")
 
@@ -165,10 +165,10 @@ class Store:
 
     def bring(
         self, file: IO[bytes], source: Path, name: str, *, grows: bool, link: bool, doubt: bool = False
-    ) -> tuple[Kept, int]:
+    ) -> tuple[KeptFile, int]:
         """Keep the content of an open file, that of `source`, under `name`; with how many bytes that took. `grows`: a
         log, of which what is there now is kept. `doubt`: what is here already is read, too, and replaced where it is
-        damaged. Raises Changed for any other file that changed while it was read."""
+        damaged. Raises FileChanged for any other file that changed while it was read."""
         before = os.fstat(file.fileno())
         start = first_byte(file.fileno(), before.st_size) if grows else 0
         size = before.st_size - start
@@ -178,9 +178,9 @@ class Store:
         )
         after = os.fstat(file.fileno())
         if not grows and (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise Changed(f"{name}: changed while it was read")
+            raise FileChanged(f"{name}: changed while it was read")
         mode = stat.S_IMODE(before.st_mode)
-        return Kept(name, size, sha256, mode, before.st_mtime_ns, before.st_ino), took
+        return KeptFile(name, size, sha256, mode, before.st_mtime_ns, before.st_ino), took
 
     def _copied(self, file: IO[bytes], start: int, size: int, doubt: bool) -> tuple[str, int]:
         aside = self.objects / f"{ASIDE}{os.getpid()}"
@@ -192,7 +192,7 @@ class Store:
             while left:
                 block = file.read(min(BLOCK, left))
                 if not block:
-                    raise Changed("it became shorter while it was read")
+                    raise FileChanged("it became shorter while it was read")
                 digest.update(block)
                 copy.write(block)
                 left -= len(block)
@@ -215,7 +215,7 @@ class Store:
             return self._copied(file, 0, size, doubt)
         if aside.stat().st_ino != os.fstat(file.fileno()).st_ino:
             aside.unlink()
-            raise Changed("another file took its name while it was read")
+            raise FileChanged("another file took its name while it was read")
         self._place(aside, sha256, size)
         return sha256, 0
 
@@ -229,7 +229,7 @@ class Store:
     # -- snapshots
 
     def names(self) -> list[str]:
-        """Of complete snapshots, oldest first."""
+        """Names of the complete snapshots, oldest first."""
         if not self.snapshots.is_dir():
             return []
         return sorted(path.name for path in self.snapshots.iterdir() if _NAME.fullmatch(path.name))
@@ -260,14 +260,14 @@ class Store:
     def folder(self, snapshot: Snapshot) -> Path:
         return self.snapshots / snapshot.name
 
-    def kept(self, snapshot: Snapshot) -> Iterator[Kept]:
+    def kept(self, snapshot: Snapshot) -> Iterator[KeptFile]:
         """What it names. Raises BackupError where the list of it is not the one that was written."""
         path = self.folder(snapshot) / FILES
         if sha256_of(path) != snapshot.sums.get(FILES):
             raise BackupError(f"the snapshot {snapshot.name} is damaged: its {FILES} is not the one that was written")
         with path.open(encoding="utf-8") as lines:
             for line in lines:
-                yield Kept(**json.loads(line))
+                yield KeptFile(**json.loads(line))
 
     def finish(self, aside: Path, snapshot: Snapshot) -> None:
         """Everything it names is on the disk: let it appear."""
@@ -310,14 +310,14 @@ class Store:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """A plain file, which is read to its end whatever becomes of its name. Raises Changed when there is none."""
+    """A plain file, which is read to its end whatever becomes of its name. Raises FileChanged when there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise Changed(f"{error.strerror}") from error
+        raise FileChanged(f"{error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Changed("not a plain file")
+        raise FileChanged("not a plain file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -14,7 +14,7 @@ from core.hardware import installed, selftest
 from core.hardware.discover import Box, Gpu, HardwareError, discover
 from core.hardware.selftest import Verdict
 from core.hardware.sources import kfd, nvidia, rocm
-from core.hardware.sources.kfd import Usage
+from core.hardware.sources.kfd import ProcessUsage
 from core.hardware.tables import determinism, faults, wheels
 from core.hardware.tables.arch import lookup, precision
 from core.settings import Settings
@@ -55,7 +55,9 @@ def look(report: Report, settings: Settings, environ: Mapping[str, str], seconds
     report.determinism = {"class": kind.name, "meaning": kind.meaning, "reasons": reasons}
 
 
-def _gpu(report: Report, gpu: Gpu, environ: Mapping[str, str], usage: Usage, verdict: Verdict | None) -> dict[str, Any]:
+def _gpu(
+    report: Report, gpu: Gpu, environ: Mapping[str, str], usage: ProcessUsage, verdict: Verdict | None
+) -> dict[str, Any]:
     """Its findings, and its row of the JSON form."""
     row, build = lookup(gpu.arch), wheels.lookup(gpu.arch)
     routed = faults.route(environ, gpu.arch)
@@ -111,13 +113,15 @@ def _gpu(report: Report, gpu: Gpu, environ: Mapping[str, str], usage: Usage, ver
 # --- use, now ------------------------------------------------------------------------------------------------
 
 
-def _usage(report: Report, box: Box, sysfs: Path, environ: Mapping[str, str], seconds: float) -> dict[str, Usage]:
+def _usage(
+    report: Report, box: Box, sysfs: Path, environ: Mapping[str, str], seconds: float
+) -> dict[str, ProcessUsage]:
     """By UUID; of the kernel's files for AMD where it can be, else of the drivers' programs."""
-    result = {gpu.uuid: Usage() for gpu in box.gpus}
+    result = {gpu.uuid: ProcessUsage() for gpu in box.gpus}
     unseen = []
     for gpu in (gpu for gpu in box.gpus if gpu.vendor == "amd"):
         used, processes = kfd.used_bytes(gpu, sysfs), kfd.processes(gpu, sysfs)
-        result[gpu.uuid] = Usage(used, processes or {})
+        result[gpu.uuid] = ProcessUsage(used, processes or {})
         if used is None and processes is None:
             unseen.append(gpu)
     if unseen:
@@ -133,7 +137,7 @@ def _usage(report: Report, box: Box, sysfs: Path, environ: Mapping[str, str], se
     return result
 
 
-def _in_use(report: Report, what: str, gpu: Gpu, usage: Usage, processes: list[dict[str, Any]]) -> None:
+def _in_use(report: Report, what: str, gpu: Gpu, usage: ProcessUsage, processes: list[dict[str, Any]]) -> None:
     used = usage.used_bytes or 0
     if not processes and (not gpu.memory_bytes or used <= FULL * gpu.memory_bytes):
         return

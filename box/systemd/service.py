@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from box.systemd import units
-from box.systemd.units import Part, Plan
+from box.systemd.units import UnitPart, UnitPlan
 from core import HOME, command
 from core.settings import Settings
 
@@ -34,12 +34,12 @@ GPU_GROUPS = ("render", "video")
 """Taken where there is no GPU's file yet: the driver may come later."""
 
 
-class Refused(Exception):
+class ServiceRefused(Exception):
     """It cannot be done; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class InstallTarget:
     """Where it is written: this machine, or a folder that becomes one."""
 
     root: Path
@@ -66,27 +66,27 @@ class Target:
         print(f"{place}: written")
 
     def run(self, *words: str) -> None:
-        """A command that has to succeed; raises Refused with what it said."""
+        """A command that has to succeed; raises ServiceRefused with what it said."""
         if not self.here:
             if self.dry:
                 print(f"$ {' '.join(words)}")
             return
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Refused(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout).strip()}")
+            raise ServiceRefused(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout).strip()}")
 
 
 # --- install ---------------------------------------------------------------------------------------------
 
 
-def install(target: Target, parts: Sequence[Part], user: str, data: Path, start: bool) -> None:
-    """Raises Refused."""
+def install(target: InstallTarget, parts: Sequence[UnitPart], user: str, data: Path, start: bool) -> None:
+    """Raises ServiceRefused."""
     if target.here:
         _able(parts, user)
     grace = stop_grace(target.at(CONFIG / "eft.env"))
     group = group_of(target, user)
     _one_root(target.at(CONFIG / "eft.env"), data)
-    plan = Plan(
+    plan = UnitPlan(
         home=HOME,
         python=Path(sys.executable),
         data=data,
@@ -115,25 +115,25 @@ def install(target: Target, parts: Sequence[Part], user: str, data: Path, start:
         _say_next(parts, data, start)
 
 
-def _able(parts: Sequence[Part], user: str) -> None:
+def _able(parts: Sequence[UnitPart], user: str) -> None:
     if os.geteuid() != 0:
-        raise Refused("units are written as root: sudo, or --dry-run, or --root DIR")
+        raise ServiceRefused("units are written as root: sudo, or --dry-run, or --root DIR")
     if not RUNNING_SYSTEMD.is_dir():
-        raise Refused(
+        raise ServiceRefused(
             "systemd does not run this machine; `eft up` needs no service manager, --root DIR writes the units"
         )
     if user == "root":
-        raise Refused("--user root: trainers run what data and models make them run; give it a user of its own")
-    others: tuple[Part, ...] = ("api", "worker") if "all" in parts else ("all",)
+        raise ServiceRefused("--user root: trainers run what data and models make them run; give it a user of its own")
+    others: tuple[UnitPart, ...] = ("api", "worker") if "all" in parts else ("all",)
     there = [units.name(part) for part in others if (UNITS / units.name(part)).exists()]
     if there:
-        raise Refused(
+        raise ServiceRefused(
             f"{', '.join(there)} is installed, and would serve this box as well: `eft service uninstall` first"
         )
     for path in (HOME, Path(sys.executable)):
         closed = closed_to_others(path)
         if closed is not None:
-            raise Refused(
+            raise ServiceRefused(
                 f"user {user} could not enter {closed}, and {path} is below it: keep the checkout and its .venv where "
                 "everybody may read (e.g. /opt/eft), and install from there"
             )
@@ -149,7 +149,7 @@ def closed_to_others(path: Path) -> Path | None:
     return None
 
 
-def group_of(target: Target, user: str) -> str | None:
+def group_of(target: InstallTarget, user: str) -> str | None:
     """The primary group of a user: its name, or its number where it has none; None: there is no such user yet, and it
     will have a group of its own name. Users of this machine may come from a directory, those of a folder lie in it."""
     numbers, names = {}, {}
@@ -169,11 +169,11 @@ def _database(path: Path, fields: int) -> list[list[str]]:
     return [parts for line in lines if len(parts := line.split(":")) >= fields]
 
 
-def _make_user(target: Target, user: str, data: Path, *, new: bool) -> None:
+def _make_user(target: InstallTarget, user: str, data: Path, *, new: bool) -> None:
     if new:
         with suppress(KeyError):
             grp.getgrnam(user)
-            raise Refused(
+            raise ServiceRefused(
                 f"there is a group {user} but no such user: make the user (useradd --gid {user} {user}) first"
             )
         words = ("useradd", "--system", "--user-group", "--home-dir", str(data), "--shell", "/usr/sbin/nologin", user)
@@ -194,21 +194,21 @@ def gpu_groups(dev: Path, group_file: Path) -> tuple[str, ...]:
 
 
 def stop_grace(env_file: Path) -> float:
-    """EFT_STOP_GRACE_SECONDS as the service will see it, seconds. Raises Refused where it is no number."""
+    """EFT_STOP_GRACE_SECONDS as the service will see it, seconds. Raises ServiceRefused where it is no number."""
     default = float(Settings.model_fields["stop_grace_seconds"].default)
     text = dict(variables(env_file)).get("EFT_STOP_GRACE_SECONDS") if env_file.exists() else None
     try:
         return default if text is None else float(text)
     except ValueError:
-        raise Refused(f"{env_file}: EFT_STOP_GRACE_SECONDS={text} is no number of seconds") from None
+        raise ServiceRefused(f"{env_file}: EFT_STOP_GRACE_SECONDS={text} is no number of seconds") from None
 
 
 def _one_root(env_file: Path, data: Path) -> None:
-    """Raises Refused where EFT_DATA names another folder of this box than --data: it would count, and the unit is only
-    let into the latter. An object store's own folder on this box is that of --data."""
+    """Raises ServiceRefused where EFT_DATA names another folder of this box than --data: EFT_DATA would count, and the
+    unit may only enter --data. An object store's own folder on this box is that of --data."""
     text = dict(variables(env_file)).get("EFT_DATA", "") if env_file.exists() else ""
     if text and not text.startswith("s3://") and Path(text) != data:
-        raise Refused(
+        raise ServiceRefused(
             f"{env_file}: EFT_DATA={text}, but --data is {data}: the service would work in the one, and may write into "
             f"the other only; take EFT_DATA out of that file, or say --data {text}"
         )
@@ -222,7 +222,7 @@ def variables(env_file: Path) -> Iterator[tuple[str, str]]:
             yield name.strip(), value.strip().strip("'\"")
 
 
-def _say_next(parts: Sequence[Part], data: Path, start: bool) -> None:
+def _say_next(parts: Sequence[UnitPart], data: Path, start: bool) -> None:
     names = " ".join(units.name(part) for part in parts)
     print(f"{'started' if start else 'not started'}: {names}")
     print(f"  settings   {CONFIG / 'eft.env'}, then: systemctl restart {names}")
@@ -259,13 +259,13 @@ def run_command(
     return [*words, sys.executable, "-m", module, *arguments]
 
 
-def run(target: Target, module: str, arguments: Sequence[str]) -> int:
-    """Its exit status. Raises Refused."""
+def run(target: InstallTarget, module: str, arguments: Sequence[str]) -> int:
+    """Its exit status. Raises ServiceRefused."""
     parts = installed(target)
     if not parts:
-        raise Refused("nothing is installed: `eft service install` first")
+        raise ServiceRefused("nothing is installed: `eft service install` first")
     if target.here and os.geteuid() != 0:
-        raise Refused("only root may become the service's user and read its secrets: sudo")
+        raise ServiceRefused("only root may become the service's user and read its secrets: sudo")
     unit = target.at(UNITS / units.name(parts[0])).read_text(encoding="utf-8")
     credentials = [name for name in units.CREDENTIALS if target.at(CONFIG / "credentials" / name).exists()]
     command = run_command(unit, credentials, module, arguments, sys.stdin.isatty() and sys.stdout.isatty())
@@ -278,14 +278,14 @@ def run(target: Target, module: str, arguments: Sequence[str]) -> int:
 # --- uninstall, status -----------------------------------------------------------------------------------
 
 
-def installed(target: Target) -> list[Part]:
+def installed(target: InstallTarget) -> list[UnitPart]:
     return [part for part in units.PARTS if target.at(UNITS / units.name(part)).exists()]
 
 
-def uninstall(target: Target) -> None:
-    """Stop and remove the units. Data, settings and the user stay. Raises Refused."""
+def uninstall(target: InstallTarget) -> None:
+    """Stop and remove the units. Data, settings and the user stay. Raises ServiceRefused."""
     if target.here and os.geteuid() != 0:
-        raise Refused("units are removed as root: sudo, or --dry-run")
+        raise ServiceRefused("units are removed as root: sudo, or --dry-run")
     parts = installed(target)
     if not parts:
         print("nothing is installed")
@@ -304,7 +304,7 @@ def uninstall(target: Target) -> None:
 SHOWN = ("ActiveState", "SubState", "UnitFileState", "MainPID", "NRestarts", "TimeoutStopUSec")
 
 
-def status(target: Target) -> int:
+def status(target: InstallTarget) -> int:
     """What is installed and how it is. Exit status 0: all of it is active; 3 otherwise, as systemctl has it."""
     parts = installed(target)
     if not parts:
@@ -343,7 +343,7 @@ def _show(name: str) -> dict[str, str]:
         check=False,
     )
     if done.returncode:
-        raise Refused(f"systemctl does not answer: {done.stderr.strip()}")
+        raise ServiceRefused(f"systemctl does not answer: {done.stderr.strip()}")
     return dict(line.partition("=")[::2] for line in done.stdout.splitlines())
 
 
@@ -386,24 +386,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parts(given: list[str]) -> list[Part]:
-    chosen: list[Part] = [part for part in units.PARTS if part in (given or ["all"])]
+def _parts(given: list[str]) -> list[UnitPart]:
+    chosen: list[UnitPart] = [part for part in units.PARTS if part in (given or ["all"])]
     unknown = sorted(set(given) - set(units.PARTS))
     if unknown:
-        raise Refused(f"unknown part {', '.join(unknown)}: all, api or worker")
+        raise ServiceRefused(f"unknown part {', '.join(unknown)}: all, api or worker")
     if "all" in chosen and len(chosen) > 1:
-        raise Refused("all is API and worker in one: give it alone")
+        raise ServiceRefused("all is API and worker in one: give it alone")
     return chosen
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
-    target = Target(asked.root.absolute(), asked.dry_run)
+    target = InstallTarget(asked.root.absolute(), asked.dry_run)
     try:
         match asked.command:
             case "install":
                 if not asked.data.is_absolute():
-                    raise Refused(f"--data {asked.data}: an absolute path is needed")
+                    raise ServiceRefused(f"--data {asked.data}: an absolute path is needed")
                 install(target, _parts(asked.parts), asked.user, asked.data, not asked.no_start)
             case "uninstall":
                 uninstall(target)
@@ -411,7 +411,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return status(target)
             case "run":
                 return run(target, asked.module, asked.arguments)
-    except (Refused, OSError) as error:
+    except (ServiceRefused, OSError) as error:
         print(f"eft service: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,6 +1,6 @@
 """systemd units of this installation, as text: the whole service, or the API and a worker apart.
 
-Pure: what they say follows from a `Plan`. Directives are those of systemd.exec(5), systemd.service(5) and
+Pure: what they say follows from a `UnitPlan`. Directives are those of systemd.exec(5), systemd.service(5) and
 systemd.resource-control(5), version 249 (Ubuntu 22.04) or newer.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, assert_never, get_args
 
-Part = Literal["all", "api", "worker"]
-PARTS: tuple[Part, ...] = get_args(Part)
+UnitPart = Literal["all", "api", "worker"]
+PARTS: tuple[UnitPart, ...] = get_args(UnitPart)
 STATE = Path("/var/lib")
 """What StateDirectory= is below."""
 CREDENTIALS = ("database_password", "broker_password", "s3_secret_access_key")
@@ -25,7 +25,7 @@ SPARE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class UnitPlan:
     """What is installed, where, and for whom."""
 
     home: Path
@@ -42,16 +42,16 @@ class Plan:
     groups: tuple[str, ...] = ()
     """Those that may use the GPUs' device files, by name or number."""
     credentials: tuple[str, ...] = ()
-    """Of CREDENTIALS, those whose files are there."""
+    """Those of CREDENTIALS whose files exist."""
     after: tuple[str, ...] = field(default=("postgresql.service", "redis-server.service", "valkey-server.service"))
     """Units that start first if they are on this box."""
 
 
-def name(part: Part) -> str:
+def name(part: UnitPart) -> str:
     return "eft.service" if part == "all" else f"eft-{part}.service"
 
 
-def stop_seconds(part: Part, grace: float) -> float:
+def stop_seconds(part: UnitPart, grace: float) -> float:
     """What an orderly end may take: systemd kills everything when it is over."""
     match part:
         case "all":
@@ -64,7 +64,7 @@ def stop_seconds(part: Part, grace: float) -> float:
             assert_never(part)
 
 
-def render(part: Part, plan: Plan) -> str:
+def render(part: UnitPart, plan: UnitPlan) -> str:
     """The unit file."""
     sections = {"Unit": _unit(part, plan), "Service": _service(part, plan), "Install": _install()}
     blocks = ["\n".join([f"[{title}]", *lines]) for title, lines in sections.items()]
@@ -73,7 +73,7 @@ def render(part: Part, plan: Plan) -> str:
     )
 
 
-def _unit(part: Part, plan: Plan) -> Iterator[str]:
+def _unit(part: UnitPart, plan: UnitPlan) -> Iterator[str]:
     what = {"all": "API, broker and worker of this box", "api": "API", "worker": "worker of this box"}[part]
     yield f"Description=eft, the fine-tuning service: {what}"
     yield f"Documentation=file:{_escaped(plan.home / 'README.md')}"
@@ -84,7 +84,7 @@ def _unit(part: Part, plan: Plan) -> Iterator[str]:
     yield "StartLimitIntervalSec=0"
 
 
-def _service(part: Part, plan: Plan) -> Iterator[str]:
+def _service(part: UnitPart, plan: UnitPlan) -> Iterator[str]:
     yield "Type=exec"
     yield f"User={plan.user}"
     yield f"Group={plan.group}"
@@ -122,8 +122,8 @@ def _service(part: Part, plan: Plan) -> Iterator[str]:
     yield from _hardening(plan)
 
 
-def _devices(part: Part, plan: Plan) -> Iterator[str]:
-    """Who may use GPUs gets them, and nobody any other device."""
+def _devices(part: UnitPart, plan: UnitPlan) -> Iterator[str]:
+    """Device rules: a part that may use GPUs sees these, and no part sees any other device."""
     if part == "api":
         yield "PrivateDevices=yes"
         return
@@ -140,7 +140,7 @@ def _devices(part: Part, plan: Plan) -> Iterator[str]:
         yield f"SupplementaryGroups={' '.join(plan.groups)}"
 
 
-def _hardening(plan: Plan) -> Iterator[str]:
+def _hardening(plan: UnitPlan) -> Iterator[str]:
     yield "NoNewPrivileges=yes"
     yield "CapabilityBoundingSet="
     yield "ProtectSystem=strict"

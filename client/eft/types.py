@@ -221,7 +221,7 @@ class Node:
 class LogChunk:
     text: str
     attempt: int
-    """Whose log it is; 0 before the first."""
+    """Attempt that wrote this log; 0 before the first."""
     offset: int
     """Where the next chunk begins: pass it to `logs(offset=…)`."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from core.hardware.device_mask import ALL, CUDA, HIP, OCL, ROCR, Excluded, Gpu, HardwareError, unmasked, visible_env
 from core.hardware.sources import access, kfd, nvidia, pci, rocm, tools
-from core.hardware.sources.kfd import Found
+from core.hardware.sources.kfd import FoundGpus
 from core.hardware.tables import faults
 from core.hardware.tables.arch import lookup
 
@@ -40,7 +40,7 @@ class Box:
     excluded: list[Excluded] = field(default_factory=list)
     """What was left out; `notes` has their words."""
     lost: list[str] = field(default_factory=list)
-    """Of `notes`: what keeps from us a GPU that is there."""
+    """Those of `notes` that say why a GPU of this box cannot be used."""
 
 
 def discover(
@@ -97,7 +97,7 @@ def discover(
     return Box(chosen, notes + [one.words for one in excluded], excluded, lost)
 
 
-def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str], seconds: float) -> Found:
+def _amd(sysfs: Path, dev: Path, environ: Mapping[str, str], seconds: float) -> FoundGpus:
     found = kfd.look(sysfs, dev, environ)
     if found is not None and not (found.gpus or found.excluded or found.notes):
         return found  # the kernel knows AMD's driver and no AMD card

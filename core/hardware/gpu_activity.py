@@ -19,12 +19,12 @@ from core.hardware.sources import kfd, nvidia, rocm
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Of one GPU. None: nobody says."""
+    """Activity of one GPU. None: unknown."""
 
     busy_percent: int | None = None
     """Time in which something ran on it, 0 to 100, over the driver's own window (a second or less)."""
     used_bytes: int | None = None
-    """Of its own memory, by anybody."""
+    """Bytes of its memory in use, by any process."""
 
 
 NOTHING = Live()

@@ -9,8 +9,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def box_bytes(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
-    """Of the machine, or what the control groups of this process allow, whichever is less; None where neither can be
-    read (proc_meminfo(5), MemTotal; Linux' cgroup-v2.rst, memory.max of the group and of those above it)."""
+    """Memory of the machine or of the control groups of this process, whichever is less, bytes; None where neither can
+    be read (proc_meminfo(5), MemTotal; Linux' cgroup-v2.rst, memory.max of the group and of those above it)."""
     found = [value for value in (_machine(proc), _groups(proc, cgroup)) if value is not None]
     return min(found, default=None)
 

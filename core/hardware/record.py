@@ -17,12 +17,12 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from core.hardware.recording import Device, Recording
+from core.hardware.recording import DeviceFile, Recording
 from core.hardware.sources import nvidia, pci, rocm, tools
 from core.hardware.sources.kfd import NODES
 
 PCI = f"sys/{pci.DEVICES}/*/uevent"
-"""Of cards that compute or show; what else is plugged in is nobody's business."""
+"""PCI devices that compute or display; other devices are not recorded."""
 FILES = (
     PCI.removeprefix("sys/"),
     f"{NODES}/*/gpu_id",
@@ -87,7 +87,9 @@ def record(
         for path in _sorted((root / "dev").glob(pattern)):
             found = path.stat()
             usable = os.access(path, os.R_OK | os.W_OK, effective_ids=True)
-            recording.devices[str(path.relative_to(root))] = Device(stat.S_IMODE(found.st_mode), found.st_gid, usable)
+            recording.devices[str(path.relative_to(root))] = DeviceFile(
+                stat.S_IMODE(found.st_mode), found.st_gid, usable
+            )
     for program, commands in PROGRAMS:
         found_at = tools.find(program, environ, root)
         for arguments in commands if found_at is not None else ():
@@ -145,7 +147,7 @@ class Anonymiser:
         return f"{d[:8]}-{d[8:12]}-{d[12:16]}-{d[16:20]}-{d[20:32]}"
 
     def _serial(self, value: str) -> str:
-        """Of a form that the rules above do not know."""
+        """Mask a serial number of a form that no rule above knows."""
         known = value in ("N/A", "0x0") or LONG_HEX.fullmatch(value) or UUID.fullmatch(value)
         return value if known else self._digest(value)[:12]
 

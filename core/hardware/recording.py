@@ -33,7 +33,7 @@ class RecordingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceFile:
     """A device file."""
 
     mode: int
@@ -50,7 +50,7 @@ class Recording:
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
-    devices: dict[str, Device] = field(default_factory=dict)
+    devices: dict[str, DeviceFile] = field(default_factory=dict)
     tools: dict[tuple[str, ...], tuple[int | None, str]] = field(default_factory=dict)
     """(exit status, output) by name and arguments; status None: it was killed."""
     expect: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def parse(text: str) -> Recording:
             case ["unreadable", path]:
                 recording.unreadable.append(path)
             case ["device", path, mode, group, "open" | "shut" as access]:
-                recording.devices[path] = Device(int(mode, 8), int(group), access == "open")
+                recording.devices[path] = DeviceFile(int(mode, 8), int(group), access == "open")
             case ["tool", status, *command] if command:
                 recording.tools[tuple(command)] = (None if status == "killed" else int(status), body)
             case ["expect"]:

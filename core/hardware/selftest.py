@@ -94,7 +94,7 @@ class Choice:
     """What speaks against products in 8-bit floats."""
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = NO_LIMITS
-    """Of matrix products, beside those of the table of known faults."""
+    """Limits on matrix products, beside those of the table of known faults."""
     refused: str | None = None
     """In words: why nothing may run on this device."""
     told: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.settings import Settings
-from core.storage.store import Changed, Entry, Incoming, Source, Store, StoreAway
+from core.storage.store import Incoming, ObjectChanged, ObjectReader, Store, StoreAway, StoredObject
 
 PART = 16 << 20
 """Bytes of one part of a large object, at least; S3 takes 10 000 of them, each of 5 MiB or more."""
@@ -104,18 +104,18 @@ class Bucket(Store):
 
     # -- large ones
 
-    def open(self, key: str, *, size: int | None, start: int, length: int) -> Source:
+    def open(self, key: str, *, size: int | None, start: int, length: int) -> ObjectReader:
         if size is not None and (found := self.size(key)) != size:
             if found is None:
                 raise FileNotFoundError(key)
-            raise Changed(f"{key} is not what was stored: its size has changed")
+            raise ObjectChanged(f"{key} is not what was stored: its size has changed")
         if length <= 0:
             return _Nothing()
         try:
             with self._words(key, passing=("InvalidRange", "416")):
                 body = self._ask("get_object", key, Range=f"bytes={start}-{start + length - 1}")["Body"]
         except _Passed as error:
-            raise Changed(f"{key} is not what was stored: it is shorter") from error
+            raise ObjectChanged(f"{key} is not what was stored: it is shorter") from error
         return _Body(self, key, body)
 
     def incoming(self, key: str, part: Path) -> Incoming:
@@ -143,7 +143,7 @@ class Bucket(Store):
             raise
 
     def get_file(self, key: str, path: Path, size: int) -> str:
-        """Into a new local file, which is on the disk then; its SHA-256. Raises FileNotFoundError, Changed."""
+        """Into a new local file, which is on the disk then; its SHA-256. Raises FileNotFoundError, ObjectChanged."""
         step = 4 * PART
         with path.open("xb") as file:
             os.truncate(file.fileno(), size)
@@ -158,7 +158,7 @@ class Bucket(Store):
                 finally:
                     source.close()
                 if at != min(start + step, size):
-                    raise Changed(f"{key} has not the size that it should have")
+                    raise ObjectChanged(f"{key} has not the size that it should have")
 
             _side_by_side(fetch, range(0, size, step))
             os.fsync(file.fileno())
@@ -167,14 +167,16 @@ class Bucket(Store):
 
     # -- many
 
-    def tree(self, prefix: str) -> Iterator[Entry]:
+    def tree(self, prefix: str) -> Iterator[StoredObject]:
         whole = self._prefix + (f"{prefix}/" if prefix else "")
         token: dict[str, str] = {}
         while True:
             with self._words(prefix):
                 page = self._s3.list_objects_v2(Bucket=self._bucket, Prefix=whole, **token)
             for one in page.get("Contents", ()):
-                yield Entry(one["Key"].removeprefix(self._prefix), int(one["Size"]), one["LastModified"].timestamp())
+                yield StoredObject(
+                    one["Key"].removeprefix(self._prefix), int(one["Size"]), one["LastModified"].timestamp()
+                )
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
@@ -273,7 +275,7 @@ class _GivenUp(Exception):
     """After an error beside it."""
 
 
-class _Nothing(Source):
+class _Nothing(ObjectReader):
     def read(self, size: int) -> bytes:
         return b""
 
@@ -281,7 +283,7 @@ class _Nothing(Source):
         return None
 
 
-class _Body(Source):
+class _Body(ObjectReader):
     def __init__(self, bucket: Bucket, key: str, body: Any) -> None:
         self._bucket, self._key, self._body = bucket, key, body
 

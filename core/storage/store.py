@@ -35,12 +35,12 @@ class StoreAway(EftError):
     status = 503
 
 
-class Changed(OSError):
+class ObjectChanged(OSError):
     """There is something else under that key than was stored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredObject:
     """Something that lies under a key."""
 
     key: str
@@ -49,7 +49,7 @@ class Entry:
     """Seconds since 1970, by the store's clock."""
 
 
-class Source(ABC):
+class ObjectReader(ABC):
     """Bytes of one object, from where it was opened on."""
 
     @abstractmethod
@@ -102,15 +102,15 @@ class Store(ABC):
         """Bytes; None: there is no such object."""
 
     @abstractmethod
-    def open(self, key: str, *, size: int | None, start: int, length: int) -> Source:
-        """Read `length` bytes from `start` on. Raises FileNotFoundError, or Changed where it is not of that size."""
+    def open(self, key: str, *, size: int | None, start: int, length: int) -> ObjectReader:
+        """Read `length` bytes from `start` on. Raises FileNotFoundError, or ObjectChanged for another size."""
 
     @abstractmethod
     def incoming(self, key: str, part: Path) -> Incoming:
         """An object that is written to the local file `part` meanwhile, which is gone afterwards."""
 
     @abstractmethod
-    def tree(self, prefix: str) -> Iterator[Entry]:
+    def tree(self, prefix: str) -> Iterator[StoredObject]:
         """All objects below `prefix` (no `/` at its end), in no order."""
 
     @abstractmethod
@@ -164,23 +164,23 @@ class Folder(Store):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def open(self, key: str, *, size: int | None, start: int, length: int) -> Source:
+    def open(self, key: str, *, size: int | None, start: int, length: int) -> ObjectReader:
         try:  # a pipe in that place would be waited for without the last flag
             descriptor = os.open(self.root / key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise Changed(f"{key} is not what was stored: it is a link") from error
+            raise ObjectChanged(f"{key} is not what was stored: it is a link") from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or size not in (None, found.st_size):
             os.close(descriptor)
-            raise Changed(f"{key} is not what was stored: its size has changed")
+            raise ObjectChanged(f"{key} is not what was stored: its size has changed")
         return _Descriptor(descriptor, start, length)
 
     def incoming(self, key: str, part: Path) -> Incoming:
         return _Rename(part, self.root / key)
 
-    def tree(self, prefix: str) -> Iterator[Entry]:
+    def tree(self, prefix: str) -> Iterator[StoredObject]:
         waiting = [self.root / prefix]
         while waiting:
             try:
@@ -194,7 +194,7 @@ class Folder(Store):
                     continue
                 with suppress(FileNotFoundError):  # gone meanwhile
                     seen = entry.stat(follow_symlinks=False)
-                    yield Entry(str(Path(entry.path).relative_to(self.root)), seen.st_size, seen.st_mtime)
+                    yield StoredObject(str(Path(entry.path).relative_to(self.root)), seen.st_size, seen.st_mtime)
 
     def discard(self, prefix: str) -> None:
         path = self.root / prefix
@@ -204,7 +204,7 @@ class Folder(Store):
             path.unlink(missing_ok=True)
 
 
-class _Descriptor(Source):
+class _Descriptor(ObjectReader):
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._at, self._end = descriptor, start, start + length
 
@@ -238,7 +238,7 @@ class _Rename(Incoming):
 
 
 def open_store(settings: Settings) -> Store:
-    """Of these settings. Raises EftError where EFT_DATA names an object store that cannot be used."""
+    """The store that these settings name. Raises EftError where EFT_DATA names an object store that cannot be used."""
     if settings.is_remote:
         return _bucket(settings)
     return Folder(settings.root)

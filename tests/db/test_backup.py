@@ -16,7 +16,7 @@ from sqlalchemy import insert, select, update
 from box.backup.create import Options, create
 from box.backup.restore import restore
 from box.backup.settle import HELD, settle
-from box.backup.store import BackupError, Snapshot, Store
+from box.backup.store import BackupError, BackupStore, Snapshot
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Base, Delivery, File, Installation, Job, Leader, Webhook
@@ -35,8 +35,8 @@ NOT_COMPARED = {"leaders", "audit", "installation", "outbox", "schema_floor"}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "backups")
+def store(tmp_path: Path) -> BackupStore:
+    return BackupStore(tmp_path / "backups")
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def opened(settings: Settings) -> Database:
 
 
 def test_all_of_it_comes_back(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings], tmp_path: Path
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings], tmp_path: Path
 ) -> None:
     upload(lab, layout, b"one")
     lab.job("waits", prepared=False)
@@ -128,7 +128,7 @@ def test_all_of_it_comes_back(
             restore(another("wrong", "sqlite"), store)
 
 
-def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store: Store) -> None:
+def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store: BackupStore) -> None:
     upload(lab, layout, b"x" * 50_000)
     first = create(lab.database, layout, store, Options())
     assert first.brought == 50_000
@@ -149,7 +149,7 @@ def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store:
 
 
 def test_a_backup_keeps_a_job_that_is_deleted(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
     claim = run(lab, layout, "a")
     with lab.database.write() as session:
@@ -167,7 +167,7 @@ def test_a_backup_keeps_a_job_that_is_deleted(
     assert content(settings.root) == {name: data for name, data in kept.items() if "tmp-" not in name}
 
 
-def test_what_runs_is_handed_back_and_charged_to_the_backup(lab: Lab, layout: Layout, store: Store) -> None:
+def test_what_runs_is_handed_back_and_charged_to_the_backup(lab: Lab, layout: Layout, store: BackupStore) -> None:
     ran, paused = run(lab, layout, "runs"), run(lab, layout, "pausing")
     actor = lab.actor("ada")
     with lab.database.write() as session:
@@ -199,7 +199,7 @@ def test_what_runs_is_handed_back_and_charged_to_the_backup(lab: Lab, layout: La
 
 
 def test_checkpoints_that_are_pruned_meanwhile_are_whole_or_not_there(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
     claim = run(lab, layout, "runs")
     folder = layout.attempt(claim.token.job_id, 1)
@@ -249,7 +249,7 @@ def test_checkpoints_that_are_pruned_meanwhile_are_whole_or_not_there(
 
 
 def test_what_is_damaged_is_found_and_never_put_back(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
     good, bad = upload(lab, layout, b"good"), upload(lab, layout, b"bad, soon")
     made = create(lab.database, layout, store, Options())
@@ -278,7 +278,7 @@ def test_what_is_damaged_is_found_and_never_put_back(
 
 
 def test_a_snapshot_that_lies_gets_no_more_than_its_users_files(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
     """Sums prove what was written, not who wrote it."""
     file_id = upload(lab, layout, b"rows\n")
@@ -304,7 +304,7 @@ def test_a_snapshot_that_lies_gets_no_more_than_its_users_files(
 
 
 def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content(
-    lab: Lab, layout: Layout, store: Store
+    lab: Lab, layout: Layout, store: BackupStore
 ) -> None:
     upload(lab, layout, b"one")
     first, second = (create(lab.database, layout, store, Options()) for _ in range(2))
@@ -319,7 +319,7 @@ def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content
     assert list(store.damage(third)) == []
 
 
-def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layout: Layout, store: Store) -> None:
+def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layout: Layout, store: BackupStore) -> None:
     rotten, gone = upload(lab, layout, b"sound"), upload(lab, layout, b"here")
     layout.file(rotten).write_bytes(b"rotts")
     layout.file(gone).unlink()
@@ -328,7 +328,7 @@ def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layo
 
 
 def test_only_into_what_is_empty_and_one_at_a_time(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings], tmp_path: Path
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings], tmp_path: Path
 ) -> None:
     with pytest.raises(BackupError, match="is no folder of backups"):
         restore(another("no"), store)
@@ -342,15 +342,15 @@ def test_only_into_what_is_empty_and_one_at_a_time(
     with pytest.raises(BackupError, match=r"is not empty|is there already"):
         restore(used, store)
     with store.writing(), pytest.raises(BackupError, match="another backup is being made"):
-        create(lab.database, layout, Store(store.root), Options())
+        create(lab.database, layout, BackupStore(store.root), Options())
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "file").write_text("")
     with pytest.raises(BackupError, match="not empty and no folder of backups"):
-        create(lab.database, layout, Store(tmp_path / "else"), Options())
+        create(lab.database, layout, BackupStore(tmp_path / "else"), Options())
 
 
 def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
-    lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]
+    lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
     claim = run(lab, layout, "runs")
     made = create(lab.database, layout, store, Options())
@@ -370,7 +370,7 @@ def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
         restore(settings, store)
 
 
-def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store: Store) -> None:
+def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store: BackupStore) -> None:
     upload(lab, layout, b"one")
     # What a SIGKILL leaves of the very first one.
     store.objects.mkdir(parents=True)
@@ -386,7 +386,7 @@ def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store:
     assert not list(store.root.rglob(".tmp-*"))
 
 
-def test_links_take_no_room(lab: Lab, layout: Layout, store: Store, another: Callable[..., Settings]) -> None:
+def test_links_take_no_room(lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]) -> None:
     file_id = upload(lab, layout, b"z" * 1000)
     claim = run(lab, layout, "runs")
     made = create(lab.database, layout, store, Options(link=True))

@@ -17,7 +17,7 @@ from core.train.selftest.measure import Check
 from core.train.selftest.run import checks, measure
 from tests.support.trainer import events, pairs, write_rows, write_run
 from worker.environment import child_environment
-from worker.gpus.selftest_runner import Device, examine
+from worker.gpus.selftest_runner import SelfTestDevice, examine
 
 
 def _checks() -> list[Check]:
@@ -37,7 +37,7 @@ def test_every_part_passes_or_is_not_to_be_had(device: torch.device, check: Chec
 def test_the_workers_child_comes_to_the_same(device: torch.device, tmp_path: Path) -> None:
     """With the environment of a trainer, as at a worker's start. A card of the table has what the table promises."""
     gpu = discover().gpus[0] if device.type == "cuda" else None
-    tried = Device("slot", gpu, child_environment("train", gpu=gpu, threads=2, root=tmp_path))
+    tried = SelfTestDevice("slot", gpu, child_environment("train", gpu=gpu, threads=2, root=tmp_path))
     verdict = examine(tried, "box", tmp_path, 180.0)
     assert verdict.ok, verdict.failures
     row = lookup(tried.arch)

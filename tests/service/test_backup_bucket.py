@@ -60,7 +60,7 @@ def installed(settings: Settings) -> tuple[Store, Database, str]:
 
 def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_path: Path) -> None:
     bucket, database, job_id = installed(settings)
-    kept = backups.Store(tmp_path / "backups")
+    kept = backups.BackupStore(tmp_path / "backups")
     made = create(database, Layout(settings.root), kept, Options(bucket=settings.data))
     assert (made.files, made.bucket) == (0, settings.data)
     database.dispose()
@@ -88,7 +88,7 @@ def test_a_backup_beside_a_bucket_keeps_the_database(settings: Settings, tmp_pat
 def test_a_restore_that_is_killed_anywhere_is_ended_by_the_same_command(settings: Settings, tmp_path: Path) -> None:
     """And nothing starts on what is half of it: neither the old installation nor the new one."""
     bucket, database, job_id = installed(settings)
-    kept = backups.Store(tmp_path / "backups")
+    kept = backups.BackupStore(tmp_path / "backups")
     create(database, Layout(settings.root), kept, Options(bucket=settings.data))
     name = f"restore of {kept.names()[-1]}"
     new = settings.model_copy(update={"work": tmp_path / "new"})

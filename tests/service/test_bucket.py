@@ -36,14 +36,14 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.bucket import PART, Bucket
 from core.storage.layout import Layout
-from core.storage.store import Changed, Folder, StoreAway, open_store
+from core.storage.store import Folder, ObjectChanged, StoreAway, open_store
 from core.train.checkpoint import store as checkpoints
 from tests.support import boxes
 from tests.support.service import wait_for
 from worker.store import objects, publisher
-from worker.store.local_cache import Copies
+from worker.store.local_cache import LocalCache
 from worker.store.publisher import Publisher
-from worker.store.staging import Stage
+from worker.store.staging import Staging
 
 ADA = Actor("user-ada", "proj-lab")
 JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -94,7 +94,7 @@ def test_small_objects(bucket: Bucket) -> None:
     assert (bucket.size("a/mark"), bucket.size("a/other")) == (5, None)
     with pytest.raises(FileNotFoundError):
         bucket.read("a/other")
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         bucket.open("a/mark", size=7, start=0, length=7)
     source = bucket.open("a/mark", size=5, start=1, length=3)
     assert source.read(100) == b"hre"
@@ -112,7 +112,7 @@ def test_a_large_file_goes_up_and_comes_down_in_parts(bucket: Bucket, tmp_path: 
     digest = bucket.get_file("files/large", tmp_path / "back", len(content))
     assert digest == hashlib.sha256(content).hexdigest()
     assert (tmp_path / "back").read_bytes() == content
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         bucket.get_file("files/large", tmp_path / "longer", len(content) + 1)
     bucket.discard("files")
     assert keys(bucket) == []
@@ -259,8 +259,8 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     bucket.write(f"{key}/checkpoints/step-00000040/weights", b"half")
     other = Layout(tmp_path / "other")
     other.create()
-    copies = Copies(bucket, other, 0, 0)
-    stage = Stage(copies, claim(2))
+    copies = LocalCache(bucket, other, 0, 0)
+    stage = Staging(copies, claim(2))
     stage._checkpoints(lambda: None)
     found = checkpoints.newest_first([other.attempt(JOB, 1) / "checkpoints"])
     assert [(one.step, checkpoints.fault(one.path)) for one in found] == [(30, None)]
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     bucket.write(f"{key}/checkpoints/step-00000030/weights", b"weights of 3O")
     third = Layout(tmp_path / "third")
     third.create()
-    Stage(Copies(bucket, third, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, third, 0, 0), claim(2))._checkpoints(lambda: None)
     assert [one.step for one in checkpoints.newest_first([third.attempt(JOB, 1) / "checkpoints"])] == [20]
     assert bucket.size(f"{key}/checkpoints/step-00000030/manifest.json") is None
     assert list((third.root / "fetching").iterdir()) == []
@@ -280,7 +280,7 @@ def test_a_checkpoint_is_there_with_its_manifest_and_another_box_goes_on_from_it
     bucket.write(f"{key}/checkpoints/step-00000020/weights", b"")
     fourth = Layout(tmp_path / "fourth")
     fourth.create()
-    Stage(Copies(bucket, fourth, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, fourth, 0, 0), claim(2))._checkpoints(lambda: None)
     assert checkpoints.newest_first([fourth.attempt(JOB, 1) / "checkpoints"]) == []
 
 
@@ -298,7 +298,7 @@ def test_a_step_that_is_saved_twice_stays_in_the_bucket(bucket: Bucket, layout: 
     assert not any("step-00000010/" in one for one in keys(bucket))
     other = Layout(tmp_path / "other")
     other.create()
-    Stage(Copies(bucket, other, 0, 0), claim(2))._checkpoints(lambda: None)
+    Staging(LocalCache(bucket, other, 0, 0), claim(2))._checkpoints(lambda: None)
     (found,) = checkpoints.newest_first([other.attempt(JOB, 1) / "checkpoints"])
     assert ((found.path / "weights").read_bytes(), found.step) == (b"step-00000010-v2", 10)
 
@@ -367,7 +367,7 @@ def test_a_store_that_is_away_is_waited_for(settings: Settings, layout: Layout, 
 
 
 def test_copies_are_bounded_and_what_is_in_use_stays(bucket: Bucket, layout: Layout) -> None:
-    copies = Copies(bucket, layout, most=2500, reserve=0)
+    copies = LocalCache(bucket, layout, most=2500, reserve=0)
     names = [f"file-01kar3v8x5m2h6n9qst4wyz0b{letter}" for letter in "cdef"]
     digests = {}
     for name in names:
@@ -386,7 +386,7 @@ def test_copies_are_bounded_and_what_is_in_use_stays(bucket: Bucket, layout: Lay
     assert not copies.file(f"files/{names[0]}", 1000, "0" * 64), "not what was uploaded"
     assert not copies.file("files/file-01kar3v8x5m2h6n9qst4wyz0bz", 1000, "0" * 64), "not there"
     with pytest.raises(NoSpace, match="EFT_WORK"):
-        Copies(bucket, layout, most=0, reserve=1 << 60).make_room(1)
+        LocalCache(bucket, layout, most=0, reserve=1 << 60).make_room(1)
 
 
 # -- housekeeping

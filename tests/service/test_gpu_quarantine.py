@@ -27,7 +27,7 @@ from tests.support.hardware import unpack
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
 from worker.gpus import gpu_memory
-from worker.gpus.foreign_processes import Others
+from worker.gpus.foreign_processes import ForeignProcesses
 
 ADA = Actor("user-ada", "proj-lab")
 GIB = 1 << 30
@@ -192,7 +192,7 @@ def test_nvidias_processes(settings: Settings, tmp_path: Path, monkeypatch: pyte
     gpus = {
         name: Gpu(index, "nvidia", name, "", name, "sm_90", 1) for index, name in enumerate(("GPU-a", "GPU-b", "GPU-c"))
     }
-    others = Others(gpus, settings.sysfs)
+    others = ForeignProcesses(gpus, settings.sysfs)
     others.look()
     assert [name in others for name in gpus] == [True, True, False]
     assert [(p["pid"], p["user"], p["bytes"]) for p in others.as_slot("GPU-a")["processes"]] == [(1, "root", 512 << 20)]

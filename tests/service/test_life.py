@@ -16,7 +16,7 @@ import pytest
 from box.backup.create import Options, create
 from box.backup.restore import restore
 from box.backup.settle import HELD
-from box.backup.store import Store
+from box.backup.store import BackupStore
 from core.db import migrate
 from core.db.engine import Database
 from core.settings import Settings
@@ -121,7 +121,7 @@ def test_a_backup_while_jobs_run_and_a_restore_elsewhere(
     wait_for(lambda: len(there.got) >= 2, 120, "both notices of the start", lambda: service.describe(other))
 
     # While the other one is at work, and this one may be.
-    store, database = Store(tmp_path / "backups"), Database(f"sqlite:///{service.data / 'eft.db'}")
+    store, database = BackupStore(tmp_path / "backups"), Database(f"sqlite:///{service.data / 'eft.db'}")
     made = create(database, Layout(service.data), store, Options())
     assert made.missing == [] and made.brought > 0
     assert not list(store.damage(made))

@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from box.instance import Instance
-from box.process import Member
+from box.process import ManagedProcess
 from box.up import EXIT_CONFIG, EXIT_NOT_NOW, MAX_BACKOFF_SECONDS, MAX_FAILURES, GivesUp, Supervisor
 from core.settings import Settings
 
 
-def supervisor(folder: Path, code: int) -> tuple[Supervisor, Member]:
+def supervisor(folder: Path, code: int) -> tuple[Supervisor, ManagedProcess]:
     """One whose only member ends with `code` as soon as it is started."""
     data = folder / "data"
     data.mkdir()
     watching = Supervisor(Settings(data=data), Instance.take(data, patience=0), None)
     command = [sys.executable, "-S", "-c", f"raise SystemExit({code})"]
-    member = Member("worker", command, dict(os.environ), folder, folder / "worker.log")
+    member = ManagedProcess("worker", command, dict(os.environ), folder, folder / "worker.log")
     watching.members.append(member)
     return watching, member
 
 
-def ends(watching: Supervisor, member: Member, times: int) -> None:
+def ends(watching: Supervisor, member: ManagedProcess, times: int) -> None:
     """Start it and see it end, so many times, without the waits between."""
     for _ in range(times):
         member.next_start = 0.0

@@ -34,7 +34,7 @@ from core.storage.layout import Layout
 from tests.support import selftest
 from tests.support.service import wait_for
 from worker.agent.agent import Agent
-from worker.attempt.attempt import Attempt as WorkersAttempt
+from worker.attempt.attempt import AttemptRunner
 from worker.preflight import node
 
 ADA = Actor("user-ada", "proj-lab", "req-7")
@@ -306,7 +306,7 @@ def test_a_worker_that_slept_before_it_spawned_trains_nothing(box: Box) -> None:
         lease_expiry.reap(session, LossPolicy())
     with box.database.write() as session:
         assert claims.claim(session, "worker-else", "elsewhere", Slot("cpu", "cpu"), 60) is not None
-    attempt = WorkersAttempt(agent.site, stale, time.clock_gettime(time.CLOCK_BOOTTIME) - 10)
+    attempt = AttemptRunner(agent.site, stale, time.clock_gettime(time.CLOCK_BOOTTIME) - 10)
     attempt.run()
     folder = box.layout.attempt(job_id, 1)
     assert attempt.lost.is_set()

@@ -23,7 +23,7 @@ from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
 from core.train.entry.fencing import boottime
 from tests.support import trainer
 from tests.support.service import Service, running, wait_for
-from worker.agent.standby import Spares
+from worker.agent.standby import StandbyTrainers
 from worker.attempt import processes
 from worker.attempt.child import Child, spawn
 from worker.environment import child_environment
@@ -38,7 +38,7 @@ DIRTY = {
     "PYTHONPATH": "/somewhere",
 }
 GPU = Gpu(2, "amd", "GPU-1", "0000:03:00.0", "MI300X", "gfx942", 1 << 37)
-Keep = Callable[..., AbstractContextManager[Spares]]
+Keep = Callable[..., AbstractContextManager[StandbyTrainers]]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def keep(environment: dict[str, str]) -> Keep:
     @contextmanager
-    def keeping(busy: Callable[[], bool] = lambda: False) -> Iterator[Spares]:
-        spares = Spares(environment, busy)
+    def keeping(busy: Callable[[], bool] = lambda: False) -> Iterator[StandbyTrainers]:
+        spares = StandbyTrainers(environment, busy)
         thread = threading.Thread(target=spares.run)
         thread.start()
         try:
@@ -74,7 +74,7 @@ def run_folder(folder: Path, model: Path, *, fence: float = 30.0, **axes: Any) -
     return trainer.write_run(folder, model, rows, fence_seconds=fence, training=training, **axes)
 
 
-def idle(spares: Spares) -> int:
+def idle(spares: StandbyTrainers) -> int:
     wait_for(lambda: spares.ready, 200, "a spare")
     assert spares._spare is not None
     return spares._spare.pid
@@ -216,7 +216,7 @@ def test_no_spare_is_started_beside_a_starting_job(keep: Keep) -> None:
 
 
 def test_only_the_variable_that_hides_gpus_may_change(environment: dict[str, str]) -> None:
-    spares = Spares(environment, lambda: False)
+    spares = StandbyTrainers(environment, lambda: False)
     with_gpu = child_environment("train", gpu=GPU, threads=1, root=Path(environment["HOME"]).parent, inherited=DIRTY)
     assert spares._changes(environment) == {}
     assert spares._changes(with_gpu) == {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": "2"}

@@ -13,7 +13,7 @@ from core.hardware import selftest
 from core.hardware.selftest import Verdict
 from core.storage.layout import write_private
 from worker.environment import child_environment
-from worker.gpus.selftest_runner import Device, examine, remembered
+from worker.gpus.selftest_runner import SelfTestDevice, examine, remembered
 
 HOME = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "selftest"
 
@@ -21,7 +21,8 @@ HOME = Path(tempfile.gettempdir()) / f"eft-tests-{os.getuid()}" / "selftest"
 def verdict(inherited: Mapping[str, str] = os.environ) -> Verdict:
     """The real one, of the CPU, as a worker with these variables would find it."""
     HOME.mkdir(parents=True, exist_ok=True)
-    device = Device("cpu", None, child_environment("train", gpu=None, threads=1, root=HOME, inherited=inherited))
+    environment = child_environment("train", gpu=None, threads=1, root=HOME, inherited=inherited)
+    device = SelfTestDevice("cpu", None, environment)
     with (HOME / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return remembered(device, "tests", HOME) or examine(device, "tests", HOME, 120.0)

@@ -32,14 +32,14 @@ from tests.support.service import wait_for
 from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
 from worker.environment import child_environment
 from worker.gpus.selftest import SelfTests
-from worker.gpus.selftest_runner import Device, examine, key_of, remembered
+from worker.gpus.selftest_runner import SelfTestDevice, examine, key_of, remembered
 
 BROKEN = str(ROOT / "tests" / "support" / "broken")
 CARD = Gpu(0, "amd", "GPU-00c0ffee", "0000:03:00.0", "made up", "gfx942", 1 << 30)
 
 
 @dataclass(frozen=True)
-class MadeUp(Device):
+class MadeUp(SelfTestDevice):
     """A card that is this machine's CPU with faulty libraries."""
 
     @property
@@ -47,7 +47,9 @@ class MadeUp(Device):
         return "cpu"
 
 
-def device(tmp_path: Path, *broken: str, gpu: Gpu | None = None, inherited: dict[str, str] | None = None) -> Device:
+def device(
+    tmp_path: Path, *broken: str, gpu: Gpu | None = None, inherited: dict[str, str] | None = None
+) -> SelfTestDevice:
     environment = child_environment("train", gpu=gpu, threads=1, root=tmp_path, inherited=inherited)
     # Our C kernels are compiled once a machine, not once a test.
     environment |= {"HOME": str(Path.home()), "PYTHONPATH": BROKEN, "EFT_TEST_BROKEN": ",".join(broken)}
@@ -68,14 +70,14 @@ def test_this_machine_passes_and_is_not_asked_twice(tmp_path: Path, monkeypatch:
         f"attention.efficient.{dtype}" for dtype in ("bf16", "fp16", "fp32")
     }
     # Another worker on the same node finds it, one with another driver variable does not.
-    here = Device("cpu-1", None, child_environment("train", gpu=None, threads=7, root=tmp_path))
+    here = SelfTestDevice("cpu-1", None, child_environment("train", gpu=None, threads=7, root=tmp_path))
     path = selftest.folder(tmp_path) / f"box-{verdict.key}.json"
     write_private(path, selftest.encoded(verdict))
     monkeypatch.setattr("worker.gpus.selftest.examine", None)  # it is not called
     tests = SelfTests([here], "box", tmp_path, 60.0)
     assert tests.complete and tests.offered("cpu-1") and tests.verdict("cpu-1") == verdict
     tests.run(lambda: pytest.fail("it was asked again"))
-    assert key_of(here) != key_of(Device("cpu", None, {**here.environment, "PYTORCH_ALLOC_CONF": "x:1"}))
+    assert key_of(here) != key_of(SelfTestDevice("cpu", None, {**here.environment, "PYTORCH_ALLOC_CONF": "x:1"}))
     path.write_text(path.read_text()[:-40])
     assert remembered(here, "box", tmp_path) is None, "half a file is none"
 
@@ -132,7 +134,9 @@ def test_a_device_that_cannot_even_be_opened_is_refused_and_asked_again(tmp_path
     assert "exit code 7 while it imported torch: libfault.so: cannot open the device" in tests.choice("slot-0").refused
     assert "libfault.so" in str(tests.as_slot("slot-0")["quarantined"]) and "libfault.so" in tests.notes()[0]
     assert not SelfTests([broken], "box", tmp_path, 60.0).complete, "it may have been mended"
-    absent = Device("gpu-0", CARD, dict(broken.environment) | {"EFT_TEST_BROKEN": "", "CUDA_VISIBLE_DEVICES": "-1"})
+    absent = SelfTestDevice(
+        "gpu-0", CARD, dict(broken.environment) | {"EFT_TEST_BROKEN": "", "CUDA_VISIBLE_DEVICES": "-1"}
+    )
     tests = SelfTests([absent], "box", tmp_path, 60.0)
     tests.run(lambda: None)
     assert "sees no GPU here" in (tests.choice("gpu-0").refused or "")
@@ -246,7 +250,7 @@ def test_a_device_on_which_nothing_computes_rightly_is_refused(verdict: Verdict)
 
 def test_without_a_self_test_everything_may_be_used() -> None:
     assert choose(None) == Choice()
-    off = SelfTests([Device("cpu", None, {})], "box", Path("/nowhere"), 0.0)
+    off = SelfTests([SelfTestDevice("cpu", None, {})], "box", Path("/nowhere"), 0.0)
     assert off.complete and off.offered("cpu") and off.as_slot("cpu") == {"selftest": "off"}
     assert "EFT_SELFTEST_SECONDS=0" in off.notes()[0]
 

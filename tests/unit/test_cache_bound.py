@@ -32,7 +32,7 @@ def entry(cache: Path, name: str, size: int, hours_ago: float) -> Path:
     return folder
 
 
-def names(gone: list[caches.Entry]) -> list[str]:
+def names(gone: list[caches.CacheEntry]) -> list[str]:
     return [one.manifest.parent.name for one in gone]
 
 

@@ -74,7 +74,7 @@ def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
     ],
 )
 def test_json_among_other_words(output: str, value: object) -> None:
-    found, why = tools.as_json(tools.Answer(("smi", "-j"), output, None, 0))
+    found, why = tools.as_json(tools.ToolOutput(("smi", "-j"), output, None, 0))
     assert found == value and (why is None) is (value is not None)
     if why is not None:
         assert why.startswith("`smi -j` did not answer in JSON")
@@ -187,8 +187,8 @@ def test_use_as_amd_smi_tells_it(tmp_path: Path) -> None:
     use, why = rocm.usage({"PATH": str(tmp_path / "bin")}, tmp_path, 10)
     assert why is None
     assert use == {
-        "0000:03:00.0": kfd.Usage(2531 << 20, {11: 3 << 20, 12: 2353860608}),
-        "0000:83:00.0": kfd.Usage(None, {}),
+        "0000:03:00.0": kfd.ProcessUsage(2531 << 20, {11: 3 << 20, 12: 2353860608}),
+        "0000:83:00.0": kfd.ProcessUsage(None, {}),
     }
     assert rocm.usage({"PATH": "/nowhere"}, tmp_path, 10) == ({}, None)
 
@@ -201,7 +201,7 @@ esac"""
     program(tmp_path / "bin", "nvidia-smi", script)
     use, why = nvidia.usage({"PATH": str(tmp_path / "bin")}, tmp_path, 10)
     assert why is None
-    assert use == {"GPU-1": kfd.Usage(1 << 30, {77: 900 << 20}), "MIG-9": kfd.Usage(None, {78: 0})}
+    assert use == {"GPU-1": kfd.ProcessUsage(1 << 30, {77: 900 << 20}), "MIG-9": kfd.ProcessUsage(None, {78: 0})}
 
 
 def test_use_as_the_kernel_tells_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.hardware.device_mask import Gpu
-from worker.gpus.selftest_runner import Device, key_of
+from worker.gpus.selftest_runner import SelfTestDevice, key_of
 
 CARD = Gpu(0, "amd", "GPU-00c0ffee", "0000:03:00.0", "made up", "gfx1100", 1 << 30)
 TORCH = "__version__ = '2.13.0+rocm7.2'\nhip = '7.2.26015'\nrocm = '7.2.0'\n"
@@ -47,9 +47,9 @@ def test_a_verdict_ends_with_the_libraries_it_was_made_with(
         "click-9.dist-info",
     ):
         install(name)
-    card = Device("0", CARD, {})
+    card = SelfTestDevice("0", CARD, {})
     before = key_of(card)
-    assert before == key_of(Device("1", CARD, {})), "of two workers"
+    assert before == key_of(SelfTestDevice("1", CARD, {})), "of two workers"
     if change == "nothing":
         install("somebody_else-2.0.dist-info")
         assert key_of(card) == before

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from box.systemd import service, units
-from box.systemd.units import PARTS, Part, Plan
+from box.systemd.units import PARTS, UnitPart, UnitPlan
 from core import HOME
 from core.settings import Settings
 
-PLAN = Plan(
+PLAN = UnitPlan(
     home=Path("/opt/eft"), python=Path("/opt/eft/.venv/bin/python"), data=Path("/var/lib/eft"), user="eft",
     group="eft", config=Path("/etc/eft"), stop_grace=120.0, groups=("render", "video"),
 )  # fmt: skip
@@ -50,7 +50,7 @@ def values(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_unit_holds_what_the_service_needs(part: Part) -> None:
+def test_a_unit_holds_what_the_service_needs(part: UnitPart) -> None:
     text = units.render(part, PLAN)
     read = parse(text)
     assert list(read) == ["Unit", "Service", "Install"]
@@ -67,7 +67,7 @@ def test_a_unit_holds_what_the_service_needs(part: Part) -> None:
 
 
 @pytest.mark.parametrize("part", ["all", "worker"])
-def test_gpus_are_let_through_and_nothing_else(part: Part) -> None:
+def test_gpus_are_let_through_and_nothing_else(part: UnitPart) -> None:
     text = units.render(part, PLAN)
     assert values(text, "DevicePolicy") == ["closed"]
     assert values(text, "DeviceAllow") == ["/dev/kfd rw", "char-kfd rw", "char-drm rw", "char-nvidia* rw"]
@@ -86,7 +86,9 @@ def test_the_time_to_stop_follows_the_grace() -> None:
 
 
 def test_secrets_are_handed_over_by_systemd() -> None:
-    plan = Plan(**{**{name: getattr(PLAN, name) for name in Plan.__slots__}, "credentials": ("database_password",)})
+    plan = UnitPlan(
+        **{**{name: getattr(PLAN, name) for name in UnitPlan.__slots__}, "credentials": ("database_password",)}
+    )
     text = units.render("worker", plan)
     assert values(text, "LoadCredential") == ["database_password:/etc/eft/credentials/database_password"]
     variable = "EFT_DATABASE_PASSWORD_FILE=/run/credentials/eft-worker.service/database_password"
@@ -95,7 +97,7 @@ def test_secrets_are_handed_over_by_systemd() -> None:
 
 
 def test_paths_that_systemd_would_take_apart_are_kept_whole() -> None:
-    odd = Plan(
+    odd = UnitPlan(
         home=Path("/home/ada/my 100% eft"), python=Path("/home/ada/my 100% eft/$v/python"), data=Path("/srv/d"),
         user="eft", group="eft", config=Path("/etc/eft"), stop_grace=1.0,
     )  # fmt: skip
@@ -164,7 +166,7 @@ def test_a_user_that_is_there_serves_with_its_own_group(user: str, group: str, t
 
 
 def test_the_group_of_a_user_of_this_machine() -> None:
-    target = service.Target(Path("/"), True)
+    target = service.InstallTarget(Path("/"), True)
     mine = pwd.getpwuid(os.getuid())
     assert service.group_of(target, mine.pw_name) in (str(mine.pw_gid), grp.getgrgid(mine.pw_gid).gr_name)
     assert service.group_of(target, "nobody-of-this-name") is None

@@ -31,16 +31,16 @@ from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
 from core.storage.store import open_store
-from worker.agent.standby import Spares
-from worker.attempt.attempt import DATABASE_AWAY, Attempt, Site
+from worker.agent.standby import StandbyTrainers
+from worker.attempt.attempt import DATABASE_AWAY, AttemptRunner, WorkerContext
 from worker.environment import child_environment
-from worker.gpus.foreign_processes import Others
+from worker.gpus.foreign_processes import ForeignProcesses
 from worker.gpus.gpu_memory import Quarantine
-from worker.gpus.gpu_stats import Figures
+from worker.gpus.gpu_stats import GpuStats
 from worker.gpus.selftest import SelfTests
-from worker.gpus.selftest_runner import Device
+from worker.gpus.selftest_runner import SelfTestDevice
 from worker.preflight import joining, node
-from worker.store.local_cache import Copies
+from worker.store.local_cache import LocalCache
 from worker.upkeep.disk_room import Room
 from worker.upkeep.housekeeping import BrokerAway, Housekeeper
 
@@ -96,11 +96,11 @@ class Agent:
                 os.close(self._lock_file)
             raise
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // len(train_slots)))
-        self.site = Site(settings, database, layout, settings.node, gpus, threads)
+        self.site = WorkerContext(settings, database, layout, settings.node, gpus, threads)
         if isinstance(store, Bucket):
-            self.site.copies = Copies(store, layout, settings.work_bytes, settings.min_free_bytes)
+            self.site.copies = LocalCache(store, layout, settings.work_bytes, settings.min_free_bytes)
         devices = [
-            Device(slot.id, gpu, child_environment(Kind.TRAIN, gpu=gpu, threads=threads, root=layout.root))
+            SelfTestDevice(slot.id, gpu, child_environment(Kind.TRAIN, gpu=gpu, threads=threads, root=layout.root))
             for slot in train_slots
             for gpu in [gpus.get(slot.id)]
         ]
@@ -109,8 +109,8 @@ class Agent:
         self._train_slots = train_slots
         self._room = Room(database, layout.root, settings.min_free_bytes, Budget.of(settings))
         self._quarantine = self.site.quarantine = Quarantine(gpus, settings.sysfs)
-        self._others = Others(gpus, settings.sysfs)
-        self._figures = Figures(gpus, settings.sysfs)
+        self._others = ForeignProcesses(gpus, settings.sysfs)
+        self._figures = GpuStats(gpus, settings.sysfs)
         self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
         """What the node's row says, as far as it changes."""
         self._showing = threading.Lock()
@@ -121,7 +121,7 @@ class Agent:
         """The database may say that a slot is taken under which nothing runs here."""
         self._unfit = ""
         """Why this version may claim nothing any more, in words."""
-        self._busy: dict[str, Attempt] = {}
+        self._busy: dict[str, AttemptRunner] = {}
         self._idle = threading.Condition()
         self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -196,7 +196,7 @@ class Agent:
             arch=arches.pop() if len(arches) == 1 else None,
             cure=cures[0] if all(cure == cures[0] for cure in cures) else None,
         )
-        self.site.spares = Spares(environment, self._starting)
+        self.site.spares = StandbyTrainers(environment, self._starting)
         self._begin("spares", self.site.spares.run)
 
     def _look_first(self, publish: Callable[[str], None]) -> None:
@@ -238,7 +238,7 @@ class Agent:
                     self._idle.notify_all()
                 self._astray = self._astray or not written
 
-    def _claim(self) -> Attempt | None:
+    def _claim(self) -> AttemptRunner | None:
         """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
         with self._claiming:
             try:
@@ -258,7 +258,7 @@ class Agent:
                 return None
         return None
 
-    def _claim_for(self, slot: Slot) -> Attempt | None:
+    def _claim_for(self, slot: Slot) -> AttemptRunner | None:
         """What stands in the way of a claim is put aside, so that the next in line can have the slot."""
         for _ in range(CLAIM_TRIES):
             began = _clock()
@@ -292,12 +292,12 @@ class Agent:
                 leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
             )
 
-    def _begun(self, claim: Claim | None, began: float) -> Attempt | None:
+    def _begun(self, claim: Claim | None, began: float) -> AttemptRunner | None:
         if claim is None:
             return None
         names = ", ".join(one.id for one in claim.slots)
         log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
-        attempt = Attempt(self.site, claim, began)
+        attempt = AttemptRunner(self.site, claim, began)
         with self._idle:
             self._busy.update({one.id: attempt for one in claim.slots})
         return attempt
@@ -341,7 +341,7 @@ class Agent:
             return False
         return self._selftests.offered(slot.id) and slot.id not in self._others
 
-    def _attempts(self) -> list[Attempt]:
+    def _attempts(self) -> list[AttemptRunner]:
         """What runs now; one of several slots is one."""
         return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
 

@@ -28,7 +28,7 @@ RETRY_SECONDS = 30.0
 WORKERS_STDERR = 2
 
 
-class Spares:
+class StandbyTrainers:
     """`take` may be called from any thread. `run` is the thread that spawns: it must outlive what it has spawned,
     because the kernel tells a child when the *thread* that spawned it ends.
 

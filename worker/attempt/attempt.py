@@ -32,17 +32,17 @@ from core.spec.run.contract import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 from core.storage.store import StoreAway
 from worker import orders
-from worker.agent.standby import Spares
+from worker.agent.standby import StandbyTrainers
 from worker.attempt import leftovers, outcome, processes
 from worker.attempt.child import Child, write_order
-from worker.attempt.hang_detector import Pulse
+from worker.attempt.hang_detector import HangDetector
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
 from worker.gpus.gpu_memory import Quarantine
 from worker.gpus.selftest import SelfTests
-from worker.store.local_cache import Copies
+from worker.store.local_cache import LocalCache
 from worker.store.publisher import Publisher, persist, publish_prepared
-from worker.store.staging import Stage
+from worker.store.staging import Staging
 
 log = logging.getLogger("eft.worker")
 T = TypeVar("T")
@@ -58,7 +58,7 @@ RESERVE = 0.1
 
 
 @dataclass(slots=True)
-class Site:
+class WorkerContext:
     """What all attempts of a worker share."""
 
     settings: Settings
@@ -69,23 +69,23 @@ class Site:
     """The GPU slots by their ids; other slots have none."""
     threads: int
     """CPU threads of one trainer."""
-    spares: Spares | None = None
+    spares: StandbyTrainers | None = None
     """None: every trainer starts cold (EFT_SPARE)."""
     leaving: threading.Event = field(default_factory=threading.Event)
     quarantine: Quarantine | None = None
     """GPUs that have not given their memory back; None on a box without GPUs."""
     selftests: SelfTests | None = None
     """What is known of the devices of its slots."""
-    copies: Copies | None = None
+    copies: LocalCache | None = None
     """What this box has of a data root that is an object store; None: the data root is a folder."""
     abandon: threading.Event = field(default_factory=threading.Event)
     """The worker ends now: whatever could not be written is left to the lease."""
 
 
-class Attempt:
+class AttemptRunner:
     """`lost` and `child` may be looked at, and `lose` called, from other threads."""
 
-    def __init__(self, site: Site, claim: Claim, held_at: float) -> None:
+    def __init__(self, site: WorkerContext, claim: Claim, held_at: float) -> None:
         """`held_at`: seconds of CLOCK_BOOTTIME before which the lease was not counted yet."""
         self.site = site
         self.claim = claim
@@ -104,13 +104,13 @@ class Attempt:
         self._last: dict[str, Any] | None = None
         self._asked: str | None = None
         self._deadline: float | None = None
-        self._pulse = Pulse(claim.kind, site.settings)
+        self._pulse = HangDetector(claim.kind, site.settings)
         self._hung: str | None = None
         limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].billed else None
         self._limit: int | None = limit
         self._time_is_up = False
         """It was told to go because its time is over, and for no other reason."""
-        self._stage = None if site.copies is None else Stage(site.copies, claim)
+        self._stage = None if site.copies is None else Staging(site.copies, claim)
         self._publisher: Publisher | None = None
 
     def run(self) -> None:
@@ -381,7 +381,7 @@ class Attempt:
 
     @property
     def _gpus(self) -> list[Gpu]:
-        """Of its slots, in their order; none on a CPU."""
+        """The GPUs of its slots, in their order; empty on a CPU."""
         return [gpu for slot in self.claim.slots if (gpu := self.site.gpus.get(slot.id)) is not None]
 
     def _gpu_memory(self) -> dict[str, int | None]:

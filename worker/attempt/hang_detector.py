@@ -10,7 +10,7 @@ from core.jobs.kinds import CHILDREN, Kind
 from core.settings import Settings
 
 
-class Pulse:
+class HangDetector:
     """Every event counts; a trainer writes one at least twice a minute (core/train/base/events.py, `alive`) while it is
     in its own code. Bounds are for what it cannot interrupt: one forward pass, one file, one call into a driver."""
 

@@ -1,4 +1,4 @@
-"""Who else uses this box's GPUs: processes with a compute context that no child of this worker is.
+"""Processes that use this box's GPUs beside eft: they have a compute context and are no children of this worker.
 
 A GPU that somebody uses beside eft is busy: nothing is claimed on it until they have gone, and the node's row says who
 they are. The kernel (AMD) and nvidia-smi (NVIDIA) are asked.
@@ -27,7 +27,7 @@ STEP_BYTES = 1 << 28
 """Memory is shown in such steps, so that the node's row is not written anew at every look."""
 
 
-class Others:
+class ForeignProcesses:
     """Safe to read from several threads; one of them looks."""
 
     def __init__(self, gpus: Mapping[str, Gpu], sysfs: Path) -> None:
@@ -66,7 +66,7 @@ class Others:
 
 
 def _described(pid: int, count: int) -> dict[str, Any]:
-    """Of a process of another namespace of numbers nothing but the number is known here."""
+    """What is known of a process; only its number where it lives in another PID namespace."""
     folder = processes.PROC / str(pid)
     user = name = None
     try:

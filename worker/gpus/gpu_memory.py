@@ -60,7 +60,7 @@ def _from_smi(gpu: Gpu) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TakenMemory:
     """A slot that is not claimed until its card's memory is down again."""
 
     baseline: int
@@ -74,7 +74,7 @@ class Quarantine:
     def __init__(self, gpus: Mapping[str, Gpu], sysfs: Path) -> None:
         self._gpus, self._sysfs = gpus, sysfs
         self._lock = threading.Lock()
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, TakenMemory] = {}
 
     def __contains__(self, slot: str) -> bool:
         with self._lock:
@@ -87,7 +87,7 @@ class Quarantine:
             "not used until they are, a reset of the GPU or a reboot helps"
         )
         with self._lock:
-            self._held[slot] = Held(baseline, reason)
+            self._held[slot] = TakenMemory(baseline, reason)
         return reason
 
     def look(self) -> list[str]:
@@ -120,4 +120,4 @@ class Quarantine:
             name, reason, baseline = entry.get("id"), entry.get("quarantined"), entry.get("baseline")
             if isinstance(name, str) and name in self._gpus and isinstance(reason, str) and isinstance(baseline, int):
                 with self._lock:
-                    self._held[name] = Held(baseline, reason)
+                    self._held[name] = TakenMemory(baseline, reason)

@@ -20,7 +20,7 @@ AMD_SMI_EVERY = 60.0
 """It takes a second of a core each time; the kernel's files take none, and nvidia-smi little."""
 
 
-class Figures:
+class GpuStats:
     """One thread looks; others may read."""
 
     def __init__(self, gpus: Mapping[str, Gpu], sysfs: Path) -> None:

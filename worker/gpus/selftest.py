@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.hardware.selftest import Choice, Verdict, choose
-from worker.gpus.selftest_runner import Device, Stopped, examine, remembered, untried
+from worker.gpus.selftest_runner import SelfTestDevice, Stopped, examine, remembered, untried
 
 log = logging.getLogger("eft.worker")
 
@@ -22,7 +22,7 @@ AGAIN_SECONDS = 300.0
 class SelfTests:
     """What is known of each slot's device. `run` is a thread's; all else may be called from any thread."""
 
-    def __init__(self, devices: Sequence[Device], node: str, cache: Path, seconds: float) -> None:
+    def __init__(self, devices: Sequence[SelfTestDevice], node: str, cache: Path, seconds: float) -> None:
         """`seconds`: longest time of one part; 0: no self-test, every slot is offered as it is."""
         self.off = seconds <= 0
         self._devices = {device.slot: device for device in devices}
@@ -108,14 +108,14 @@ class SelfTests:
             found += [f"slot {slot}: {words}" for words in verdict.told if words != verdict.refused]
         return found
 
-    def _alike(self) -> list[list[Device]]:
+    def _alike(self) -> list[list[SelfTestDevice]]:
         """Slots on one device (those of a CPU) share its verdict."""
-        found: dict[str, list[Device]] = {}
+        found: dict[str, list[SelfTestDevice]] = {}
         for device in self._devices.values():
             found.setdefault(device.slot if device.gpu is not None else "cpu", []).append(device)
         return list(found.values())
 
-    def _examine(self, alike: list[Device], learned: Callable[[], None]) -> None:
+    def _examine(self, alike: list[SelfTestDevice], learned: Callable[[], None]) -> None:
         device = alike[0]
         try:
             verdict = examine(device, self._node, self._cache, self._seconds, self._stopped)
@@ -135,7 +135,7 @@ class SelfTests:
         )  # fmt: skip
         learned()
 
-    def _set(self, alike: list[Device], verdict: Verdict) -> None:
+    def _set(self, alike: list[SelfTestDevice], verdict: Verdict) -> None:
         with self._lock:
             for device in alike:
                 self._verdicts[device.slot] = verdict

@@ -49,7 +49,7 @@ PRODUCTS = ("matmul.", "lora.", "qlora.", "loss.logits.")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SelfTestDevice:
     """What is tried, and in which environment: a trainer's own."""
 
     slot: str
@@ -72,7 +72,7 @@ class Device:
 # --- one device ------------------------------------------------------------------------------------------
 
 
-def key_of(device: Device) -> str:
+def key_of(device: SelfTestDevice) -> str:
     """What a verdict holds for: this very card (or kind of processor), driver, torch and what it was built with, the
     libraries beside it, variables, and code of ours."""
     parts = [
@@ -89,7 +89,7 @@ def key_of(device: Device) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def remembered(device: Device, node: str, cache: Path) -> Verdict | None:
+def remembered(device: SelfTestDevice, node: str, cache: Path) -> Verdict | None:
     """The verdict of an earlier start that still holds."""
     key = key_of(device)
     found = selftest.read(_path(cache, node, key))
@@ -102,7 +102,9 @@ class Stopped(Exception):
     """The worker leaves before the self-test is done."""
 
 
-def examine(device: Device, node: str, cache: Path, seconds: float, stopped: threading.Event | None = None) -> Verdict:
+def examine(
+    device: SelfTestDevice, node: str, cache: Path, seconds: float, stopped: threading.Event | None = None
+) -> Verdict:
     """Try every part, each at most `seconds` long, and remember the verdict. Never raises for what the device does;
     OSError when a child cannot be started or its journal cannot be written, Stopped when that is set."""
     began = time.monotonic()
@@ -148,7 +150,7 @@ def examine(device: Device, node: str, cache: Path, seconds: float, stopped: thr
     return verdict
 
 
-def _remedy(device: Device, parts: Mapping[str, Part]) -> dict[str, str]:
+def _remedy(device: SelfTestDevice, parts: Mapping[str, Part]) -> dict[str, str]:
     """Variables that lead around a matrix library that faults, where there is another: ROCm's rocBLAS."""
     row = lookup(device.arch)
     amd = device.arch.startswith("gfx") if row is None else row.vendor == "amd"
@@ -165,7 +167,7 @@ def _bad(parts: Mapping[str, Part]) -> set[str]:
 class _Trial:
     """The children of one device, and the journal they write."""
 
-    def __init__(self, device: Device, journal: Path, seconds: float, stopped: threading.Event) -> None:
+    def __init__(self, device: SelfTestDevice, journal: Path, seconds: float, stopped: threading.Event) -> None:
         self.device, self.journal, self.seconds, self.stopped = device, journal, seconds, stopped
         self.output = journal.with_suffix(".log")
         self.about: dict[str, str] = {}
@@ -309,7 +311,7 @@ def _processor() -> str:
     return f"{name} [{hashlib.sha256(flags.encode()).hexdigest()[:8]}]"
 
 
-def _runtime(device: Device, about: Mapping[str, str]) -> str:
+def _runtime(device: SelfTestDevice, about: Mapping[str, str]) -> str:
     drivers = [found for path in DRIVERS[:2] if (found := _text(Path(path)).strip())]
     driver = f" (driver {drivers[0]})" if device.gpu is not None and drivers else ""
     return about.get("runtime", device.arch) + driver
@@ -342,7 +344,7 @@ def _forget_older(folder: Path, verdict: Verdict) -> None:
             path.unlink(missing_ok=True)
 
 
-def untried(device: Device, node: str, fault: str) -> Verdict:
+def untried(device: SelfTestDevice, node: str, fault: str) -> Verdict:
     """The verdict on a device that could not be tried."""
     return selftest.finished(
         Verdict(

@@ -52,7 +52,7 @@ def lock(root: Path, node: str) -> int:
 
 
 def file_of(root: Path, node: str, ending: str) -> Path:
-    """Of a node, below the folder that it works in."""
+    """Path of a file of this node, below the folder that it works in."""
     return root / "nodes" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{ending}"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from core.errors import NoSpace
 from core.storage.bucket import MANIFEST, Bucket
 from core.storage.layout import Layout, fsync_folder, write_private
-from core.storage.store import Changed
+from core.storage.store import ObjectChanged
 
 log = logging.getLogger("eft.worker")
 
@@ -43,7 +43,7 @@ class _Copy:
     used: float
 
 
-class Copies:
+class LocalCache:
     """Any number of threads may use it; one process has the folder."""
 
     def __init__(self, bucket: Bucket, layout: Layout, most: int, reserve: int) -> None:
@@ -97,7 +97,7 @@ class Copies:
                     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     try:
                         self._fetch(f"{key}/{name}", path, size, sha256)
-                    except (FileNotFoundError, Changed) as error:
+                    except (FileNotFoundError, ObjectChanged) as error:
                         self._damaged(key, str(error))
                         return False
                 write_private(aside / MANIFEST, manifest)
@@ -117,7 +117,7 @@ class Copies:
                     self._fetch(key, aside / "file", size, sha256)
                 except FileNotFoundError:
                     return False
-                except Changed as error:
+                except ObjectChanged as error:
                     log.error("%s in %s is damaged: it is not what was uploaded (%s)", key, self.bucket.where, error)
                     return False
                 self._appear(aside / "file", key)
@@ -145,13 +145,13 @@ class Copies:
 
     def _fetch(self, key: str, path: Path, size: int, sha256: str) -> None:
         """Once more where it is not what was stored: it may have been damaged on its way here, and what is damaged in
-        the store is lost to every box. Raises FileNotFoundError, Changed, StoreAway."""
+        the store is lost to every box. Raises FileNotFoundError, ObjectChanged, StoreAway."""
         for again in (True, False):
             try:
                 if self.bucket.get_file(key, path, size) == sha256:
                     return
-                raise Changed(f"{key} has another SHA-256")
-            except Changed as error:
+                raise ObjectChanged(f"{key} has another SHA-256")
+            except ObjectChanged as error:
                 path.unlink(missing_ok=True)
                 if not again:
                     raise

@@ -18,7 +18,7 @@ from core.jobs.policies.budget import Kind
 from core.jobs.policies.retention import DAY, RetentionRules
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
 from core.storage.bucket import LOG, Bucket
-from core.storage.store import Entry
+from core.storage.store import StoredObject
 
 log = logging.getLogger("eft.housekeeping")
 
@@ -93,8 +93,8 @@ def measure(database: Database, bucket: Bucket) -> None:
         budget.tell(session, used)
 
 
-def _runs(bucket: Bucket) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = defaultdict(list)
+def _runs(bucket: Bucket) -> dict[str, list[StoredObject]]:
+    found: dict[str, list[StoredObject]] = defaultdict(list)
     for entry in bucket.tree("runs"):
         found[entry.key.split("/")[1]].append(entry)
     return found
@@ -105,7 +105,7 @@ def _part(key: str) -> str:
     return "/".join(key.split("/")[:4])
 
 
-def _spare(entries: list[Entry], handed_back: int | None) -> set[str]:
+def _spare(entries: list[StoredObject], handed_back: int | None) -> set[str]:
     """Parts of an ended job that nobody asks for any more: checkpoints, and artifacts that it does not hand back."""
     parts = {_part(entry.key) for entry in entries}
     return {

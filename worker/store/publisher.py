@@ -33,7 +33,7 @@ RETRY_SECONDS = 5.0
 
 
 class Publisher:
-    """Of one attempt. `lost`: set when nothing may be written for it any more."""
+    """Publishes what one attempt makes. `lost`: set when nothing may be written for it any more."""
 
     def __init__(self, bucket: Bucket, folder: Path, key: str, keep_last: int, lost: threading.Event) -> None:
         self._bucket, self._folder, self._key, self._keep = bucket, folder, key, keep_last

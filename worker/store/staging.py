@@ -21,17 +21,17 @@ from core.spec.job import JobSpec
 from core.spec.run.checkpoint_names import best_step, progress_of
 from core.spec.run.contract import CHECKPOINTS
 from core.storage.bucket import MANIFEST
-from worker.store.local_cache import MODEL, Copies, Halted
+from worker.store.local_cache import MODEL, Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
 
 REFS = "models/refs"
 
 
-class Stage:
-    """Of one attempt; what it holds stays on this box until `close`."""
+class Staging:
+    """Brings the inputs of one attempt onto this box, where they stay until `close`."""
 
-    def __init__(self, copies: Copies, claim: Claim) -> None:
+    def __init__(self, copies: LocalCache, claim: Claim) -> None:
         self._copies, self._claim = copies, claim
         self._held: list[str] = []
         self._hold(f"runs/{claim.token.job_id}")

@@ -32,6 +32,6 @@ class AsyncNodes:
         return Node.parse(await self._transport.json("POST", f"{paths.node(name)}/undrain", idempotent=True))
 
     async def version(self) -> dict[str, Any]:
-        """Of the server."""
+        """Version of the server."""
         answer: dict[str, Any] = await self._transport.json("GET", "/version")
         return answer

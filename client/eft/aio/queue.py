@@ -83,7 +83,7 @@ class AsyncQueue:
         return await self._list("/limits")
 
     async def set_limits(self, scope: str, name: str, **values: float | None) -> Raw:
-        """Of a `project` or an `owner`; None takes a quota away. For admins of the box."""
+        """Set quotas of a `project` or an `owner`; None takes one away. For admins of the box."""
         return await self._post("/limits", {"scope": scope, "name": name, **values})
 
     async def collect(self, *, dry_run: bool = False) -> Raw:

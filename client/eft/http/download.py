@@ -60,7 +60,7 @@ class Part:
 
     @property
     def sha256(self) -> str:
-        """Of what is there."""
+        """SHA-256 of the bytes received so far."""
         return self._seen.hexdigest()
 
     def add(self, chunk: bytes) -> None:

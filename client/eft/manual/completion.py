@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eft.errors import EftClientError
-from eft.manual.source import Page, Parameter, find, page
+from eft.manual.source import ManualPage, Parameter, find, page
 
 if TYPE_CHECKING:
     from eft.client import Client
@@ -67,7 +67,7 @@ def offers(root: Any, words: Sequence[str]) -> tuple[bool, list[Offer]]:
     return files, [(value, words) for value, words in found if value.startswith(current)]
 
 
-def _here(root: Any, here: Page, rest: list[str], current: str) -> tuple[bool, list[Offer]]:
+def _here(root: Any, here: ManualPage, rest: list[str], current: str) -> tuple[bool, list[Offer]]:
     if here.path in (("help",), ("man",)):
         named = find(root, rest)
         return False, [] if named is None else _commands(page(named, tuple(rest)))
@@ -89,18 +89,18 @@ def _here(root: Any, here: Page, rest: list[str], current: str) -> tuple[bool, l
     return (False, []) if argument is None else _values(argument, here)
 
 
-def _commands(here: Page) -> list[Offer]:
+def _commands(here: ManualPage) -> list[Offer]:
     return [(name, words) for _, name, words in here.commands]
 
 
-def _waiting_option(here: Page, rest: list[str]) -> Parameter | None:
+def _waiting_option(here: ManualPage, rest: list[str]) -> Parameter | None:
     """The option whose value comes next."""
     if not rest or not rest[-1].startswith("-"):
         return None
     return next((one for one in here.options if rest[-1] in one.flags and one.metavar), None)
 
 
-def _argument(here: Page, rest: list[str]) -> Parameter | None:
+def _argument(here: ManualPage, rest: list[str]) -> Parameter | None:
     """The argument that the word is for."""
     takes = {flag for one in here.options if one.metavar for flag in one.flags}
     count, skip = 0, False
@@ -117,7 +117,7 @@ def _argument(here: Page, rest: list[str]) -> Parameter | None:
     return arguments[-1] if arguments and arguments[-1].repeated else None
 
 
-def _values(one: Parameter, here: Page) -> tuple[bool, list[Offer]]:
+def _values(one: Parameter, here: ManualPage) -> tuple[bool, list[Offer]]:
     kind = one.metavar.strip("[].")
     for name in (*one.flags, kind):
         if name in _VALUES:
@@ -148,7 +148,7 @@ def _of_module(module: str, rest: list[str], current: str) -> tuple[bool, list[O
 # --- of the server
 
 
-def _ask(asked: Callable[[Client, Page], Iterator[Offer]], here: Page) -> list[Offer]:
+def _ask(asked: Callable[[Client, ManualPage], Iterator[Offer]], here: ManualPage) -> list[Offer]:
     from eft.client import Client
 
     try:
@@ -158,43 +158,43 @@ def _ask(asked: Callable[[Client, Page], Iterator[Offer]], here: Page) -> list[O
         return []  # no server, no key: nothing to offer
 
 
-def _jobs(client: Client, here: Page) -> Iterator[Offer]:
+def _jobs(client: Client, here: ManualPage) -> Iterator[Offer]:
     for job in client.jobs(status=_OF_VERB.get(here.path), limit=MANY).jobs:
         yield job.id, f"{job.status} {job.name or ''}".strip()
 
 
-def _files(client: Client, here: Page) -> Iterator[Offer]:
+def _files(client: Client, here: ManualPage) -> Iterator[Offer]:
     for _, file in zip(range(MANY), client.files(), strict=False):
         yield file.id, file.filename
 
 
-def _nodes(client: Client, here: Page) -> Iterator[Offer]:
+def _nodes(client: Client, here: ManualPage) -> Iterator[Offer]:
     for node in client.nodes():
         yield node.name, node.state
 
 
-def _gpus(client: Client, here: Page) -> Iterator[Offer]:
+def _gpus(client: Client, here: ManualPage) -> Iterator[Offer]:
     for row in client.queue.gpus():
         yield str(row["gpu"]), str(row["state"])
 
 
-def _keys(client: Client, here: Page) -> Iterator[Offer]:
+def _keys(client: Client, here: ManualPage) -> Iterator[Offer]:
     rows = client.access.keys()
     for row in rows:
         yield str(row["id"]), f"{row['prefix']} {row['name']} {row['state']}"
 
 
-def _users(client: Client, here: Page) -> Iterator[Offer]:
+def _users(client: Client, here: ManualPage) -> Iterator[Offer]:
     for row in client.access.users():
         yield str(row["name"]), ""
 
 
-def _hooks(client: Client, here: Page) -> Iterator[Offer]:
+def _hooks(client: Client, here: ManualPage) -> Iterator[Offer]:
     for row in client.webhooks.all():
         yield str(row["id"]), str(row["name"])
 
 
-_ASKED: Mapping[str, Callable[[Client, Page], Iterator[Offer]]] = {
+_ASKED: Mapping[str, Callable[[Client, ManualPage], Iterator[Offer]]] = {
     "JOB": _jobs,
     "FILE_ID": _files,
     "NODE": _nodes,

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from eft.errors import EXIT_MEANINGS, ExitCode
 from eft.manual.delegated import Section, sections
-from eft.manual.source import Page, pages
+from eft.manual.source import ManualPage, pages
 
 # --- man
 
 
-def roff(wanted: Sequence[Page]) -> str:
+def roff(wanted: Sequence[ManualPage]) -> str:
     """One page with a section for each command; the first of `wanted` is what it is about."""
     first, *others = wanted
     title = "-".join(("eft", *first.path)).upper()
@@ -67,7 +67,7 @@ def _terms(rows: Iterable[tuple[str, str]]) -> list[str]:
 # --- docs/cli.md
 
 
-def markdown(everything: Sequence[Page]) -> str:
+def markdown(everything: Sequence[ManualPage]) -> str:
     """The whole manual."""
     root, *others = everything
     with ThreadPoolExecutor(4) as pool:  # each asks a program for its --help
@@ -102,7 +102,7 @@ def markdown(everything: Sequence[Page]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(page: Page, told: Sequence[Section]) -> list[str]:
+def _section(page: ManualPage, told: Sequence[Section]) -> list[str]:
     lines = ["", f"### {page.name}", "", page.description]
     if page.commands:
         lines += ["", *(f"- `{page.name} {name}`: {words}" for _, name, words in page.commands)]

@@ -1,6 +1,6 @@
-"""The manual, from the one source there is: the commands themselves.
+"""The manual, read from the commands themselves.
 
-A command's docstring, its options' help texts, defaults and bounds, and what `@manual` adds are read into a `Page`;
+A command's docstring, its options' help texts, defaults and bounds, and what `@manual` adds make up a `ManualPage`;
 help on the terminal, `eft man` and docs/cli.md are three ways to print it, and completion offers what stands in it.
 """
 
@@ -87,7 +87,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ManualPage:
     path: tuple[str, ...]
     """Below `eft`."""
     summary: str
@@ -99,9 +99,9 @@ class Page:
     exits: tuple[tuple[int, str], ...]
     environment: tuple[tuple[str, str], ...]
     commands: tuple[tuple[str, str, str], ...]
-    """Of a group: heading, name, summary."""
+    """Commands of a group: heading, name, summary."""
     module: str | None
-    """Of the application: it runs in the command's place."""
+    """Module of the application that runs in the command's place."""
 
     @property
     def name(self) -> str:
@@ -115,8 +115,9 @@ class Page:
         return [(heading, rows) for heading, rows in known.items() if rows]
 
 
-def page(command: Any, path: tuple[str, ...] = ()) -> Page:
-    """Of a command or a group. Its class is typer's or click's, as the version has it; both name things alike."""
+def page(command: Any, path: tuple[str, ...] = ()) -> ManualPage:
+    """The page of a command or a group. Its class is typer's or click's, depending on the version; both use the same
+    names."""
     callback = inspect.unwrap(command.callback) if command.callback is not None else None
     added: Added = getattr(callback, "__manual__", Added())
     summary, description = _summary(command.help or "")
@@ -125,7 +126,7 @@ def page(command: Any, path: tuple[str, ...] = ()) -> Page:
     arguments = tuple(_parameter(one, hints) for one in own if one.param_type_name == "argument")
     options = tuple(_parameter(one, hints) for one in own if one.param_type_name == "option")
     children = getattr(command, "commands", None)
-    return Page(
+    return ManualPage(
         path=path,
         summary=summary,
         description=description,
@@ -144,8 +145,8 @@ def page(command: Any, path: tuple[str, ...] = ()) -> Page:
     )
 
 
-def pages(command: Any, path: tuple[str, ...] = ()) -> Iterator[Page]:
-    """Of a command and all below it, as they are declared."""
+def pages(command: Any, path: tuple[str, ...] = ()) -> Iterator[ManualPage]:
+    """The pages of a command and of all below it, in the order of their declaration."""
     yield page(command, path)
     for name, child in getattr(command, "commands", {}).items():
         if not child.hidden:

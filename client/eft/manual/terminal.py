@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eft.manual.source import Page
+from eft.manual.source import ManualPage
 from eft.terminal.output import stdout_console
 
 READABLE = 100
@@ -19,7 +19,7 @@ LABEL = 26
 """Where a label is longer than this, its text begins on the next line."""
 
 
-def show(page: Page) -> None:
+def show(page: ManualPage) -> None:
     """Print it on stdout."""
     console = stdout_console()
     if not sys.stdout.isatty() or console.width > READABLE:
@@ -27,7 +27,7 @@ def show(page: Page) -> None:
     render(page, console)
 
 
-def render(page: Page, console: Console) -> None:
+def render(page: ManualPage, console: Console) -> None:
     _prose(console, page.description)
     _heading(console, "Usage")
     console.print(Padding(Text(page.usage), (0, 0, 0, 2), expand=False))

@@ -77,7 +77,7 @@ class Jobs:
         return self._ask(job_id, "retry")
 
     def set_priority(self, job_id: str, priority: int) -> Job:
-        """Of a job that has not ended; its place in the queue changes at once."""
+        """Change the priority of a job that has not ended; its place in the queue changes at once."""
         body = {"priority": priority}
         return Job.parse(self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
 

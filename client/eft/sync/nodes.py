@@ -31,6 +31,6 @@ class Nodes:
         return Node.parse(self._transport.json("POST", f"{paths.node(name)}/undrain", idempotent=True))
 
     def version(self) -> dict[str, Any]:
-        """Of the server."""
+        """Version of the server."""
         answer: dict[str, Any] = self._transport.json("GET", "/version")
         return answer

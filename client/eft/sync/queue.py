@@ -84,7 +84,7 @@ class Queue:
         return self._list("/limits")
 
     def set_limits(self, scope: str, name: str, **values: float | None) -> Raw:
-        """Of a `project` or an `owner`; None takes a quota away. For admins of the box."""
+        """Set quotas of a `project` or an `owner`; None takes one away. For admins of the box."""
         return self._post("/limits", {"scope": scope, "name": name, **values})
 
     def collect(self, *, dry_run: bool = False) -> Raw:

@@ -19,11 +19,11 @@ HEADINGS = (
     "On the box itself",
     "This command",
 )
-"""Of `eft --help`, in this order; a command names one as its `rich_help_panel`."""
+"""Headings of `eft --help`, in this order; a command names one as its `rich_help_panel`."""
 
 
 def _path(context: Any) -> tuple[str, ...]:
-    """Of a command that is being called, below `eft`."""
+    """Names of the command that is being called, below `eft`."""
     names: list[str] = []
     while context.parent is not None:
         names.insert(0, context.info_name or "")

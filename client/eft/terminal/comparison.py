@@ -96,7 +96,7 @@ class Comparison:
         return found
 
     def difference(self, name: str) -> str:
-        """Of a figure of two jobs: what the second has more, and by how many per cent."""
+        """How much more the second job has of a figure than the first, also in per cent."""
         first, second = self.figures[name]
         if first is None or second is None or not math.isfinite(second - first):
             return ""

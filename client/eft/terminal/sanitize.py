@@ -32,7 +32,7 @@ def lines(text: str) -> str:
 
 
 def segment(one: Segment) -> Segment:
-    """Of rich: its own control codes stay."""
+    """Sanitize a segment of rich, whose own control codes stay."""
     if one.control or one.text.isprintable():
         return one
     return Segment(harmless(one.text, "\n"), one.style)

@@ -121,7 +121,7 @@ def sparkline(values: Sequence[float], width: int, utf8: bool = True) -> str:
 
 
 def _width(cells: Sequence[str], width: int) -> int:
-    """Of a column that may be cut."""
+    """Width of a column whose cells may be cut, in characters."""
     return min(30 if width >= WIDE else 18, max(map(cell_len, cells), default=0))
 
 

@@ -23,13 +23,13 @@ AT_WORK = ("preparing", "starting", "running", "pausing", "stopping")
 LONGEST_WAIT = 2.0
 """Seconds between two tries while the server is away: somebody sits in front of it."""
 POINTS = 120
-"""Of a loss curve: more than a sparkline has places."""
+"""Points of a loss curve that are kept, more than a sparkline has places."""
 ENDED, LINES = 10, 200
 """How many of each are kept."""
 
 
 class Look:
-    """Of one job or of all. `world` is the newest; `on_change` is told whenever there is a newer one."""
+    """Follows one job or all. `world` is the newest state; `on_change` is called for each newer one."""
 
     def __init__(
         self, client: Client, job_id: str | None, *, interval: float, patience: float, on_change: Callable[[], None]

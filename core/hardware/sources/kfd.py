@@ -27,7 +27,7 @@ FRAME_BUFFER = (1, 2)
 
 
 @dataclass(slots=True)
-class Found:
+class FoundGpus:
     """What a source says."""
 
     gpus: list[Gpu]
@@ -36,7 +36,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Usage:
+class ProcessUsage:
     """What is in use of a GPU's own memory, by anybody."""
 
     used_bytes: int | None = None
@@ -45,10 +45,10 @@ class Usage:
     """Bytes by process number. In a container the numbers may be the host's."""
 
 
-def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> Found | None:
+def look(sysfs: Path, dev: Path, environ: Mapping[str, str]) -> FoundGpus | None:
     """GPUs in HIP's order; None where the kernel has no KFD (no AMD card, no driver, or a /sys that hides it)."""
     nodes = sysfs / NODES
-    found = Found([], [], [])
+    found = FoundGpus([], [], [])
     try:
         names = sorted((path for path in nodes.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     except FileNotFoundError:

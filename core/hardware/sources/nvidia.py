@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.hardware.device_mask import Excluded, Gpu
 from core.hardware.sources import tools
-from core.hardware.sources.kfd import Found, Usage
+from core.hardware.sources.kfd import FoundGpus, ProcessUsage
 from core.hardware.tables.arch import lookup
 
 QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id", "--format=csv,noheader,nounits")
@@ -27,9 +27,9 @@ CARD_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
 SLICE_LINE = re.compile(r"^\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 
 
-def look(environ: Mapping[str, str], root: Path, seconds: float) -> Found:
+def look(environ: Mapping[str, str], root: Path, seconds: float) -> FoundGpus:
     """GPUs in nvidia-smi's order."""
-    found = Found([], [], [])
+    found = FoundGpus([], [], [])
     program = tools.find("nvidia-smi", environ, root)
     if program is None:
         return found
@@ -67,7 +67,7 @@ def _card(line: str) -> Gpu | None:
     )
 
 
-def _divide(found: Found, program: str, environ: Mapping[str, str], seconds: float) -> None:
+def _divide(found: FoundGpus, program: str, environ: Mapping[str, str], seconds: float) -> None:
     """Put the slices of each card in MIG mode in its place."""
     answer = tools.ask(program, MIG_QUERY, environ, seconds)
     if answer.failed is not None:  # a driver older than MIG
@@ -134,15 +134,15 @@ def processes(
     return result, why
 
 
-def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Usage], str | None]:
+def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, ProcessUsage], str | None]:
     """(use by UUID, why not)."""
     rows, why = _ask(USED_QUERY, environ, root, seconds)
-    result = {row[0]: Usage(int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdecimal()}
+    result = {row[0]: ProcessUsage(int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdecimal()}
     if why is not None:
         return result, why
     running, why = processes(environ, root, seconds)
     for uuid, held in running.items():
-        result.setdefault(uuid, Usage()).processes = held
+        result.setdefault(uuid, ProcessUsage()).processes = held
     return result, why
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from core.hardware.device_mask import Gpu
 from core.hardware.sources import tools
-from core.hardware.sources.kfd import Found, Usage
+from core.hardware.sources.kfd import FoundGpus, ProcessUsage
 from core.hardware.tables.arch import gfx_name, lookup
 
 LIST = ("list", "-e", "--json")
@@ -33,7 +33,7 @@ BDF = re.compile(r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]$")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToolGpu:
     """One GPU as a tool has it. Empty, 0 or None: not said."""
 
     bdf: str = ""
@@ -49,7 +49,7 @@ class Told:
     compute_units: int = 0
 
 
-def ask(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[list[Told], list[str]]:
+def ask(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[list[ToolGpu], list[str]]:
     """(the GPUs, in the tool's order; notices), of amd-smi, or of rocm-smi where amd-smi is missing or says nothing."""
     notes: list[str] = []
     program = tools.find("amd-smi", environ, root)
@@ -71,7 +71,7 @@ def ask(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[list[To
     return [], notes
 
 
-def join(found: Found, told: list[Told], notes: list[str]) -> None:
+def join(found: FoundGpus, told: list[ToolGpu], notes: list[str]) -> None:
     """Names from the tool for what the kernel lists; a notice where the two do not agree."""
     for at, gpu in enumerate(found.gpus):
         mine = [one for one in told if _same(one, gpu)]
@@ -95,7 +95,7 @@ def join(found: Found, told: list[Told], notes: list[str]) -> None:
             )
 
 
-def listing(told: list[Told]) -> Found:
+def listing(told: list[ToolGpu]) -> FoundGpus:
     """GPUs from a tool alone, in HIP's order as far as it is told: the kernel's list is out of reach."""
     order = sorted(range(len(told)), key=lambda at: (told[at].hip_id is None, told[at].hip_id or 0, told[at].node, at))
     shared = Counter(one.uuid for one in told if one.uuid)
@@ -121,10 +121,10 @@ def listing(told: list[Told]) -> Found:
                 node=one.node,
             )
         )
-    return Found(gpus, [], [])
+    return FoundGpus(gpus, [], [])
 
 
-def _same(one: Told, gpu: Gpu) -> bool:
+def _same(one: ToolGpu, gpu: Gpu) -> bool:
     if one.kfd_id and gpu.kfd_id:
         return one.kfd_id == gpu.kfd_id
     return one.bdf == gpu.bdf
@@ -133,7 +133,7 @@ def _same(one: Told, gpu: Gpu) -> bool:
 # --- the forms -----------------------------------------------------------------------------------------------
 
 
-def _entries(answer: tools.Answer, notes: list[str]) -> list[dict[str, Any]]:
+def _entries(answer: tools.ToolOutput, notes: list[str]) -> list[dict[str, Any]]:
     value, why = tools.as_json(answer)
     if why is not None:
         notes.append(why)
@@ -143,11 +143,11 @@ def _entries(answer: tools.Answer, notes: list[str]) -> list[dict[str, Any]]:
     return [entry for entry in map(_table, _list(value)) if isinstance(entry.get("gpu"), int)]
 
 
-def _amd_smi(entry: dict[str, Any], static: dict[str, Any]) -> Told:
+def _amd_smi(entry: dict[str, Any], static: dict[str, Any]) -> ToolGpu:
     asic, bus, vram = _table(static.get("asic")), _table(static.get("bus")), _table(static.get("vram"))
     partition = entry.get("partition_id")
     hip = entry.get("hip_id")
-    return Told(
+    return ToolGpu(
         bdf=_bdf(entry.get("bdf")) or _bdf(bus.get("bdf")),
         uuid=_words(entry.get("hip_uuid")),
         kfd_id=_number(entry.get("kfd_id")),
@@ -162,11 +162,11 @@ def _amd_smi(entry: dict[str, Any], static: dict[str, Any]) -> Told:
     )
 
 
-def _rocm_smi(card: dict[str, Any]) -> Told:
+def _rocm_smi(card: dict[str, Any]) -> ToolGpu:
     serial = _words(card.get("Unique ID")).lower().removeprefix("0x")
     # "Card Series" is a name; in older versions the name is under "Card series", and "Card Series" a number.
     names = [_words(card.get(key)) for key in ("Card Series", "Card series", "Card Model", "Card model")]
-    return Told(
+    return ToolGpu(
         bdf=_bdf(card.get("PCI Bus")),
         uuid=f"GPU-{serial.zfill(16)}" if re.fullmatch(r"[0-9a-f]{1,16}", serial) and int(serial, 16) else "",
         kfd_id=_number(card.get("GUID")),
@@ -226,22 +226,22 @@ def _arch(value: object) -> str:
 # --- use, now ------------------------------------------------------------------------------------------------
 
 
-def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, Usage], str | None]:
+def usage(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[dict[str, ProcessUsage], str | None]:
     """(use by PCI address, why not), of amd-smi; for where the kernel's files are out of reach."""
     program = tools.find("amd-smi", environ, root)
     if program is None:
         return {}, None
     notes: list[str] = []
-    result: dict[str, Usage] = {}
-    numbers: dict[int, Usage] = {}
+    result: dict[str, ProcessUsage] = {}
+    numbers: dict[int, ProcessUsage] = {}
     for one in _entries(tools.ask(program, LIST, environ, seconds), notes):
         if bdf := _bdf(one.get("bdf")):
-            result[bdf] = numbers[one["gpu"]] = Usage()
+            result[bdf] = numbers[one["gpu"]] = ProcessUsage()
     for entry in _entries(tools.ask(program, METRIC, environ, seconds), notes) if numbers else ():
         if (use := numbers.get(entry["gpu"])) is not None:
             use.used_bytes = _bytes(_table(entry.get("mem_usage")).get("used_vram")) or None
     for entry in _entries(tools.ask(program, PROCESS, environ, seconds), notes) if numbers else ():
-        use = numbers.get(entry["gpu"], Usage())
+        use = numbers.get(entry["gpu"], ProcessUsage())
         for item in map(_table, _list(entry.get("process_list"))):
             info = _table(item.get("process_info", item))  # with none, the words "No running processes detected"
             if _number(info.get("pid")):

@@ -28,7 +28,7 @@ SAID_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolOutput:
     """What a program said."""
 
     command: tuple[str, ...]
@@ -47,7 +47,7 @@ def find(name: str, environ: Mapping[str, str], root: Path) -> str | None:
     return found or shutil.which(name, path=str(root / "opt/rocm/bin"))
 
 
-def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seconds: float = SECONDS) -> Answer:
+def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seconds: float = SECONDS) -> ToolOutput:
     """Run `program` in a session of its own and wait; it is killed with all its children beyond `seconds` or beyond
     OUTPUT_BYTES. Never raises."""
     command = (Path(program).name, *arguments)
@@ -61,7 +61,7 @@ def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seco
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(command, "", f"{command[0]} cannot be run: {error.strerror or error}", None)
+        return ToolOutput(command, "", f"{command[0]} cannot be run: {error.strerror or error}", None)
     out, err, stopped = _read(child, time.monotonic() + seconds)
     if stopped is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -69,13 +69,13 @@ def ask(program: str, arguments: Sequence[str], environ: Mapping[str, str], seco
     try:
         status = child.wait(REAP_SECONDS)
     except subprocess.TimeoutExpired:  # inside a driver call that cannot be interrupted: init will reap it
-        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped or 'hangs'} and cannot be killed", None)
+        return ToolOutput(command, _text(out), f"`{' '.join(command)}` {stopped or 'hangs'} and cannot be killed", None)
     if stopped is not None:
         limit = f"{seconds:.0f} s" if stopped == "did not answer" else f"{OUTPUT_BYTES >> 20} MiB"
-        return Answer(command, _text(out), f"`{' '.join(command)}` {stopped} within {limit} and was killed", None)
+        return ToolOutput(command, _text(out), f"`{' '.join(command)}` {stopped} within {limit} and was killed", None)
     if status != 0:
-        return Answer(command, _text(out), f"`{' '.join(command)}` failed: {_said(err or out, status)}", status)
-    return Answer(command, _text(out), None, 0)
+        return ToolOutput(command, _text(out), f"`{' '.join(command)}` failed: {_said(err or out, status)}", status)
+    return ToolOutput(command, _text(out), None, 0)
 
 
 def _read(child: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str | None]:
@@ -111,7 +111,7 @@ def _said(raw: bytes, status: int) -> str:
     return words[-SAID_CHARACTERS:] if words else f"exit status {status}"
 
 
-def as_json(answer: Answer) -> tuple[Any, str | None]:
+def as_json(answer: ToolOutput) -> tuple[Any, str | None]:
     """(the JSON value in an answer, why there is none). Lines before it are passed over: amd-smi and rocm-smi print
     warnings about groups and drivers there."""
     if answer.failed is not None:

@@ -28,7 +28,7 @@ class Limits:
     fp32_rows: int | None = None
     """Rows of a float32 product."""
     output_bytes: int | None = None
-    """Of a product's output."""
+    """Bytes of a product's output."""
     rank_multiple: int = 1
     """LoRA's narrow operands are padded with zeros to a multiple of this: same result, other shapes."""
 

@@ -15,7 +15,7 @@ READ = "2026-11-21"
 
 GENERIC = "https://download.pytorch.org/whl/"
 RELEASE = "2.13.0"
-"""Of PyTorch, on which every test runs."""
+"""Release of PyTorch that every test runs on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from core.jobs.lifecycle.submit import find
 from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit, usage, volume
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
-from core.storage.store import Entry
+from core.storage.store import StoredObject
 
 DELETED = "job.delete"
 WAITS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600)
@@ -38,7 +38,7 @@ class Freed:
         return self.checkpoints + self.artifacts + self.other
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Freed:
+    def of(cls, entries: Iterable[StoredObject]) -> Freed:
         """From what lies below `runs/JOB`."""
         found = {CHECKPOINTS: 0, ARTIFACTS: 0, "": 0}
         for entry in entries:

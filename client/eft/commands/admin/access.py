@@ -282,7 +282,7 @@ def set_project(
 @projects.command("members")
 @manual(examples=[("eft projects members", "Who is in the project of your key.")])
 def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Who belongs to a project, in which role."""
+    """List the members of a project with their roles."""
     with session(as_json, url) as (client, output):
         _table(
             output,
@@ -339,7 +339,7 @@ def audit(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Who changed what, newest first; for admins."""
+    """List changes and their authors, newest first; for admins."""
     with session(as_json, url) as (client, output):
         rows = client.access.audit(
             limit=limit,
