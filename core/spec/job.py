@@ -33,46 +33,48 @@ WebhookId = Annotated[str, StringConstraints(pattern=r"^hook-[0-9a-z]{26}$")]
 
 
 class JobSpec(SpecModel):
-    """What to train, on what, how. `POST /jobs` takes it as JSON or YAML."""
+    """A training job: model, data and method. `POST /jobs` accepts it as JSON or YAML."""
 
     version: Literal[1] = 1
-    """Version of this format; arms are only ever added to it."""
+    """Version of this format; arms are only added to it."""
     name: JobName | None = None
-    """For people: letters, digits, space, dot, dash and underscore, up to 100."""
+    """Display name: letters, digits, space, dot, dash and underscore, at most 100 characters."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Jobs of a higher one go first, whatever their owners have used (docs/queue.md). A project has a limit; below 0 a
-    job gives way to all others."""
+    """Priority in the queue (docs/queue.md): jobs of a higher priority go first, whatever their owners have used. Each
+    project has a limit; a job below 0 yields to all others."""
     model: Model
     """Base model: a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a local folder, or a GGUF file."""
     data: DataField
     """Training rows and held-out rows; a plain string names the training file."""
     stage: Stage = SFT()
-    """What is learned from a row."""
+    """What the model learns from a row."""
     method: Method = LoRA()
     """Which parameters are trained, and how."""
     quantization: Quantization | None = Field(default=None)
-    """How the frozen weights are held. Default: `nf4` with `method: qlora`, else `none`; `method: auto` chooses among
-    what is compatible with what is written here."""
+    """Format of the frozen weights. Default: `nf4` with `method: qlora`, otherwise `none`; `method: auto` chooses among
+    the values compatible with the rest of the job."""
     optimizer: Optimizer = AdamW()
-    """How gradients become updates."""
+    """Optimizer and its settings."""
     schedule: Schedule = Linear()
-    """Learning rate over time."""
+    """Learning rate schedule."""
     batching: Batching = Rows()
     """What goes through the model at once."""
     training: Training = Training()
-    """The loop."""
+    """Training loop: duration, batch sizes, precision, seed."""
     evaluation: Evaluation | None = Field(default=None)
-    """Default: `held_out` when `data.eval` is given, else `none`. An object without `type` is `held_out`."""
+    """Evaluation during training. Default: `held_out` if `data.eval` is given, otherwise `none`. An object without
+    `type` is `held_out`."""
     memory: Memory = Resident()
-    """What lies where while training."""
+    """Placement of weights, activations and optimizer state."""
     checkpoint: Checkpoint = DiskCheckpoints()
-    """What survives a crash."""
+    """Checkpoints for resuming."""
     export: Exports = Field(default=[])
-    """What the job hands back beside what it trained (the adapter, or all weights): one entry a format."""
+    """Artifacts beside the trained weights (the adapter, or all weights): one entry per format."""
     resources: Resources = SingleDevice()
-    """What the job occupies."""
+    """Slots that the job needs."""
     notify: Annotated[list[WebhookId], Field(max_length=10)] = Field(default=[])
-    """Ids of webhooks of the project that are told of this job too (docs/notices.md); those for all jobs always are."""
+    """Ids of webhooks of the project to notify of this job (docs/notices.md), beside those that are notified of all
+    jobs."""
 
     @model_validator(mode="after")
     def _steps_of_a_stream(self) -> JobSpec:

@@ -17,8 +17,8 @@ from worker.attempt.outcome import CRASHES
 
 FIRST = {"Fault", "add", "add_file", "notice", "_fault"}
 """Called with a code as their first argument, and with words as their second."""
-SECOND = {"Failed", "_event"}
-"""Called with a failure class, a code and words."""
+SECOND = {"Failed", "_event", "partial"}
+"""Called with a failure class, a code and a message; or with a function and its code (`partial(run.notice, "…")`)."""
 NO_CODES = {
     # box/doctor: how a line is marked
     "ok",

@@ -35,13 +35,13 @@ HubFile = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x
 
 
 class Readable(SpecModel):
-    """What every source of rows has."""
+    """Common fields of all sources."""
 
     format: Format = "auto"
-    """What a row is (docs/data.md): `messages`, `sharegpt`, `instruction`, `prompt_completion`, `text`, `preference`,
-    `kto` or `prompt`. Needed only where rows fit two of them."""
+    """Row format (docs/data.md): `messages`, `sharegpt`, `instruction`, `prompt_completion`, `text`, `preference`,
+    `kto` or `prompt`. Needed only if rows match two of them."""
     columns: Columns = Field(default={})
-    """Our name: the name in the rows. `{prompt: question, completion: answer}`."""
+    """Mapping from field names to the file's columns: `{prompt: question, completion: answer}`."""
 
     @model_validator(mode="after")
     def _told_apart(self) -> Readable:
@@ -56,11 +56,11 @@ class FileSource(Readable):
 
     type: Literal["file"] = "file"
     id: FileId
-    """As `POST /files` answered. What the upload was told of `format` and `columns` need not be said again."""
+    """Id from `POST /files`. `format` and `columns` given at upload need not be repeated."""
 
 
 class PathSource(Readable):
-    """A JSONL, JSON, CSV or Parquet file on the worker, below one of the roots the administrator allows."""
+    """A JSONL, JSON, CSV or Parquet file on the worker, below one of the allowed roots."""
 
     type: Literal["path"] = "path"
     path: LocalPath
@@ -68,8 +68,8 @@ class PathSource(Readable):
 
 
 class HubDataset(Readable):
-    """A data set on the Hugging Face hub: its data files are brought to the data root before a GPU is held, and none of
-    its code is run."""
+    """A dataset on the Hugging Face hub. Its data files are downloaded to the data root before a GPU is held; its code
+    is never run."""
 
     type: Literal["hub"] = "hub"
     id: HubId
@@ -77,11 +77,11 @@ class HubDataset(Readable):
     revision: Revision = "main"
     """Branch, tag or commit. Pinned to a commit when the job is prepared; the run record names that commit."""
     config: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] | None = None
-    """Which of its subsets; needed where it has more than one."""
+    """Subset; required if there are several."""
     split: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] = "train"
-    """Which of its splits, by the names of files or as its card says."""
+    """Split, as named by the files or the dataset card."""
     files: Annotated[list[HubFile], Field(max_length=1000)] = Field(default=[])
-    """Names or patterns (`data/*.parquet`) of its files, in their order, in place of `config` and `split`."""
+    """Names or patterns (`data/*.parquet`) of files, in order, instead of `config` and `split`."""
 
 
 def _expand_source(value: str) -> dict[str, Any]:
@@ -98,23 +98,23 @@ class Weighted(SpecModel):
     """One source of a mixture."""
 
     source: SingleField
-    """Where its rows come from."""
+    """Source of the rows."""
     weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """How often a row is drawn from it, against the other sources. All sources have one, or none has."""
+    """Relative frequency of drawing from this source. Either all sources have a weight or none."""
 
 
 class Mixture(SpecModel):
-    """Several sources as one. Without weights every row is there once. With weights the next row is drawn from a source
-    by its weight; the rows of each keep their order until training shuffles them."""
+    """Several sources as one. Without weights every row occurs once. With weights each next row is drawn from a source
+    by its weight; the rows of each source keep their order until training shuffles them."""
 
     type: Literal["mixture"] = "mixture"
     sources: Annotated[list[Weighted], Field(min_length=1, max_length=64)]
-    """The sources; a plain source stands for one without a weight."""
+    """The sources; a plain source has no weight."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
-    """With weights: an epoch is over when the first source is, or when every source was read once (those that end
-    before begin anew). As `datasets.interleave_datasets` calls them."""
+    """With weights: end of an epoch, when the first source is exhausted or when every source has been read once
+    (shorter ones restart). The names are those of `datasets.interleave_datasets`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of the drawing."""
+    """Seed of the draws."""
 
     @model_validator(mode="after")
     def _weighted(self) -> Mixture:
@@ -163,30 +163,30 @@ Source = Annotated[
 
 
 class HashSplit(SpecModel):
-    """Hold rows out by a hash of what is in them: the same row is on the same side in every file, order and format,
-    and equal rows are never on both."""
+    """Hold out rows by a hash of their content: the same row is on the same side in every file, order and format, and
+    equal rows are never on both sides."""
 
     type: Literal["hash"] = "hash"
     eval_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Which part of the rows is held out."""
+    """Share of rows to hold out."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Another seed holds out other rows."""
+    """Seed of the hash."""
 
 
 class Data(SpecModel):
-    """What to train on, and optionally what to hold out."""
+    """Training rows, and optionally held-out rows."""
 
     train: Source
     """Training rows. A list of sources is a mixture."""
     eval: Source | None = None
     """Held-out rows for the evaluation; never trained on."""
     split: HashSplit | None = None
-    """Hold out a part of `train` in place of `eval`."""
+    """Hold out a part of `train` instead of using `eval`."""
     streaming: bool = False
-    """Read and tokenise the training rows while the run goes on, 10,000 at a time, shuffled among themselves: for files
-    larger than memory and cache. Needs training.max_steps, since nobody has counted the rows."""
+    """Read and tokenise the training rows during the run, 10,000 at a time, shuffled among themselves: for files larger
+    than memory and cache. Requires training.max_steps, because the number of rows is unknown."""
     rendering: Rendering = ModelTemplate()
-    """How a row becomes text and tokens. A plain string names a template family."""
+    """Conversion of rows to text and tokens. A plain string names a template family."""
 
     @model_validator(mode="after")
     def _one_eval(self) -> Data:

@@ -17,7 +17,7 @@ LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, patt
 
 
 class HubModel(SpecModel):
-    """A model on the Hugging Face hub; only safetensors are read and no code of the model is run."""
+    """A model on the Hugging Face hub. Only safetensors are read, and no code of the model is run."""
 
     type: Literal["hub"] = "hub"
     id: HubId
@@ -27,7 +27,7 @@ class HubModel(SpecModel):
 
 
 class LocalModel(SpecModel):
-    """A folder in Hugging Face format on the worker, below one of the roots the administrator allows."""
+    """A folder in Hugging Face format on the worker, below one of the allowed roots."""
 
     type: Literal["local"] = "local"
     path: LocalPath
@@ -35,7 +35,7 @@ class LocalModel(SpecModel):
 
 
 class GGUFModel(SpecModel):
-    """One GGUF file, converted once to a Hugging Face folder: a local file, or a file of a hub repository."""
+    """One GGUF file, converted once to a Hugging Face folder: a local file or a file of a hub repository."""
 
     type: Literal["gguf"] = "gguf"
     path: LocalPath | None = None

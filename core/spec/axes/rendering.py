@@ -35,47 +35,47 @@ ArgumentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{
 
 
 class AnyTemplate(SpecModel):
-    """What all of them share; no arm by itself."""
+    """Common fields of all templates; not an arm."""
 
     type: str
     system_prompt: Prose | None = None
-    """First message of every chat that has no system message of its own."""
+    """First message of every chat without a system message."""
     special_tokens: Literal["inert", "real"] | None = None
-    """What a control token is that a row's text spells out (`<|im_end|>` in a user's message). `inert`: text like any
-    other. `real`: the token. Default: `inert` where a template writes the control tokens (chats and instructions),
-    `real` in plain strings (`prompt`/`completion`, `text`), where nobody else does."""
+    """Meaning of a control token spelled in a row's text (`<|im_end|>` in a user's message). `inert`: ordinary text.
+    `real`: the token. Default: `inert` if a template writes the control tokens (chats and instructions), `real` in
+    plain strings (`prompt`/`completion`, `text`)."""
     pairs: Pairs = "auto"
-    """How the two strings of a `prompt`/`completion` row become tokens. `chat`: a user's message and an assistant's
+    """How the two strings of a `prompt`/`completion` row become tokens. `chat`: a user message and an assistant's
     answer, through the template. `newline`: plain text with a line break between them, unless the prompt ends in white
     space. `space`: plain text with a space before the completion. `apart`: plain text with nothing between them. These
-    tokenise prompt and completion apart, as generation from the prompt does. `joined`: one string, whose tokens may
-    merge across the border. Default: `chat` with a chat template, else `newline` (docs/rendering.md, Pairs)."""
+    tokenise prompt and completion separately, as generation does. `joined`: one string, whose tokens may merge across
+    the border. Default: `chat` with a chat template, otherwise `newline` (docs/rendering.md, Pairs)."""
     chat_template_kwargs: dict[ArgumentName, Argument] = Field(default={}, max_length=16)
-    """Arguments for the template beside messages and tools, e.g. `enable_thinking: false`."""
+    """Additional arguments for the template, e.g. `enable_thinking: false`."""
 
 
 class ModelTemplate(AnyTemplate):
-    """The chat template that comes with the model."""
+    """The model's own chat template."""
 
     type: Literal["model"] = "model"
 
 
 class FamilyTemplate(AnyTemplate):
-    """The training template of a family, for a base model that has none, or one whose own template rewrites earlier
-    turns. The tokenizer must have the family's control tokens. The tuned model carries it."""
+    """The training template of a family, for a base model without a template, or one whose template rewrites earlier
+    turns. The tokenizer must have the family's control tokens. The tuned model includes the template."""
 
     type: Literal["family"] = "family"
     name: Family
-    """docs/rendering.md has them all."""
+    """Family; docs/rendering.md lists them."""
 
 
 class GivenTemplate(AnyTemplate):
-    """A Jinja template of your own, with what transformers offers templates. `{% generation %}` marks say what is
-    learned; without them the turns are found. The tuned model carries it."""
+    """A Jinja template of your own, with transformers' additions. `{% generation %}` marks select what is trained on;
+    without them, turns are located automatically. The tuned model includes the template."""
 
     type: Literal["given"] = "given"
     template: Annotated[str, StringConstraints(min_length=1, max_length=200_000)]
-    """Its source."""
+    """Source of the template."""
 
 
 def _expand(value: str) -> dict[str, Any]:
