@@ -84,7 +84,7 @@ async def only_known_parameters(request: Request) -> None:
 
 
 def address_of(request: Request) -> str:
-    """Of whoever asks; behind a trusted proxy what that says (`api/__main__.py`)."""
+    """Address of the client; behind a trusted proxy, the address that the proxy reports (`api/__main__.py`)."""
     return request.client.host if request.client is not None else "local"
 
 

@@ -33,9 +33,9 @@ class FaultView(BaseModel):
     message: str
     field: str | None
     line: int | None = None
-    """Of a data file: its line, or the number of its row; the first one, where several have it."""
+    """Line or row number in a data file; the first one, where several have this fault."""
     times: int | None = None
-    """Of a data file: how many lines have it, where several do."""
+    """Number of lines of a data file that have this fault, where several do."""
 
 
 class ErrorView(BaseModel):
@@ -46,7 +46,7 @@ class ErrorView(BaseModel):
     field: str | None
     faults: list[FaultView] | None = None
     report: dict[str, Any] | None = None
-    """Of a data file that was refused: what it is, how many rows are good, how many faults there are."""
+    """What a refused data file is, how many of its rows are good, and how many faults it has."""
     request_id: str
 
 

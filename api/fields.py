@@ -71,7 +71,7 @@ def _iso(value: Any) -> Any:
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100), AfterValidator(shown)]
-"""Of something that is there."""
+"""The name of an existing object."""
 Words = Annotated[str, StringConstraints(max_length=500), AfterValidator(shown)]
 """A reason, for people."""
 Slot = Annotated[str, StringConstraints(min_length=1, max_length=400), AfterValidator(shown)]

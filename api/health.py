@@ -101,5 +101,5 @@ def readyz(app: App) -> Response:
 
 @router.get("/version", summary="Version", response_model=Version, response_class=JSONResponse, responses=responses())
 async def version() -> Response:
-    """Of the service and of the job spec. Needs no key."""
+    """Versions of the service and of the job spec. Needs no key."""
     return JSONResponse({"version": __version__, "spec_version": SPEC_VERSION})

@@ -180,7 +180,7 @@ async def change_project(request: Request, project: ProjectName, principal: Mana
     responses=responses(404, 422),
 )
 def list_members(project: ProjectName, principal: ReadingOrOperating, app: App) -> Response:
-    """Who belongs to the project, in which role, since when."""
+    """Lists the members of a project, each with a role and the time of joining."""
     with app.database.read() as session:
         rows = people.members(session, _project(session, principal, project).id)
         return JSONResponse({"data": [schemas.member_view(membership, user) for membership, user in rows]})

@@ -1,4 +1,4 @@
-"""Who may do what: roles of users, scopes of keys, and the one place where a route says which of them it needs.
+"""Access policies: roles of users, scopes of keys, and the one place where a route states which of them it needs.
 
 A route states its policy by the type of its parameter `principal` (`Reading`, `Writing`, `Managing`, `Operating`,
 `Scraping`, `Knowing`, `MakingKeys`) or, without a key, by the dependency `PUBLIC`. The application does not start with
@@ -19,7 +19,7 @@ from core.jobs.lifecycle.transitions import Actor
 
 
 class Role(StrEnum):
-    """Of a user in a project."""
+    """The role of a user in a project."""
 
     VIEWER = "viewer"
     """Sees everything in the project, changes nothing."""
@@ -33,10 +33,10 @@ class Role(StrEnum):
 
 
 class Scope(StrEnum):
-    """Of a key: what it may be used for at most, whatever its user may. From `read` on each includes the one before."""
+    """The most that a key may be used for, whatever its user may do. From `read` on, each includes the one before."""
 
     METRICS = "metrics"
-    """Of an admin of the box, for `GET /metrics` and nothing else: the key that lies in Prometheus' folder."""
+    """The scope of Prometheus' key: an admin of the box makes it, and it opens `GET /metrics` and nothing else."""
     READ = "read"
     WRITE = "write"
     ADMIN = "admin"
@@ -50,7 +50,7 @@ class Scope(StrEnum):
 
 
 class Right(StrEnum):
-    """Of a key, beside its scope: what it may do with keys. A key that leaked does no more than it was given."""
+    """What a key may do with other keys, beside its scope. A leaked key can do no more than this."""
 
     SELF_ROTATE = "self_rotate"
     """Take a successor for itself (`POST /keys/{key_id}/rotate`)."""
@@ -73,7 +73,7 @@ def widest(role: Role | None, box_admin: bool) -> Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal(Actor):
-    """Who asks, as the database has it at this request."""
+    """The user and key behind a request, as the database has them at this request."""
 
     user_name: str
     project_name: str
@@ -82,9 +82,9 @@ class Principal(Actor):
     scope: Scope
     box_admin: bool
     expires_at: float | None
-    """Of the key."""
+    """When the key expires, Unix seconds; None: never."""
     rights: frozenset[Right]
-    """Of the key."""
+    """What the key may do with other keys."""
 
     @property
     def operates(self) -> bool:

@@ -23,7 +23,7 @@ def _no_id(name: str) -> str:
 
 
 NewName = Annotated[Name, AfterValidator(_no_id), AfterValidator(unmistakable)]
-"""Of a user or a project: nobody may look like another."""
+"""The name of a new user or project: it may not be mistaken for another one."""
 KeyName = Annotated[Name, AfterValidator(trimmed)]
 _USER, _PROJECT, _KEY_ID = (f"{kind}-01kar3v8x5m2h6n9qst4wyz0bc" for kind in ("user", "proj", "key"))
 _NOW = "2026-11-21T09:20:55.004000Z"
@@ -302,9 +302,9 @@ class Me(BaseModel):
     role: Role | None
     """Null: no longer a member of the project."""
     scope: Scope
-    """Of the key."""
+    """Scope of the key."""
     rights: list[Right]
-    """Of the key: what it may do with keys."""
+    """What the key may do with other keys."""
     box_admin: bool
     """The user is an admin of the box; a key of scope `box` can use that."""
     key: str

@@ -59,7 +59,7 @@ _BY_ID = _HOLDERS.where(ApiKey.id == bindparam("id"))
 
 
 def authenticate(session: Session, key: str, request_id: str | None = None) -> Principal | None:
-    """Who holds this key, in what role; None for an unknown, revoked or malformed one, and for one of a disabled user.
+    """Look up the user and role behind `key`; None for an unknown, revoked or malformed one, or a disabled user's.
 
     Raises Unauthorized for one that has expired: whoever has all of it may know that; Reused where it has a successor.
     """

@@ -41,7 +41,7 @@ TABLES = (
     "usage_days",
     "audit",
 )
-"""Of which the project's rows go into a file each. Not stored answers to Idempotency-Keys, which are no records."""
+"""Tables whose rows of the project are exported, a file each. Stored idempotent answers are no records and stay out."""
 HIDDEN = {"api_keys": {"sha256", "prefix"}, "webhooks": {"secrets", "url"}}
 """Columns that are secrets, or as good as one: whoever has a chat's URL may write there."""
 README = """\
@@ -121,7 +121,7 @@ class Exporter:
             yield from archive.object(name, source, size - start)
 
     def _first(self, key: str) -> int:
-        """Of a long log the oldest part is no longer kept (core/logfile.py): where the rest begins."""
+        """Offset at which a log begins: the oldest part of a long one is not kept (core/logfile.py)."""
         match self.store:
             case Folder() if key.endswith(f"/{LOG_FILE}"):
                 descriptor = os.open(self.store.root / key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -193,7 +193,7 @@ class Exporter:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Of a webhook's URL, only what is no secret."""
+    """A row as it is exported: of a webhook's URL only the part that is no secret."""
     if "url" in row:
         row["origin"] = parse(row.pop("url")).origin
     return row

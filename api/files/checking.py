@@ -27,7 +27,7 @@ _ALLOWED = re.compile(r"PATH|LANG|LC_[A-Z]+|TZ|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHO
 
 
 class Checkers:
-    """Of one API process. Thread-safe."""
+    """The checking processes of one API process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

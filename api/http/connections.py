@@ -68,7 +68,7 @@ class ConnectionLimits:
         return cls(most, min(most_of_one, max(most // 2, 1)), trusted)
 
     def name(self, client: tuple[str, int] | None) -> str | None:
-        """Whose connection it is; None for a proxy that many people share."""
+        """Name of the client that a connection counts for; None for a proxy that many people share."""
         if client is None:
             return "local"
         with suppress(ValueError):

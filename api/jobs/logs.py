@@ -14,7 +14,7 @@ from core.storage.bucket import LOG
 from core.storage.store import Folder, Store
 
 MAX_BYTES = 1 << 20
-"""Of one reply."""
+"""Most bytes of one reply."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class PlanDisk(_View):
     """Checkpoints, caches, what the job hands back, exports."""
     total_bytes: int
     free: int | None = None
-    """Of the data root; null: it is an object store."""
+    """Free bytes of the data root; null: it is an object store."""
 
 
 class PlanMethod(_View):
@@ -110,11 +110,11 @@ class PlanMethod(_View):
     """What `method: auto` comes to; null where the method is named."""
     reason: str
     rejected: list[dict[str, str]]
-    """Of `method: auto`, what stands before it (`rung`), and why it is not taken (`reason`)."""
+    """The candidates of `method: auto` before this one (`rung`), each with why it was not taken (`reason`)."""
 
 
 class PlanTime(_View):
-    """Of training alone."""
+    """Time of training alone."""
 
     seconds: float | None
     """null: there is nothing to derive it from; `reason` says what is missing."""
@@ -144,7 +144,7 @@ class PlanPlace(_View):
     vendor: str | None
     arch: str | None
     memory_bytes: int | None
-    """Of the GPU, or what a job on such a CPU slot may count on; null: nobody knows."""
+    """Memory of the GPU, or what a job on such a CPU slot may count on; null: unknown."""
     host_memory_bytes: int | None
     fits: bool
     """It would be claimed there: all that it asks for is there, and by the plan its smallest form fits."""
@@ -208,5 +208,5 @@ class PlanView(_View):
     """Why it fits nowhere, and what would fit."""
     disk: PlanDisk
     notices: list[dict[str, Any]]
-    """Of its uploaded files: columns that are not trained on, fields that need a place in the chat template. Each has
-    code, message and field."""
+    """Notices about its uploaded files: columns that are not trained on, fields that need a place in the chat template.
+    Each has code, message and field."""

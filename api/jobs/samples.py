@@ -55,7 +55,7 @@ class SampleList(BaseModel):
     steps: list[int]
     """Evaluations that there are samples of; 0 is the untrained model."""
     step: int | None
-    """Whose answers stand as `tuned`; null while there are none."""
+    """Step of the checkpoint whose answers stand as `tuned`; null while there are none."""
     data: list[SampleView]
 
 

@@ -99,16 +99,16 @@ class JobView(BaseModel):
     progress: dict[str, Any] | None
     """The trainer's latest: step, total_steps, epoch, seconds_left (null while unknown)."""
     result: dict[str, Any] | None
-    """Of a job that succeeded."""
+    """What a job that succeeded has produced."""
     failure: dict[str, Any] | None
-    """Of a job that failed: class (user, memory, machine, internal), code, message, field."""
+    """Why a job failed: class (user, memory, machine, internal), code, message, field."""
     spec: dict[str, Any] | None
     """Resolved: every default is written out (schema JobSpec). Null in lists: `GET /jobs/{id}` has it."""
     adjusted: dict[str, int] | None
     """Fields that run changed for want of memory, e.g. `training.per_device_train_batch_size`; `spec` stays."""
     settled: dict[str, Any] | None
-    """Of a job with `method: auto`, once it has started: what that came to (`rung`, `reason`, and the axes in `spec`)
-    and why each one before it was not taken (`rejected`)."""
+    """What `method: auto` has come to, once the job has started (`rung`, `reason`, the axes in `spec`), and why each
+    candidate before it was not taken (`rejected`)."""
     node: str | None
     """The box that has it now."""
     slots: list[str] | None

@@ -53,7 +53,7 @@ class Submission:
     idempotency_key: str | None = None
 
     def fingerprints(self, document: Any) -> tuple[str, str]:
-        """Of the document; and of the bytes, by which rows of an earlier version tell requests apart."""
+        """Fingerprints of the document, and of the bytes, by which rows of an earlier version tell requests apart."""
         parts = (self.path.encode(), self.content_type.encode(), self.body)
         return idempotency.fingerprint(self.path, document), hashlib.sha256(b"\0".join(parts)).hexdigest()
 

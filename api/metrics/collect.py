@@ -127,7 +127,7 @@ def _gpus(seats: Sequence[SlotState]) -> list[Family]:
 
 
 def _running(session: Session, names: dict[str, str], seats: Sequence[SlotState]) -> list[Family]:
-    """Of jobs whose trainer is at work; their series end with it. `gpu` is the first of its slots, that of rank 0."""
+    """Figures of jobs whose trainer is at work; their series end with it. `gpu` is the slot of rank 0."""
     of_job: dict[str, list[SlotState]] = {}
     for seat in seats:
         if seat.busy is not None:

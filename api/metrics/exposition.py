@@ -17,7 +17,7 @@ class Histogram:
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)
-    """Of each bucket alone, one more than there are bounds."""
+    """Count of each bucket alone; one more than there are bounds."""
     total: float = 0.0
 
     def __post_init__(self) -> None:

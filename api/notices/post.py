@@ -15,7 +15,7 @@ from typing import Any
 from api.notices.addresses import Lookup, NotAllowed, WebhookTarget, parse, resolve
 
 MOST_BYTES = 4096
-"""Of an answer's body: nobody looks at it; a connection that is read empty ends in peace."""
+"""Bytes that are read of a response's body and thrown away, so that the connection closes cleanly."""
 MOST_ADDRESSES = 3
 
 

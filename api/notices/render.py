@@ -18,7 +18,7 @@ from core.jobs.deliveries import TEST
 Kind = Literal["standard", "chat"]
 DISCORD = ("discord.com", "discordapp.com")
 MOST_CHARACTERS = 500
-"""Of a chat's line; Discord takes 2000."""
+"""Longest chat message, characters; Discord takes 2000."""
 TIMES = ("created_at", "started_at", "finished_at")
 
 

@@ -116,7 +116,7 @@ class DeliveryView(BaseModel):
     attempts: int
     created_at: str
     next_at: str | None
-    """Of the next attempt."""
+    """Time of the next attempt."""
     last_at: str | None
     last_status: int | None
     last_error: str | None

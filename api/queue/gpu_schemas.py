@@ -57,7 +57,7 @@ class ProcessView(BaseModel):
     user: str | None
     name: str | None
     bytes: int
-    """Of the GPU's memory, in steps of 256 MiB."""
+    """GPU memory that the process uses, in steps of 256 MiB."""
 
 
 class GpuView(BaseModel):
@@ -82,12 +82,12 @@ class GpuView(BaseModel):
     job: str | None
     """The job that has it, if it is of this project."""
     processes: list[ProcessView]
-    """Of people who use it beside eft."""
+    """Processes of people who use the GPU beside eft."""
     busy_percent: int | None
     """Utilisation as its driver says it, at most a few seconds ago. Null: the driver does not say, as of a partition, a
     MIG slice and the CPU, or the worker is silent."""
     used_bytes: int | None
-    """Of its memory, by anybody; null as above."""
+    """Memory of the GPU in use by any process, bytes; null as above."""
 
 
 class GpuList(BaseModel):
@@ -161,7 +161,7 @@ class NewHold(Body):
     """ISO 8601 with its offset; null: until it is released, or after EFT_HOLD_HOURS for anybody who is not an admin of
     the box."""
     held_for: Words = Field(default="", max_length=100, alias="for")
-    """Who works there."""
+    """The person for whom it is held."""
     why: Words = ""
     now: bool = False
     """Ask the job that has it to leave: it writes a checkpoint and goes on elsewhere. Another project's job leaves
@@ -192,7 +192,7 @@ class HoldView(BaseModel):
     held_for: str = Field(alias="for")
     why: str
     by: str
-    """Who asked."""
+    """The user who made the hold."""
     since: str
     until: str | None
     released_at: str | None

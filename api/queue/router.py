@@ -134,7 +134,7 @@ def list_limits(principal: ReadingOrOperating, app: App) -> Response:
     openapi_extra=json_body(schemas.NewLimit, {"scope": "project", "name": "lab", "max_running": 2}),
 )
 async def set_limits(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """Of a project or an owner: what is named is set, what is null is taken away, the rest stays.
+    """Set quotas and shares of a project or an owner: a named field is set, a null one is removed, the others stay.
 
     A quota refuses no job: it holds the job in the queue, with its reason.
     """

@@ -65,7 +65,7 @@ class WaitingView(PlaceView):
     """Null for a job of another project."""
     name: str | None
     owner: str | None
-    """Of another project's job only for admins of the box."""
+    """Name of the owner; of another project's job only for admins of the box."""
     project: str | None
     waiting_since: str
 
@@ -90,7 +90,7 @@ def place_view(told: Explanation) -> dict[str, Any]:
 
 
 def waiting_view(told: Explanation, names: Mapping[str, str], project_id: str, operates: bool) -> dict[str, Any]:
-    """Of another project's job: its place, and nothing that tells whose it is or what it does."""
+    """A waiting job as it is shown; of another project's job only its place in the queue."""
     row, mine = told.job, told.job.project_id == project_id
     shown = place_view(told)
     if not mine:
@@ -125,7 +125,7 @@ _USAGE: dict[str, Any] = {
 
 
 class UsageView(BaseModel):
-    """Of an owner in a project."""
+    """Usage of an owner in a project."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     owner: str
@@ -133,7 +133,7 @@ class UsageView(BaseModel):
     gpu_hours: float
     """In the days asked for (UTC)."""
     cpu_hours: float
-    """Of training on CPU slots."""
+    """Hours of training on CPU slots."""
     running: int
     """Jobs now."""
     queued: int
@@ -141,7 +141,7 @@ class UsageView(BaseModel):
     disk_bytes: int
     """Files and run folders, measured every ten minutes."""
     counted_hours: float
-    """Of the owner over all projects, as fair share counts them now: what was used long ago counts less."""
+    """Hours of the owner in all projects, as fair share counts them now: older use counts less."""
 
 
 class UsageList(BaseModel):
@@ -185,11 +185,11 @@ class NewLimit(Body):
 
     scope: Literal["project", "owner"]
     name: Name
-    """Of the project or user."""
+    """Name of the project or user."""
     shares: float | None = Field(default=None, gt=0, le=1_000_000)
-    """Of an owner; null: 1. Twice the shares, twice the GPU time before others go first."""
+    """Shares of an owner; null: 1. Twice the shares give twice the GPU time before others go first."""
     max_priority: int | None = Field(default=None, ge=-100, le=100)
-    """Of a project; null: 10."""
+    """Highest priority of a project's jobs; null: 10."""
     max_running: int | None = Field(default=None, ge=0, le=1_000_000)
     max_queued: int | None = Field(default=None, ge=0, le=1_000_000)
     max_previews: int | None = Field(default=None, ge=0, le=1_000_000)
@@ -197,8 +197,8 @@ class NewLimit(Body):
     gpu_hours_week: float | None = Field(default=None, ge=0, le=1e9)
     disk_bytes: Whole | None = None
     preemptible: bool | None = None
-    """Of a project: its running jobs may be paused, with a checkpoint, for waiting ones of a higher priority
-    (docs/queue.md); null: no. Its own admins may say so too (`PATCH /projects/{project}`)."""
+    """Whether running jobs of a project may be paused, with a checkpoint, for waiting ones of a higher priority
+    (docs/queue.md); null: no. Admins of the project may set it too (`PATCH /projects/{project}`)."""
 
     @model_validator(mode="after")
     def _of_a_project(self) -> NewLimit:
@@ -251,7 +251,7 @@ class RemovalView(BaseModel):
     kind: str
     """checkpoints (with artifacts that no job lists), preview, file, or history (curves, logs, events)."""
     id: str
-    """Of the job, the preview or the file."""
+    """Id of the job, the preview or the file."""
     bytes: int
     why: str
 

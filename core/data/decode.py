@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 60
-"""Of lists and objects inside each other. All that reads a row later goes down as deep."""
+"""Deepest nesting of lists and objects. All code that reads a row later recurses as deep."""
 
 
 def decode(value: str) -> Any:

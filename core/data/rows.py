@@ -46,7 +46,7 @@ class Message:
     """0 or 1: whether an assistant turn is learned; None: as `stage.loss_on` says."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    """Of a tool turn: the call it answers."""
+    """Id of the call that a tool turn answers."""
     reasoning: str | None = None
     """What was thought before the answer; templates know it as `reasoning_content`."""
 

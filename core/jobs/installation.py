@@ -27,7 +27,7 @@ MARK = "installation.json"
 CLOSED = "restoring "
 """Begins the mark of a row whose restore has not finished, before the token that its data root will get."""
 BROKER_KEY = "eft:installation"
-"""Under which the broker has the installation's id (worker/preflight/joining.py)."""
+"""The broker's key with the installation's id (worker/preflight/joining.py)."""
 SHOWN = 3
 
 
@@ -155,7 +155,7 @@ def _content(installation: str, token: str, who: str) -> bytes:
 
 
 def _look_for_newest(database: Database, store: Store) -> None:
-    """Nobody has marked a data root yet, and there are files already: then this is one that has them."""
+    """Check that a data root without a mark has the newest file, if there are any. Raises OtherDataRoot."""
     with database.read() as session:
         newest = session.execute(select(File.id).order_by(File.id.desc()).limit(1)).scalar_one_or_none()
     if newest is not None and store.size(f"files/{newest}") is None:
@@ -181,8 +181,8 @@ def announce(database: Database, version: str) -> None:
 
 
 def standing(database: Database, version: str) -> VersionFit:
-    """Of a worker of this version and these words. It may be newer than the API, whose every word it knows; an older
-    one may serve as long as the API's jobs say nothing that it does not know."""
+    """Whether a worker of this version and vocabulary may serve. A newer one may, since it knows every word of the API;
+    an older one may as long as it knows every word that the API writes into jobs."""
     with database.read() as session:
         theirs = session.execute(select(Installation.version, Installation.words_sha256)).one()
         if theirs.version is None:

@@ -44,7 +44,7 @@ class CsvRecords:
         self._offset = offset
         self._ours = {theirs: ours for ours, theirs in columns.items()}
         self._rest = bytearray()
-        """Of a line that has no end yet."""
+        """Bytes of a line whose end has not come yet."""
         self._searched = 0
         """Bytes of that in which no line ends."""
         self._record = bytearray()

@@ -17,7 +17,7 @@ from core.data.faults import MAX_ROW_BYTES, Faults
 HEAD = re.compile(rb'\s*(\[|\{\s*"data"\s*:\s*\[)')
 _MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 _INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
-"""Of a string, up to its closing quote or as far as it is there."""
+"""The inside of a string, up to its closing quote or the end of the bytes."""
 _BROKEN = "the array is not closed: the file ends in the middle of it"
 
 

@@ -18,7 +18,7 @@ class JsonLines:
         self.number = number
         self.finished = False
         self._offset = offset
-        """Of the line that is being gathered."""
+        """Offset of the line that is being gathered, bytes."""
         self._rest = bytearray()
         self._skipped = 0
         """Bytes of a line too long to keep; 0: it is not."""

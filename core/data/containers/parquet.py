@@ -26,7 +26,7 @@ from core.data.mapping import proposed
 
 MAX_GROUP_BYTES = 2 << 30
 MAX_GROUP_VALUES = 1 << 25
-"""Of all columns of a row group that are read. A run of nulls takes no bytes in a file, and many in memory."""
+"""Most values of a row group in the columns that are read. A run of nulls is small in the file and large in memory."""
 MAX_PAGE_BYTES = 256 << 20
 MAX_SWELL = 1000
 SMALLEST = 64 << 10
@@ -41,7 +41,7 @@ another cost next to nothing in a file, and each its time when it is read."""
 MAX_VALUES_FREE, VALUES_A_BYTE = 1_000_000, 8
 """The same of values, nulls among them, in all columns that are read."""
 MAX_DEPTH = 60
-"""Of lists and structs inside each other, as of JSON."""
+"""Deepest nesting of lists and structs, as for JSON."""
 BATCH_ROWS = 256
 BATCH_BYTES = 64 << 20
 DICTIONARY_BYTES = 4096
@@ -120,8 +120,8 @@ def _rows(
 
 
 def row_sizes(array: Any) -> NDArray[np.int64]:
-    """Of each row of an Arrow array: bytes of its texts as Python would have them, and VALUE_BYTES for every other
-    value or element."""
+    """Sizes of the rows of an Arrow array: bytes of their texts in Python, and VALUE_BYTES for every other value or
+    element."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -145,7 +145,7 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
 
 
 def _list_sizes(array: Any, *children: Any) -> NDArray[np.int64]:
-    """Of each list: its elements lie side by side in each of the children."""
+    """Sizes of lists, whose elements lie side by side in each of the children."""
     offsets = array.offsets.to_numpy().astype(np.int64)
     begin, end = offsets[0], offsets[-1]
     sizes = np.full(len(array), VALUE_BYTES, np.int64)

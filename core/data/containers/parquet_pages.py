@@ -40,7 +40,7 @@ class Page:
 
 
 def pages(descriptor: int, start: int, length: int, values: int) -> Iterator[Page]:
-    """Of one column chunk: `length` bytes from `start` on, until `values` were seen. Raises BadPage."""
+    """Pages of one column chunk: `length` bytes from `start` on, until `values` were seen. Raises BadPage."""
     at, end, seen = start, start + length, 0
     while at < end and seen < values:
         header, size = _header(descriptor, at, end)

@@ -30,7 +30,7 @@ class Splitter(Protocol):
     """Cuts a file into records. Starts at the file's beginning, or where an earlier one stopped."""
 
     number: int
-    """Of the last record (line or row)."""
+    """Number of the last record (line or row)."""
     finished: bool
     """Nothing behind this is read any more (a fault that leaves no way on)."""
 

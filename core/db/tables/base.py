@@ -24,7 +24,7 @@ class Base(DeclarativeBase):
 
 
 class Owned:
-    """Whose row it is: nobody outside the project sees it."""
+    """Columns that name a row's owner and project. Only the project sees the row."""
 
     owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"))
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"))

@@ -21,9 +21,9 @@ class Installation(Base):
     """Token that the data root has in its installation.json; null until a process has put it there."""
     marked_at: Mapped[float | None] = mapped_column(Float)
     marked_by: Mapped[str | None] = mapped_column(Text)
-    """Who, and where they saw the data root, for people."""
+    """The process that made the mark and where it saw the data root, in words."""
     version: Mapped[str | None] = mapped_column(String(32))
-    """Of the API that was started last."""
+    """Version of the API that was started last."""
     words: Mapped[list[Any] | None]
     """What the jobs say that it writes (core/spec/vocabulary.py)."""
     words_sha256: Mapped[str | None] = mapped_column(String(64))
@@ -39,7 +39,7 @@ class SchemaFloor(Base):
 
 
 class Leader(Base):
-    """Who does the housekeeping, and who sends notices, until when."""
+    """Leases of the one process that does the housekeeping, and of the one that sends notices."""
 
     __tablename__ = "leaders"
     role: Mapped[str] = mapped_column(String(32), primary_key=True)

@@ -27,7 +27,7 @@ PREVIEWS = "kind = 'preview'"
 
 
 def _queue_key(context: Any) -> str:
-    """Of a plain job of priority 0, for rows made without core.jobs.lifecycle.submit."""
+    """Key of a plain job of priority 0, for rows that core.jobs.lifecycle.submit has not made."""
     given = context.get_current_parameters()
     return f"{given['accelerator']}|{given['project_id']}|{given['owner_id']}|100"
 
@@ -60,8 +60,8 @@ class Job(Owned, Base):
     """Kind of slot it asks for: any, gpu, cpu."""
     priority: Mapped[int] = mapped_column(Integer, insert_default=0)
     queue_key: Mapped[str] = mapped_column(String(1024), insert_default=_queue_key)
-    """Who stands in one line: what they need, project, owner, priority (core/jobs/scheduling/queue_order.py). In it,
-    age decides."""
+    """Key of the line in which the job waits: needs, project, owner and priority (core/jobs/scheduling/queue_order.py).
+    Within a line, the oldest goes first."""
     request_id: Mapped[str | None] = mapped_column(String(64))
     retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("jobs.id"), index=True)
     resume_from: Mapped[list[Any]]
@@ -89,7 +89,7 @@ class Job(Owned, Base):
     full_disks: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Attempts that ended for want of room, counted like `losses`."""
     furthest_step: Mapped[int] = mapped_column(Integer, insert_default=0)
-    """Of the checkpoints told so far."""
+    """Step of the furthest checkpoint that was reported."""
     needs_bytes: Mapped[int | None] = mapped_column(BigInteger)
     """What its last attempt found no room for on the data root; it waits until that much is free."""
     not_before: Mapped[float | None] = mapped_column(Float)
@@ -223,7 +223,7 @@ class DeletedJobs(Base):
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
     status: Mapped[str] = mapped_column(String(16), primary_key=True)
     bucket: Mapped[int] = mapped_column(Integer, primary_key=True)
-    """Of core.jobs.lifecycle.deletion.WAITS by how long they waited for their first start; -1: they never started."""
+    """Index into core.jobs.lifecycle.deletion.WAITS, by the wait for the first start; -1: never started."""
     jobs: Mapped[int] = mapped_column(Integer, insert_default=0)
     waited: Mapped[float] = mapped_column(Float, insert_default=0.0)
     """Seconds, of all of them."""

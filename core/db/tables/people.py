@@ -1,4 +1,4 @@
-"""Who there is, what each may do where, and what they have changed."""
+"""Users, projects, memberships, keys, and the audit of what they have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Project(Base):
     name: Mapped[str] = mapped_column(String(100), unique=True)
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     spec_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0, server_default="0")
-    """Of the specs of its jobs and previews (core/jobs/policies/volume.py)."""
+    """Bytes of the specs of its jobs and previews (core/jobs/policies/volume.py)."""
 
 
 class Membership(Base):
@@ -97,7 +97,7 @@ class Audit(Base):
     key_id: Mapped[str | None] = mapped_column(Id)
     """The key they used."""
     project_id: Mapped[str | None] = mapped_column(Id, ForeignKey("projects.id"))
-    """Whose admins may read it; null: only admins of the box."""
+    """The project whose admins may read the entry; null: only admins of the box."""
     request_id: Mapped[str | None] = mapped_column(String(64))
     data: Mapped[dict[str, Any]]
     __table_args__ = (

@@ -79,7 +79,7 @@ class Hold(Base):
     held_for: Mapped[str] = mapped_column(String(100))
     why: Mapped[str] = mapped_column(Text)
     user_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"))
-    """Who asked."""
+    """The user who made the hold."""
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     until: Mapped[float | None] = mapped_column(Float)
     """Null: until it is released."""

@@ -33,7 +33,7 @@ class UsageDay(Owned, Base):
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
     gpu_seconds: Mapped[float] = mapped_column(Float, insert_default=0.0)
     cpu_seconds: Mapped[float] = mapped_column(Float, insert_default=0.0)
-    """Of training on CPU slots."""
+    """Seconds of training on CPU slots."""
 
 
 class Limit(Base):
@@ -44,9 +44,9 @@ class Limit(Base):
     """project or owner."""
     subject_id: Mapped[str] = mapped_column(Id, primary_key=True)
     shares: Mapped[float | None] = mapped_column(Float)
-    """Of an owner; null: 1."""
+    """Shares of an owner; null: 1."""
     max_priority: Mapped[int | None] = mapped_column(Integer)
-    """Of a project; null: core.jobs.policies.quotas.MAX_PRIORITY."""
+    """Highest priority of a project's jobs; null: core.jobs.policies.quotas.MAX_PRIORITY."""
     max_running: Mapped[int | None] = mapped_column(Integer)
     max_queued: Mapped[int | None] = mapped_column(Integer)
     max_previews: Mapped[int | None] = mapped_column(Integer)
@@ -54,7 +54,7 @@ class Limit(Base):
     gpu_hours_week: Mapped[float | None] = mapped_column(Float)
     disk_bytes: Mapped[int | None] = mapped_column(BigInteger)
     preemptible: Mapped[bool | None] = mapped_column(Boolean)
-    """Of a project: its running jobs may be paused for waiting ones of a higher priority; null: no."""
+    """Whether running jobs of a project may be paused for waiting ones of a higher priority; null: no."""
 
 
 class DiskUsage(Base):

@@ -25,7 +25,7 @@ class RowLengths:
     """Tokens; no row of a batch has more."""
     source: Literal["preview", "max_length"]
     epoch_tokens: int | None = None
-    """Of all training rows, once."""
+    """Tokens of all training rows, each counted once."""
     epoch_rows: int | None = None
     """Training rows that are used."""
 

@@ -62,7 +62,7 @@ def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None)
 
 
 def seats(session: Session) -> list[SlotState]:
-    """Of all nodes that are registered, silent ones too."""
+    """The slots of all registered nodes, silent ones too."""
     now = float(session.execute(select(db_now())).scalar_one())
     return cluster.slot_states(session, now, SILENT_AFTER)
 

@@ -21,7 +21,7 @@ log = logging.getLogger("eft.jobs")
 
 
 def key(model: Model) -> str:
-    """Of a model as jobs name it: a branch of a hub has the shape that it had when it was prepared last."""
+    """Key of a model as jobs name it. A hub's branch has the shape that it had when it was last prepared."""
     return hashlib.sha256(json.dumps(model.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 

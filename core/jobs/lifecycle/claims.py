@@ -53,7 +53,7 @@ class Claim:
     spent_seconds: float
     """What earlier attempts at training took, by the database's clock."""
     request_id: str | None
-    """Of the submit that began it all, so that a worker's log can be followed from the API's."""
+    """Id of the request that submitted the job; ties a worker's log to the API's."""
 
     @property
     def slot(self) -> Slot:
@@ -204,7 +204,8 @@ def _settle(session: Session, job: Job, slot: Slot) -> dict[str, Any]:
 
 
 def _write_down(session: Session, kept: Sequence[gang_scheduling.Reservation], now: float) -> None:
-    """Who has come to its turn keeps it while its slots come together (QueueOrder.rank)."""
+    """Store the reservations: a job at the head of the queue keeps its place while its slots are gathered
+    (QueueOrder.rank)."""
     for one in kept:
         if one.waiting.reserved_node != one.group.node:
             since = func.coalesce(Job.reserved_at, now)

@@ -17,7 +17,7 @@ from core.jobs.lifecycle.states import FINAL, LEASED, Status, check
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who asks, for which project, in which request, with which key."""
+    """The user, project, key and request behind a change."""
 
     user_id: str
     project_id: str

@@ -53,7 +53,7 @@ class TooManyHolds(EftError):
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """Of the holds of one user who is not an admin of the box."""
+    """Limits on the holds of one user who is not an admin of the box."""
 
     seconds: float
     """Longest time of one hold, which has an end."""

@@ -128,7 +128,7 @@ def standing(session: Session, spans: Iterable[UsageSpan], now: float) -> QuotaU
 
 
 def _gpu_hours(session: Session, spans: Iterable[UsageSpan], now: float) -> dict[tuple[str, str], float]:
-    """Of today and the six days before it (UTC)."""
+    """GPU hours of today and the six days before it (UTC)."""
     first = int(now // DAY) - WEEK_DAYS + 1
     hours: dict[tuple[str, str], float] = {}
 

@@ -56,7 +56,7 @@ class Removal:
 
     kind: Literal["checkpoints", "preview", "file", "history"]
     id: str
-    """Of the job, the preview or the file."""
+    """Id of the job, the preview or the file."""
     project_id: str
     paths: tuple[Path, ...]
     bytes: int

@@ -151,7 +151,7 @@ def tell_disk(session: Session, runs: Mapping[tuple[str, str], int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Of an owner in a project, over the days that were asked for."""
+    """Usage of an owner in a project over a range of days."""
 
     owner_id: str
     project_id: str
@@ -161,7 +161,7 @@ class UsageRow:
     queued: int
     disk_bytes: int
     counted_hours: float
-    """Of the owner over all projects, as fair share counts them now."""
+    """Hours of the owner in all projects, as fair share counts them now."""
 
 
 def report(

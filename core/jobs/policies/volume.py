@@ -35,7 +35,7 @@ class SpecsFull(NoSpace):
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """Of one project; 0: none."""
+    """Limits of one project; 0: no limit."""
 
     waiting: int = 0
     """Jobs in the queue."""

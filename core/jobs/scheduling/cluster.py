@@ -32,7 +32,7 @@ class SlotState:
     state: str
     """free, busy, held, drained, maintenance, quarantined, outside or silent."""
     processes: Sequence[Mapping[str, Any]]
-    """Of people who use it beside eft: pid, user, name, bytes."""
+    """Processes of people who use it beside eft: pid, user, name, bytes."""
     live: Mapping[str, Any]
     """What the worker last saw of it: busy_percent, used_bytes; empty where nobody says, or the worker is silent."""
     held: Hold | None

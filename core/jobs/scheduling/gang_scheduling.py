@@ -63,9 +63,9 @@ class ClusterState:
     now: float
     seats: Sequence[SlotState]
     free_at: Mapping[int, float | None]
-    """Of the seats that anybody may have: the open ones. None: at any moment, as far as anybody knows."""
+    """When each open slot is free, Unix seconds, by its index; None: unknown, it may be at any moment."""
     opens_at: Mapping[int, float] = field(default_factory=dict)
-    """Of seats that are closed until a known time."""
+    """When each closed slot opens, Unix seconds, where that is known."""
     numbers: dict[tuple[str, str], int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ def closes_too_soon(seats: Sequence[SlotState], waiting: Waiting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """Who takes a slot that is free, together with which others, and for whom slots are kept."""
+    """The job that takes a free slot, the other slots it takes with it, and the reservations of other jobs."""
 
     waiting: Waiting | None
     slots: tuple[Slot, ...]
@@ -176,8 +176,8 @@ def choose(
     look: Callable[[], ClusterState],
     leave_seconds: float,
 ) -> SlotChoice:
-    """Whose turn it is on `slot` of `node`, where `beside` are the free slots of the node that may be taken with it, in
-    its order. The order is used up by it. `look` is asked only where jobs of several slots wait.
+    """Choose the job that starts on `slot` of `node`. `beside` are the free slots of the node that it may take too,
+    in its order. The call consumes `order`, and calls `look` only where jobs of several slots wait.
 
     `leave_seconds`: how long after its time limit a job may still hold its slots.
     """

@@ -41,12 +41,12 @@ class PreemptionSettings:
     """Bytes that a job may take of the data root; None: nobody has looked."""
     half_life: float = HALF_LIFE_SECONDS
     leave_seconds: float = gang_scheduling.LEAVE_SECONDS
-    """Who is over by itself so soon is not asked."""
+    """A job that will end within this many seconds is not preempted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Who was asked to leave, for whom."""
+    """A waiting job and the running jobs that were asked to make room for it."""
 
     waiting: str
     victims: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Who is next, and who after that: the one order that a claim takes from and that an explanation counts in.
+"""The order of the queue: claims take jobs from it, and explanations count positions in it.
 
 A line is what has the same `queue_key`: the same needs, project, owner and priority; in it, age decides. The database
 finds the lines by jumping through an index and the head of each by one look more, whatever waits behind them. Among the

@@ -91,7 +91,7 @@ def spent(session: Session, job_id: str) -> float:
 
 
 def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]:
-    """Of each of these that run now."""
+    """The time left of each of these running jobs."""
     wanted = [job.id for job in jobs]
     if not wanted:
         return {}

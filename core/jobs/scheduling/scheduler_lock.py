@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 
 _LOCK = 6710615
-"""Of PostgreSQL's advisory locks; 6710614 is the migrations'."""
+"""Number of PostgreSQL's advisory lock; 6710614 is the migrations'."""
 
 
 def lock_scheduler(session: Session) -> float:

@@ -23,13 +23,13 @@ class Slot:
     vendor: str = ""
     arch: str = ""
     memory_bytes: int = 0
-    """Of the GPU."""
+    """Total memory of the GPU, bytes."""
     labels: frozenset[str] = frozenset()
-    """Of its node."""
+    """Labels of its node."""
     share_bytes: int = 0
-    """Of a CPU slot: what its jobs may count on; 0: nobody has said."""
+    """Memory that a job on a CPU slot may count on, bytes; 0: unknown."""
     host_bytes: int = 0
-    """Memory of the box; 0: nobody has said."""
+    """Host memory of the node, bytes; 0: unknown."""
 
     @property
     def phase(self) -> Kind:
@@ -84,11 +84,11 @@ class PlanNeeds:
     (core/jobs/admission/fit.py)."""
 
     gpu: int
-    """On the card."""
+    """Memory of the GPU, MB."""
     cpu: int
-    """Where device and host are one memory."""
+    """Memory where device and host share one, MB."""
     host: int
-    """Of the box, beside a GPU."""
+    """Host memory beside a GPU, MB."""
 
     @property
     def certain(self) -> PlanNeeds:

@@ -38,7 +38,7 @@ MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one waiting job."""
+    """Why one job waits, its place in the queue, and when it may start."""
 
     job: Job
     key: Key
@@ -96,7 +96,7 @@ def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
 
 
 def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation | None:
-    """Of one job as read in this transaction; None for one that does not wait."""
+    """Explain one job as read in this transaction; None for one that does not wait."""
     if waiting.status != Status.QUEUED.value:
         return None
     phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
@@ -117,7 +117,7 @@ class QueueExplainer:
         self._order: queue_order.QueueOrder | None = None
         self._kept_for: dict[tuple[str, str], gang_scheduling.Reservation] | None = None
         self._ends: list[queue_order.QueueOrder] = []
-        """Of the positions counted last: the state after the last job of each line, where what is left is held."""
+        """The order after the last counted position, for each kind of slot whose remaining jobs are all held."""
 
     def explain(self, phase: Kind, limit: int) -> list[Explanation]:
         positions = self._positions(phase, limit)
@@ -153,9 +153,9 @@ class QueueExplainer:
         return [seat.slot for seat in self._seats if seat.node == node and seat.slot.phase == Kind.TRAIN]
 
     def _positions(self, phase: Kind, most: int, until: str | None = None) -> dict[str, int]:
-        """Of the first `most` jobs of each kind of slot; a job that several kinds serve has its best one.
+        """Positions of the first `most` waiting jobs per kind of slot; a job that several kinds serve has its best one.
 
-        With `until` nobody is counted who comes after that job.
+        With `until`, counting stops at that job.
         """
         found: dict[str, int] = {}
         self._ends = []

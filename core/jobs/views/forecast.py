@@ -21,7 +21,7 @@ RECENT = 20
 
 
 class Forecast:
-    """Of one reading of the whole state: `seats`, and the jobs that run on them by their id."""
+    """Estimates starts from one reading of the whole state: `seats`, and the jobs that run on them by their id."""
 
     def __init__(
         self,
