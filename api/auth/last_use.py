@@ -26,7 +26,7 @@ class LastUse:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}
-        """Key → when, by this process's monotonic clock."""
+        """Key → when, by this process's monotonic clock; until that is written."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="last use of keys", daemon=True)
 
@@ -47,7 +47,7 @@ class LastUse:
     def write(self) -> None:
         """One transaction for all keys that were used since the last one; nothing when none was."""
         with self._lock:
-            seen, self._seen = self._seen, {}
+            seen = dict(self._seen)
         if not seen:
             return
         try:
@@ -62,9 +62,10 @@ class LastUse:
                         .execution_options(synchronize_session=False)
                     )
         except SQLAlchemyError as error:
-            log.warning("last uses of keys could not be written, they are kept for the next time: %s", error)
-            with self._lock:
-                self._seen = seen | self._seen
+            log.warning("the last uses of keys could not be written; they are kept and tried again: %s", error)
+            return
+        with self._lock:  # a key that was used meanwhile is written the next time
+            self._seen = {key_id: when for key_id, when in self._seen.items() if seen.get(key_id) != when}
 
     def _run(self) -> None:
         while not self._stop.wait(self._seconds):
