@@ -32,7 +32,7 @@ Span = Annotated[float, Field(ge=0, le=LONGEST)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
 Number = Annotated[int, Field(ge=0, le=1 << 16)]
-"""Of a GPU."""
+"""Index of a GPU."""
 Rate = Annotated[float, Field(ge=0, le=LONGEST)]
 PathList = Annotated[tuple[Path, ...], NoDecode]
 IntList = Annotated[tuple[Number, ...] | None, NoDecode]

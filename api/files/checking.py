@@ -35,14 +35,14 @@ class Checkers:
         self._control: socket.socket | None = None
         self._count = 0
 
-    def begin(self, declared: Format, columns: Mapping[str, str]) -> FileCheck:
+    def begin(self, declared: Format, columns: Mapping[str, str]) -> RemoteCheck:
         """Raises Unavailable."""
         with self._lock:
             if self._count >= MOST:
                 raise ServiceUnavailable(f"{MOST} files are being uploaded here at once; try again in a moment")
             self._count += 1
         try:
-            return FileCheck(self._fork(), self._left, declared, columns)
+            return RemoteCheck(self._fork(), self._left, declared, columns)
         except BaseException as error:
             self._left()
             if isinstance(error, OSError | apart.Ended):
@@ -98,7 +98,7 @@ class Checkers:
         self._control = self._parent = None
 
 
-class FileCheck:
+class RemoteCheck:
     """One file. `send` and `answer` in turn, then `finish`; `end` in every case, from whatever thread."""
 
     def __init__(

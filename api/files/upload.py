@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, assert_never, get_args
 from pydantic import ValidationError
 
 from api.errors import BadRequest, nearest, printable
-from api.files.checking import Checkers, FileCheck
+from api.files.checking import Checkers, RemoteCheck
 from core.data.check import FileReport
 from core.errors import DataError, NoSpace, TooLarge, beyond
 from core.ids import new_id
@@ -64,7 +64,7 @@ class Upload:
         self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._hash = hashlib.sha256()
         self._checkers = checkers
-        self._check: FileCheck | None = None
+        self._check: RemoteCheck | None = None
         self._format: Format = "auto"
         self._columns: dict[str, str] = {}
         self._bytes = 0
@@ -136,7 +136,7 @@ class Upload:
         if self._check is not None:
             self._check.end()
 
-    def _begun(self) -> FileCheck:
+    def _begun(self) -> RemoteCheck:
         if self._check is None:
             self._check = self._checkers.begin(self._format, self._columns)
         return self._check
