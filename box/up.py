@@ -310,9 +310,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m box.up", description="The whole service on this machine.")
     parser.add_argument("--host", help="address to listen on (EFT_HOST; default 127.0.0.1)")
     parser.add_argument("--port", type=_port, help="port to listen on, 0 for any free one (EFT_PORT; default 8321)")
-    parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (EFT_GPUS; default: all)")
-    parser.add_argument("--slots", type=int, help="jobs side by side on a box without GPUs (EFT_CPU_SLOTS; default 1)")
-    parser.add_argument("--key-file", type=Path, help="keep the first API key here instead of showing it")
+    parser.add_argument("--gpus", help="offer only these GPUs, e.g. 0,1 (EFT_GPUS; default: all)")
+    parser.add_argument("--slots", type=int, help="concurrent jobs on a box without GPUs (EFT_CPU_SLOTS; default 1)")
+    parser.add_argument("--key-file", type=Path, help="write the first API key to this file instead of showing it")
     given = parser.parse_args()
     for name, setting in (("host", "HOST"), ("port", "PORT"), ("gpus", "GPUS"), ("slots", "CPU_SLOTS")):
         if getattr(given, name) is not None:

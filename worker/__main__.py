@@ -12,8 +12,8 @@ from core import private
 def main() -> None:
     private.umask()  # holds for what it becomes, too
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
-    parser.add_argument("--gpus", help="serve these GPUs only, e.g. 0,1 (default: every one the box has, else its CPU)")
-    parser.add_argument("--slots", type=int, help="jobs side by side on a box without GPUs (EFT_CPU_SLOTS; default 1)")
+    parser.add_argument("--gpus", help="offer only these GPUs, e.g. 0,1 (default: every one the box has, else its CPU)")
+    parser.add_argument("--slots", type=int, help="concurrent jobs on a box without GPUs (EFT_CPU_SLOTS; default 1)")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     arguments = parser.parse_args()
     if arguments.gpus is not None:

@@ -34,7 +34,7 @@ def read_audit(
     actor: Annotated[Word, Query(description="Only what this user did: id or name.")] = None,
     action: Annotated[Word, Query(description="Only this action, or with a dot at its end a kind: `key.`.")] = None,
     target: Annotated[Word, Query(description="Only what was done to this: an id, a node's name.")] = None,
-    key: Annotated[Word, Query(description="Only what was done with this key: its id.")] = None,
+    key: Annotated[Word, Query(description="Only actions with this key (id).")] = None,
     request_id: Annotated[Word, Query(description="Only of this request.")] = None,
     since: Annotated[QueryMoment | None, Query(description="From then on; ISO 8601.")] = None,
     until: Annotated[QueryMoment | None, Query(description="Before then; ISO 8601.")] = None,

@@ -117,7 +117,7 @@ def rotate_key(
     principal: ReadingOrOperating,
     app: App,
     once: Asked,
-    overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old key still works.")] = 24.0,
+    overlap_hours: Annotated[float, Query(ge=0, le=720, description="Hours for which the old key stays valid.")] = 24.0,
     expires_in_days: Annotated[
         float | None,
         Query(gt=0, le=36500, description="Another end than the old key's; a later one is for admins of the project."),
@@ -146,7 +146,7 @@ def revoke_key(
     key_id: KeyId,
     principal: ReadingOrOperating,
     app: App,
-    alone: Annotated[bool, Query(description="Leave the keys that were made with it, and its successors.")] = False,
+    alone: Annotated[bool, Query(description="Keep the keys that it created, and its successors.")] = False,
 ) -> Response:
     """It stops working at once, for good, and so does every key that was made with it or succeeded it; open event
     streams end within half a minute. Asking twice is fine."""

@@ -20,27 +20,27 @@ TOPICS = {
     "queue": "Queue, GPUs, quotas",
     "nodes": "Nodes",
     "webhooks": "Webhooks",
-    "access": "Keys, people, projects, audit",
+    "access": "Keys, users, projects, audit",
     "service": "The service itself",
 }
 HEAD = """\
 # The HTTP API
 
-Written from the OpenAPI document by `make docs`. A running service has that document at `/openapi.json`, with every
-field of every body and answer, and the same as a page at `/docs`.
+Generated from the OpenAPI document by `make docs`. A running service provides that document at `/openapi.json`, with
+every field of every request and response, and as a page at `/docs`.
 
 | | |
 |---|---|
-| Address and key | `Authorization: Bearer eft_…`; the clients take them from `EFT_URL` and `EFT_API_KEY` |
+| Address and key | `Authorization: Bearer eft_…`; the clients read them from `EFT_URL` and `EFT_API_KEY` |
 | Bodies | JSON; a job also as YAML (`Content-Type: application/yaml`); files as `multipart/form-data` |
-| Errors | `{"error": {"code", "message", "field", "faults", "request_id"}}`; codes: [here](troubleshooting.md) |
-| Sent twice | the same `POST` with the same `Idempotency-Key` is done once, and answers the same |
-| Lists | newest first, a page at a time: ask again with `after` = `next` of the answer while there is one |
+| Errors | `{"error": {"code", "message", "field", "faults", "request_id"}}`; [codes](troubleshooting.md) |
+| Retries | the same `POST` with the same `Idempotency-Key` takes effect once and returns the same response |
+| Lists | newest first, in pages: repeat the request with `after` = `next` of the response while there is one |
 | Times | ISO 8601, UTC |
 | Too many requests | 429 with `Retry-After` |
 
-Roles and scopes are those of [security.md](security.md): a key does what both its scope and its user's role allow.
-*Needs* names the least; `box` is the scope of an admin of the box."""
+[security.md](security.md) explains roles and scopes: a key may do what both its scope and its user's role allow.
+*Needs* names the minimum; `box` is the scope of an admin of the box."""
 
 
 def page() -> str:

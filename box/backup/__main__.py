@@ -40,7 +40,7 @@ def main() -> int:
     private.umask()
     parser = argparse.ArgumentParser(
         prog="eft backup",
-        description="Keep database and data root, while jobs run. The second backup brings only what is new.",
+        description="Back up database and data root while jobs run. The second backup brings only what is new.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

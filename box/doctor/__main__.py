@@ -189,9 +189,9 @@ SOURCE = f"recorded by `eft doctor --record` (eft {__version__}); serial numbers
 def main() -> int:
     parser = argparse.ArgumentParser(prog="eft doctor", description="What this box has and what is wrong with it.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write what is found of this machine, to send in")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write a recording of this machine to send in")
     parser.add_argument(
-        "--seconds", type=float, default=tools.SECONDS, help="what a driver's program may take (%(default).0f)"
+        "--seconds", type=float, default=tools.SECONDS, help="time limit of a driver's program, seconds (%(default)g)"
     )
     given = parser.parse_args()
     if given.record is not None:

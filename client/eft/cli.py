@@ -21,7 +21,7 @@ app = App(
     no_args_is_help=True,
     add_completion=False,  # ours: `eft completion`
     pretty_exceptions_enable=False,
-    help="Fine-tune language models on the lab's own GPU box. EFT_URL and EFT_API_KEY say where it is.",
+    help="Fine-tune language models on your lab's own GPUs. EFT_URL and EFT_API_KEY select the server.",
 )
 NAMES: dict[Any, str] = {artifacts.open_it: "open", help.show_help: "help"}
 """Where Python has taken the word."""

@@ -24,16 +24,16 @@ class ExitCode(IntEnum):
 
 
 EXIT_MEANINGS: Mapping[ExitCode, str] = {
-    ExitCode.OK: "done; a job that was waited for has succeeded",
+    ExitCode.OK: "success; a job that was waited for has succeeded",
     ExitCode.FAILED: "the job that was waited for has failed",
-    ExitCode.USAGE: "wrong usage or input: options, job file, data, or a request the server refuses (4xx)",
+    ExitCode.USAGE: "invalid usage or input: options, job file, data, or a request that the server rejects (4xx)",
     ExitCode.CANCELLED: "the job that was waited for was cancelled",
     ExitCode.UNAVAILABLE: "the server cannot be reached or has failed (5xx)",
     ExitCode.DENIED: "the API key is missing, wrong, or not allowed to do this (401, 403)",
     ExitCode.NOT_FOUND: "no such job, file or artifact in this project (404)",
-    ExitCode.LOCAL: "something on this side: a file cannot be read or written, a download came damaged",
+    ExitCode.LOCAL: "a local problem: a file cannot be read or written, a download is damaged",
     ExitCode.CONDITION: "the job has succeeded and a condition of --fail-if holds",
-    ExitCode.INTERRUPTED: "interrupted (Ctrl-C); a submitted job goes on",
+    ExitCode.INTERRUPTED: "interrupted (Ctrl-C); a submitted job continues",
 }
 
 

@@ -13,9 +13,9 @@ from eft.terminal.output import Output
 if TYPE_CHECKING:
     from eft.client import Client
 
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="Address of the server; else EFT_URL, the login, or this machine.")
+    str | None, typer.Option("--url", help="Address of the server. Default: EFT_URL, the login, or this machine.")
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 

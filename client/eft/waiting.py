@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from eft.client import Client
 
 PatienceOption = Annotated[
-    float, typer.Option(help="Seconds that the server may be away while we wait.", min=0, show_default=True)
+    float, typer.Option(help="Seconds for which an unavailable server is retried.", min=0, show_default=True)
 ]
 FailIfOption = Annotated[
     list[str] | None,
     typer.Option(
         "--fail-if",
         metavar="'METRIC > NUMBER'",
-        help="Exit with 8 when it holds at the end, or is not a finite number. METRIC: a figure of the result such as "
-        "eval_loss, or the last value of a curve; < <= > >= == != compare. May be given several times.",
+        help="Exit with 8 if this holds at the end, or the value is not a finite number. METRIC: a figure of the "
+        "result such as eval_loss, or the last value of a metric; < <= > >= == != compare. Can be repeated.",
     ),
 ]
 ENDS = (ExitCode.FAILED, ExitCode.CANCELLED)

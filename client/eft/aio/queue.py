@@ -33,7 +33,7 @@ class AsyncQueue:
         return await self._list("/gpus")
 
     async def history(self, gpu: str, *, limit: int = 100) -> list[Raw]:
-        """What a GPU was used for, newest first."""
+        """List the past uses of a GPU, newest first."""
         return await self._list("/gpus/history", gpu=gpu, limit=limit)
 
     async def holds(self) -> list[Raw]:

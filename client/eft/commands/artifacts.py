@@ -33,16 +33,16 @@ SHOWN_FIRST = ("loss.png", "README.md", "run_record.json")
 def download(
     job_id: JobArgument,
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARTIFACT]...", help="Artifacts or folders of them. Default: all.")
+        list[str] | None, typer.Argument(metavar="[ARTIFACT]...", help="Artifacts or folders. Default: all.")
     ] = None,
     into: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder. Default: one named after the job.")
+        Path | None, typer.Option("--output", "-o", help="Target folder. Default: the name of the job.")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the artifacts.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a job's artifacts here: checked, resumable, whole or not at all."""
+    """Download a job's artifacts: verified, resumable, complete or absent."""
     with session(as_json, url) as (client, output):
         chosen = _chosen(client.artifacts(job_id), paths or [])
         if listing:
@@ -85,14 +85,12 @@ def open_it(
     path: Annotated[
         str | None, typer.Argument(metavar="[ARTIFACT]", help="One of its artifacts. Default: its loss curve.")
     ] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the path or the address and open nothing, as without a desktop.")
-    ] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Only print the path or the URL.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Open an artifact of a job, or the server's pages, with the desktop's program. The artifact is brought into a
-    folder below the temporary one first, since its address alone opens nothing without the key."""
+    """Open an artifact of a job, or the server's pages, on the desktop. The artifact is first downloaded to a
+    temporary folder, because its URL requires the key."""
     with session(as_json, url) as (client, output):
         if job_id is None:
             target = f"{client.config.url}/docs"

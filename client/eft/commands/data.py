@@ -17,7 +17,7 @@ from eft.terminal.app import App
 from eft.terminal.datasheet import print_check, print_preview, print_samples
 from eft.terminal.output import Output
 
-app = App(no_args_is_help=True, help="Look at training data on this machine, without a server.")
+app = App(no_args_is_help=True, help="Check training data on this machine, without a server.")
 
 SetOption = Annotated[
     list[str] | None,
@@ -35,13 +35,13 @@ SetOption = Annotated[
 )
 def check(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="JSONL, JSON, CSV or Parquet.")],
-    format: Annotated[str, typer.Option(help="What every row shall be; needed only where rows fit two.")] = "auto",
+    format: Annotated[str, typer.Option(help="Row format; needed only if rows match two.")] = "auto",
     column: Annotated[
-        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="Our name for a column, e.g. prompt=question.")
+        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="Field name for a column, e.g. prompt=question.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a file is, how many rows it has, and every fault in it. Exit code 2 when there is one."""
+    """Check a file: format, number of rows, and every fault. Exit code 2 if there is a fault."""
     arguments = ["check", *files, "--format", format]
     for pair in column or ():
         arguments += ["--column", pair]
@@ -63,12 +63,12 @@ def preview(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Training rows.")],
     model: Annotated[str | None, typer.Option(help="Hub id, local folder or .gguf file.")] = None,
     settings: SetOption = None,
-    spec: Annotated[str | None, typer.Option(help="A job file to take options from.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Never ask a hub.")] = False,
+    spec: Annotated[str | None, typer.Option(help="Job file with options.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not contact hubs.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What training would make of a file: tokens, cut and doubled rows, padding, and rows with what is learned of them.
-    Of the model only the tokenizer is needed."""
+    """Preview what training would do with a file: tokens, truncated and duplicate rows, padding, and sample rows with
+    their trained tokens. Needs only the model's tokenizer."""
     arguments = ["preview", file]
     for name, value in (("--model", model), ("--spec", spec)):
         arguments += [name, value] if value is not None else []
@@ -103,11 +103,13 @@ def _failed(error: dict[str, Any]) -> EftClientError:
 @manual(examples=[("eft samples job-01kar3v8x5m2h6n9qst4wyz0bc", "Before and after, prompt by prompt.")])
 def samples(
     job: JobArgument,
-    step: Annotated[int | None, typer.Option(help="After this step. Default: the weights handed back.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the evaluation. Default: that of the exported weights.")
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a job's model answers, beside what the untrained one did (`evaluation.samples`)."""
+    """Print a job's samples beside those of the untrained model (`evaluation.samples`)."""
     with session(as_json, url) as (client, output):
         found = client.samples(job, step=step)
         output.json(found) if as_json else print_samples(found, output.data)

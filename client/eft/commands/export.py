@@ -28,12 +28,12 @@ __all__ = ["projects"]
 def export_project(
     project: Annotated[str, typer.Argument(metavar="PROJECT", help="Name or id of the project of your key.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to. Default: PROJECT.tar.")] = None,
-    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="With the checkpoints of its jobs.")] = False,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Include the checkpoints of its jobs.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring everything that a project owns, as a tar archive; for its admins. It appears when it is whole and every
-    file in it has the SHA-256 that its manifest says."""
+    """Download everything that a project owns as a tar archive; for its admins. The file appears when it is complete
+    and every file in it matches the SHA-256 of its manifest."""
     target = out if out is not None else Path(f"{Path(project).name}.tar")
     with session(as_json, url) as (client, output):
         with (

@@ -29,16 +29,14 @@ FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's i
 @manual(examples=[("eft files upload train.jsonl eval.jsonl", "Two files; their ids are printed.")])
 def upload(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="JSONL, JSON, CSV or Parquet files.")],
-    row_format: Annotated[
-        str | None, typer.Option("--format", help="What a row is, where rows fit two formats.")
-    ] = None,
+    row_format: Annotated[str | None, typer.Option("--format", help="Row format, if rows match two formats.")] = None,
     columns: Annotated[
         list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="e.g. prompt=question")
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send files; the server checks every row. Prints their ids."""
+    """Upload files; the server checks every row. Prints their ids."""
     named = {}
     for column in columns or ():
         ours, equals, theirs = column.partition("=")
@@ -102,12 +100,12 @@ def preview(
     file_id: FileArgument,
     model: Annotated[str | None, typer.Option(help="Base model, as in a job.")] = None,
     settings: SetOption = None,
-    spec: Annotated[str | None, typer.Option(help="A job file to take model and options from.")] = None,
+    spec: Annotated[str | None, typer.Option(help="Job file with model and options.")] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What training would make of a file: tokens, cut and doubled rows, padding, and rows with what is learned of them.
-    A worker finds it out; it needs no GPU."""
+    """Preview what training would do with a file: tokens, truncated and duplicate rows, padding, and sample rows with
+    their trained tokens. A worker computes it without a GPU."""
     with session(as_json, url) as (client, output):
         job = read_job(spec)[0] if spec is not None else {}
         data = job.get("data")

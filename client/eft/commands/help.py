@@ -24,7 +24,7 @@ CommandArgument = Annotated[
 
 @manual(examples=[("eft help submit", "Options, examples and exit codes of one command.")])
 def show_help(command: CommandArgument = None) -> None:
-    """Print the manual's page of a command, the same as its --help."""
+    """Print the manual page of a command, the same as its --help."""
     from eft.manual.terminal import show
 
     with outputs(False):
@@ -38,7 +38,7 @@ def show_help(command: CommandArgument = None) -> None:
     ]
 )
 def man(command: CommandArgument = None) -> None:
-    """Read the manual with man(1). Into a pipe or a file goes the page itself (roff), to be installed."""
+    """Show the manual with man(1). In a pipe or a file, print the page itself (roff) for installation."""
     from eft.manual.formats import roff
 
     with outputs(False):
@@ -99,7 +99,7 @@ def login(
     key_from_stdin: Annotated[bool, typer.Option("--key-stdin", help="Read the key from stdin.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep address and key in ~/.config/eft/config.toml (0600), after a try of both."""
+    """Verify address and key, and save them to ~/.config/eft/config.toml (0600)."""
     from eft.client import Client
 
     with outputs(as_json) as output:

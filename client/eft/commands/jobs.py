@@ -43,20 +43,23 @@ def submit(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Upload this file and train on it.")] = None,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Upload this file and hold it out.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end; the exit code tells it.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the job to its end; the exit code says how it ended.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the job and print it resolved; nothing is uploaded or enqueued.")
+        bool,
+        typer.Option("--dry-run", help="Check the job and print it with all defaults; nothing is uploaded or queued."),
     ] = False,
     idempotency_key: Annotated[
-        str | None, typer.Option(help="Submitting twice with one key makes one job. Default: a new key a call.")
+        str | None, typer.Option(help="Submitting twice with one key creates one job. Default: a new key per call.")
     ] = None,
     fail_if: FailIfOption = None,
     patience: PatienceOption = 300.0,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a job and print its id. Relative data paths in it are files beside the job file and are uploaded; one that
-    the project has already is not sent again. With --wait (which --fail-if implies) the job is followed to its end."""
+    """Submit a job and print its id. Relative data paths are relative to the job file; the files are uploaded unless
+    the project already has them. With --wait (implied by --fail-if) follow the job to its end."""
     with session(as_json, url) as (client, output):
         asked = conditions(fail_if)
         job_spec, folder = read_job(source)
@@ -99,10 +102,10 @@ def submit(
     ]
 )
 def ls(
-    status: Annotated[str | None, typer.Option(help="Only this status, or several with commas.")] = None,
+    status: Annotated[str | None, typer.Option(help="Only this status, or several separated by commas.")] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
     created_after: Annotated[str | None, typer.Option(help="ISO 8601 time.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number, newest first.")] = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -132,7 +135,7 @@ def ls(
 
 @manual(examples=[("eft show job-01kar3v8x5m2h6n9qst4wyz0bc", "State, place in the queue, result or failure.")])
 def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """One job: its state, result or failure."""
+    """Show a job: status, result or failure."""
     with session(as_json, url) as (client, output):
         job = client.get(job_id)
         tell(output, job)
@@ -156,8 +159,8 @@ def check(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how a job has ended, with an exit code for pipelines. A job that has not ended is wrong usage without --wait;
-    so is a figure that the job does not have."""
+    """Report how a job ended, with an exit code for pipelines. Without --wait, a job that has not ended is a usage
+    error; so is a metric that the job does not have."""
     with session(as_json, url) as (client, output):
         asked = conditions(fail_if)
         job = follow(client, output, job_id, patience) if wait else client.get(job_id)
@@ -168,7 +171,7 @@ def check(
 
 @manual(examples=[("eft pause job-01kar3v8x5m2h6n9qst4wyz0bc", "Make room; nothing done is lost.")])
 def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Free jobs' slots and keep what they have done: the trainer writes a checkpoint and leaves."""
+    """Pause jobs: the trainer writes a checkpoint and releases the slot."""
     with session(as_json, url) as (client, output):
         for job_id in job_ids:
             _tell_status(output, client.pause(job_id))
@@ -176,7 +179,7 @@ def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = Fa
 
 @manual(examples=[("eft resume job-01kar3v8x5m2h6n9qst4wyz0bc", "Go on.")])
 def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Queue paused jobs again. They go on from their checkpoints and end with the same weights."""
+    """Queue paused jobs again. They continue from their checkpoints and end with the same weights."""
     with session(as_json, url) as (client, output):
         for job_id in job_ids:
             _tell_status(output, client.resume(job_id))
@@ -185,11 +188,13 @@ def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = F
 @manual(examples=[("eft priority job-01kar3v8x5m2h6n9qst4wyz0bc --to 10", "Before others of the project.")])
 def priority(
     job_ids: JobArguments,
-    to: Annotated[int, typer.Option("--to", min=-100, max=100, help="The new one; jobs of a higher one go first.")],
+    to: Annotated[
+        int, typer.Option("--to", min=-100, max=100, help="The new priority; jobs of a higher priority go first.")
+    ],
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change jobs' places in the queue. What runs goes on; a project has a limit (`eft quota list`)."""
+    """Change the priority of jobs. Running jobs continue; each project has a limit (`eft quota list`)."""
     with session(as_json, url) as (client, output):
         for job_id in job_ids:
             job = client.set_priority(job_id, to)
@@ -198,7 +203,7 @@ def priority(
 
 @manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Once more, from the newest checkpoint.")])
 def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Try a failed or cancelled job again: a new job that goes on from its newest checkpoint. Prints its id."""
+    """Retry a failed or cancelled job: create a new job that continues from its newest checkpoint, and print its id."""
     with session(as_json, url) as (client, output):
         job = client.retry(job_id)
         output.json(job.raw) if as_json else output.text(f"{job.id}\n")
@@ -207,11 +212,11 @@ def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = Fals
 @manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Stop it and wait until it has stopped.")])
 def cancel(
     job_ids: JobArguments,
-    wait: Annotated[bool, typer.Option("--wait", help="Until they have ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until they have ended.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop jobs. A running one gets a signal, time for a checkpoint, then is killed."""
+    """Cancel jobs. A running job gets a signal and time for a checkpoint before it is killed."""
     with session(as_json, url) as (client, output):
         for job_id in job_ids:
             job = client.cancel(job_id)
@@ -227,9 +232,9 @@ def cancel(
     ]
 )
 def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Delete jobs that have ended, and free what they have left: checkpoints, adapters and models, logs, curves and
-    specs. There is no way back but a backup. Uploaded files and the record of GPU time stay. Retries go before the jobs
-    that they are retries of, in whatever order they are named."""
+    """Delete ended jobs with their checkpoints, adapters, models, logs, metrics and specs. Only a backup can restore
+    them. Uploaded files and the record of GPU time stay. Retries are deleted before the jobs that they retry, in
+    whatever order they are named."""
     with session(as_json, url) as (client, output):
         for job_id in sorted(job_ids, reverse=True):  # ids grow with time, and a retry is younger
             answer = client.delete(job_id)

@@ -37,16 +37,15 @@ if TYPE_CHECKING:
 )
 def watch(
     job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id. Default: all jobs.")] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at the server.", min=0.2)] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two requests to the server.", min=0.2)] = 1.0,
     patience: PatienceOption = 300.0,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch jobs: progress, loss, queue, GPUs and events, live on a terminal, as plain lines in a pipe.
+    """Watch jobs: progress, loss, queue, GPUs and events; live on a terminal, plain lines in a pipe.
 
-    Restarts of the server do not matter: it says that the server is away and goes on when it is back. One job is
-    watched to its end. Keys: q leaves (the jobs go on), Ctrl-Z suspends. With --json: one job's events, or of all jobs
-    what a look finds, as JSON lines.
+    The view survives restarts of the server. One job is watched to its end. Keys: q quits (the jobs continue), Ctrl-Z
+    suspends. With --json: the events of one job, or a snapshot of all jobs, as JSON lines.
     """
     with session(as_json, url) as (client, output):
         if job_id is not None and as_json:
@@ -123,16 +122,15 @@ def _lines(look: Any, changed: threading.Event, output: Output) -> None:
 )
 def logs(
     job_id: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
-    attempt: Annotated[int | None, typer.Option(min=1, help="An earlier attempt. Default: the newest.")] = None,
-    tail: Annotated[int | None, typer.Option("--tail", "-n", min=1, help="Only the last so many lines.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt. Default: the newest.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=1, help="Only the last N lines.")] = None,
     patience: PatienceOption = 300.0,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what a job's trainer printed. With --follow also what it will print, attempt after attempt; over restarts
-    of the server no line is lost or told twice. At most the last MiB without --follow. With --json: one object a
-    chunk."""
+    """Print the log of a job's trainer. --follow continues with new output, across attempts; no line is lost or
+    repeated when the server restarts. Without --follow at most the last MiB. With --json: one object per chunk."""
     with session(as_json, url) as (client, output):
 
         def put(text: str, of: int) -> None:
@@ -158,7 +156,7 @@ def logs(
 # --- metrics
 
 NamesOption = Annotated[
-    str | None, typer.Option("--names", metavar="NAMES", help="Only these, with commas: loss,grad_norm.")
+    str | None, typer.Option("--names", metavar="NAMES", help="Only these, separated by commas: loss,grad_norm.")
 ]
 CsvOption = Annotated[bool, typer.Option("--csv", help="CSV on stdout.")]
 
@@ -172,12 +170,12 @@ CsvOption = Annotated[bool, typer.Option("--csv", help="CSV on stdout.")]
 def metrics(
     job_id: JobArgument,
     names: NamesOption = None,
-    points: Annotated[int | None, typer.Option(min=2, help="Thin each curve to so many points.")] = None,
+    points: Annotated[int | None, typer.Option(min=2, help="Maximum number of points per metric.")] = None,
     csv: CsvOption = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the curves of a job."""
+    """Print the metrics of a job."""
     with session(as_json, url) as (client, output):
         chosen = [name.strip() for name in names.split(",")] if names else None
         if csv and as_json:
@@ -225,15 +223,15 @@ def _check_names(client: Client, job_id: str, chosen: list[str] | None, curves: 
     ]
 )
 def compare(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Two jobs or more.")],
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Two or more jobs.")],
     names: NamesOption = None,
     csv: CsvOption = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for a pull request or a CI summary.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put jobs side by side: the fields in which their specs differ, the figures of their results, and the last value
-    of every curve."""
+    """Compare jobs: the fields in which their specs differ, the figures of their results, and the last value of every
+    metric."""
     with session(as_json, url) as (client, output):
         if len(job_ids) < 2:
             raise UsageFault("two jobs at least are compared")
@@ -313,12 +311,12 @@ def _side_by_side(told: Comparison, output: Output) -> None:
 )
 def diff(
     one: Annotated[str, typer.Argument(metavar="JOB|FILE", help="A job's id, or a job file.")],
-    other: Annotated[str, typer.Argument(metavar="JOB|FILE", help="The one to hold beside it.")],
+    other: Annotated[str, typer.Argument(metavar="JOB|FILE", help="The job or job file to compare with.")],
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the fields in which two specs differ, with every default written out. A job file beside a job is resolved
-    by the server, but its data is not sent and is left out; two job files are compared as written."""
+    """Print the fields in which two specs differ, including defaults. A job file is resolved by the server for the
+    comparison with a job, without its data; two job files are compared as written."""
     with session(as_json, url) as (client, output):
         specs = _specs(client, [one, other], output)
         rows = differences(specs)

@@ -36,9 +36,9 @@ def plan(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a job's memory, batches, disk and time for each kind of slot there is. Nothing is queued and no model is
-    downloaded: of a model that was never prepared there, nothing is known. Data files go up once the job
-    itself is found right."""
+    """Estimate a job's memory, batches, disk and time for each kind of slot. Nothing is queued and no model is
+    downloaded, so a model that was never prepared there has no estimate. Data files are uploaded once the job itself
+    is valid."""
     with session(as_json, url) as (client, output):
         job_spec, folder = read_job(source)
         job_spec = apply_settings(job_spec, settings or [])

@@ -75,9 +75,9 @@ def markdown(everything: Sequence[ManualPage]) -> str:
     lines = [
         "# The command line",
         "",
-        "Written from the commands by `make docs`. `eft help COMMAND` prints the same on a terminal, and `eft man`",
-        "as a manual page; what `eft completion bash` (or zsh, fish) prints completes commands, options and the ids of",
-        "jobs, files, nodes and more.",
+        "Generated from the commands by `make docs`. `eft help COMMAND` prints the same in a terminal, and `eft man`",
+        "shows it as a manual page. `eft completion bash` (or zsh, fish) enables completion of commands, options and",
+        "the ids of jobs, files, nodes and more.",
         "",
         root.description,
         "",

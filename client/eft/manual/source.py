@@ -23,13 +23,13 @@ SERVER_CODES = (ExitCode.UNAVAILABLE, ExitCode.DENIED, ExitCode.NOT_FOUND, ExitC
 """What may become of any command that asks a server."""
 
 ENVIRONMENT: Mapping[str, str] = {
-    "EFT_URL": "Address of the server. Goes before the login; the option --url goes before it.",
-    "EFT_API_KEY": "The key that opens it. Goes before the login.",
-    "XDG_CONFIG_HOME": "Where eft/config.toml lies, the address and key that `eft login` keeps. Default: ~/.config.",
-    "EFT_HOME": "A checkout of the service, for commands that run it. Default: the one that this client lies in.",
-    "NO_COLOR": "Set and not empty: no colours, whatever the terminal can do.",
-    "FORCE_COLOR": "Set and not empty: colours also in a pipe or a CI log. NO_COLOR goes before it.",
-    "COLUMNS": "Width of tables and help, in characters. Default: the terminal's; a pipe has none and nothing is cut.",
+    "EFT_URL": "Address of the server. Overrides the login; the option --url overrides it.",
+    "EFT_API_KEY": "API key. Overrides the login.",
+    "XDG_CONFIG_HOME": "Folder of eft/config.toml, in which `eft login` saves address and key. Default: ~/.config.",
+    "EFT_HOME": "Checkout of the service, for commands that run it. Default: the checkout of this client.",
+    "NO_COLOR": "Disables colours if set and not empty.",
+    "FORCE_COLOR": "Enables colours in a pipe or CI log if set and not empty. NO_COLOR overrides it.",
+    "COLUMNS": "Width of tables and help, in characters. Default: the terminal's; unlimited in a pipe.",
 }
 _OF_SERVER = ("EFT_URL", "EFT_API_KEY", "XDG_CONFIG_HOME")
 _OF_BOX = ("EFT_HOME",)

@@ -34,7 +34,7 @@ class Queue:
         return self._list("/gpus")
 
     def history(self, gpu: str, *, limit: int = 100) -> list[Raw]:
-        """What a GPU was used for, newest first."""
+        """List the past uses of a GPU, newest first."""
         return self._list("/gpus/history", gpu=gpu, limit=limit)
 
     def holds(self) -> list[Raw]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from eft.client import Client
 
 
-keys = App(no_args_is_help=True, help="API keys: yours, and for admins everybody's.")
-users = App(no_args_is_help=True, help="Who uses this box; for its admins.")
-projects = App(no_args_is_help=True, help="Projects, and who is what in them.")
+keys = App(no_args_is_help=True, help="API keys: yours, or everybody's for admins.")
+users = App(no_args_is_help=True, help="Users of this box; for its admins.")
+projects = App(no_args_is_help=True, help="Projects and their members.")
 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or prefix; `eft keys list` shows them.")]
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Name or id of a user.")]
@@ -41,7 +41,7 @@ STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 @manual(examples=[("eft whoami", "Which key is this?")])
 def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Whom your key acts for, and what it may do."""
+    """Show the user, project and permissions of your key."""
     with session(as_json, url) as (client, output):
         me = client.access.me()
         if as_json:
@@ -66,7 +66,7 @@ def list_keys(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keys with their state and when each was last used, newest first."""
+    """List keys with their state and last use, newest first."""
     with session(as_json, url) as (client, output):
         rows = client.access.keys(everybody=everybody, project=project)
         _table(
@@ -92,13 +92,13 @@ def create_key(
     name: Annotated[str, typer.Argument(help="To tell keys apart.")] = "key",
     scope: Annotated[str | None, typer.Option(help=f"{SCOPES}. Default: all that its user may.")] = None,
     right: Annotated[list[str] | None, typer.Option(help=RIGHTS)] = None,
-    days: Annotated[float | None, typer.Option(help="It expires after so many. Default: with your key.")] = None,
-    user: Annotated[str | None, typer.Option(help="A member whose key it shall be; for admins.")] = None,
+    days: Annotated[float | None, typer.Option(help="Days until it expires. Default: the expiry of your key.")] = None,
+    user: Annotated[str | None, typer.Option(help="Member who gets the key; for admins.")] = None,
     project: ProjectOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it, this once."""
+    """Create a key and print it once."""
     with session(as_json, url) as (client, output):
         made = client.access.create_key(
             name, scope=scope, rights=right, expires_in_days=days, user=user, project=project
@@ -110,15 +110,19 @@ def create_key(
 @manual(examples=[("eft keys rotate --save", "A new key in place of yours, kept where `eft login` keeps it.")])
 def rotate_key(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its id or prefix. Default: your own.")] = None,
-    overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old key still works.")] = 24.0,
+    overlap_hours: Annotated[
+        float, typer.Option(min=0, max=720, help="Hours for which the old key stays valid.")
+    ] = 24.0,
     days: Annotated[
         float | None, typer.Option(help="The new key's end. Default: the old key's; a later one is for admins.")
     ] = None,
-    save: Annotated[bool, typer.Option("--save", help="Keep your new key where `eft login` does; print none.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Save your new key as `eft login` does, without printing it.")
+    ] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key's successor and print it, this once; the old key works for a while yet."""
+    """Create a key's successor and print it once; the old key stays valid for a while."""
     with session(as_json, url) as (client, output):
         mine = client.access.me()["key"]
         chosen = mine if key is None else _key_id(client, key)
@@ -138,13 +142,11 @@ def rotate_key(
 @manual(examples=[("eft keys revoke key-01kar3v8x5m2h6n9qst4wyz0bc", "At once and for good.")])
 def revoke_key(
     key: KeyArgument,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Leave the keys that were made with it, and its successors.")
-    ] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Keep the keys that it created, and its successors.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """A key stops working at once, for good, and so does every key that was made with it or succeeded it."""
+    """Revoke a key immediately and permanently, with every key that it created and its successors."""
     with session(as_json, url) as (client, output):
         gone = client.access.revoke_key(_key_id(client, key), alone=alone)
         if as_json:
@@ -190,7 +192,7 @@ def _tell_key(output: Output, made: dict[str, Any]) -> None:
 @users.command("list")
 @manual(examples=[("eft users list", "Everybody.")])
 def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Everybody, by name."""
+    """List all users by name."""
     with session(as_json, url) as (client, output):
         _table(
             output,
@@ -208,7 +210,7 @@ def create_user(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add somebody; `eft projects add` and `eft keys create --user` come next."""
+    """Add a user; continue with `eft projects add` and `eft keys create --user`."""
     with session(as_json, url) as (client, output):
         made = client.access.create_user(name, box_admin=box_admin)
         output.json(made) if as_json else output.text(f"{made['id']}\n")
@@ -223,7 +225,7 @@ def change_user(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make somebody an admin of the box, disable somebody, or take either back."""
+    """Make a user an admin of the box, disable a user, or undo either."""
     with session(as_json, url) as (client, output):
         if box_admin is None and disabled is None:
             raise UsageFault("say what: --box-admin, --no-box-admin, --disable or --enable")
@@ -239,7 +241,7 @@ def change_user(
 @projects.command("list")
 @manual(examples=[("eft projects list", "Yours; an admin of the box sees all.")])
 def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """The project of your key; for admins of the box, all."""
+    """List the project of your key, or all for admins of the box."""
     with session(as_json, url) as (client, output):
         _table(output, client.access.projects(), ("NAME", "ID"), lambda row: (row["name"], row["id"]))
 
@@ -265,14 +267,15 @@ def set_project(
         bool,
         typer.Option(
             "--preemptible/--not-preemptible",
-            help="Running jobs make room, with a checkpoint, for waiting ones of a higher priority, of any project.",
+            help="Let running jobs be preempted, with a checkpoint, for waiting jobs of a higher priority, of any "
+            "project.",
         ),
     ],
     project: ProjectOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a project lets happen to its jobs; for its admins."""
+    """Set options of a project; for its admins."""
     with session(as_json, url) as (client, output):
         row = client.access.set_project(_project(client, project), preemptible=preemptible)
         words = "its running jobs make room for higher priorities" if row["preemptible"] else "its running jobs stay"
@@ -301,7 +304,7 @@ def add_member(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take somebody into a project, or change their role in it."""
+    """Add a user to a project, or change their role."""
     with session(as_json, url) as (client, output):
         row = client.access.set_member(_project(client, project), user, role)
         output.json(row) if as_json else output.text(f"{row['user']['name']} {row['role']}\n")
@@ -312,7 +315,7 @@ def add_member(
 def remove_member(
     user: UserArgument, project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
-    """Take somebody out of a project; their keys for it are revoked."""
+    """Remove a user from a project and revoke their keys for it."""
     with session(as_json, url) as (client, output):
         gone = client.access.remove_member(_project(client, project), user)
         output.json(gone) if as_json else output.text(f"{user} removed\n")
@@ -327,15 +330,15 @@ def _project(client: Client, given: str | None) -> str:
 
 @manual(examples=[("eft audit --action key. --since 2026-11-01", "What was done with keys this month.")])
 def audit(
-    actor: Annotated[str | None, typer.Option(help="Only what this user did.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Only actions of this user.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, or a kind with its dot: `key.`.")] = None,
-    target: Annotated[str | None, typer.Option(help="Only what was done to this id or name.")] = None,
-    key: Annotated[str | None, typer.Option(help="Only what was done with this key: its id.")] = None,
+    target: Annotated[str | None, typer.Option(help="Only actions on this id or name.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only actions with this key (id).")] = None,
     request_id: Annotated[str | None, typer.Option(help="Only of this request.")] = None,
     since: Annotated[str | None, typer.Option(help="ISO 8601 time.")] = None,
     until: Annotated[str | None, typer.Option(help="ISO 8601 time.")] = None,
     project: ProjectOption = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, newest first.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number, newest first.")] = 50,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:

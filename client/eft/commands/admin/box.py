@@ -21,12 +21,12 @@ from eft.session import outputs
 VERBS = {
     "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
     "train": ("core.train.entry.cli", "Train on this machine, without a server."),
-    "doctor": ("box.doctor", "What this box has, what is wrong with it, and what to do about it."),
-    "migrate": ("core.db.migrate", "Bring the database to the newest schema."),
-    "db": ("box.db", "Where the database's schema stands, and bringing it forward while jobs run."),
-    "backup": ("box.backup", "Keep database and data root, while jobs run."),
-    "restore": ("box.restore", "Put a backup into an empty installation."),
-    "adopt": ("box.adopt", "Say that EFT_DATA is the data root of this database from now on."),
+    "doctor": ("box.doctor", "Show the box's hardware and software, problems and remedies."),
+    "migrate": ("core.db.migrate", "Upgrade the database to the newest schema."),
+    "db": ("box.db", "Show the database's schema, or upgrade it while jobs run."),
+    "backup": ("box.backup", "Back up database and data root while jobs run."),
+    "restore": ("box.restore", "Restore a backup into an empty installation."),
+    "adopt": ("box.adopt", "Declare EFT_DATA to be the data root of this database."),
     "service": ("box.systemd.service", "eft under systemd on this machine: install, uninstall, status."),
 }
 """Verb → module of the application, and what it does."""
@@ -58,7 +58,7 @@ def command(home: Path, module: str, arguments: list[str]) -> tuple[list[str], d
 
 
 WORKER = ("worker", "Run this box's worker, next to a database and a broker elsewhere.")
-KEYS = ("api.auth.keys", "Make, list and revoke keys on the server's own machine, where none is needed.")
+KEYS = ("api.auth.keys", "Create, list and revoke keys on the server itself, without a key.")
 
 
 def register(app: typer.Typer, heading: str) -> None:

@@ -14,19 +14,19 @@ from eft.terminal.app import App
 from eft.terminal.output import Output, size
 from eft.times import point, shown
 
-gpu = App(no_args_is_help=True, help="GPUs: who has them; hold some for somebody, give them back.")
-maintenance = App(no_args_is_help=True, help="Times in which nothing runs on a node; for admins of the box.")
+gpu = App(no_args_is_help=True, help="Show GPUs; hold them for people, release them.")
+maintenance = App(no_args_is_help=True, help="Maintenance windows of nodes; for admins of the box.")
 GpuArguments = Annotated[
     list[str], typer.Argument(metavar="GPU...", help="NODE/INDEX, or INDEX where one node has it.")
 ]
-WhyOption = Annotated[str, typer.Option(help="Shown to everybody who waits.")]
+WhyOption = Annotated[str, typer.Option(help="Reason, shown with waiting jobs.")]
 STATE_STYLE = {"free": "green", "busy": "cyan", "held": "yellow", "drained": "magenta", "maintenance": "magenta"}
 
 
 @gpu.command("list")
 @manual(examples=[("eft gpu list", "Who has which.")])
 def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Every GPU (or CPU slot) and who has it: a job, a hold, somebody's own process."""
+    """List every GPU (or CPU slot) and its user: a job, a hold, or another process."""
     with session(as_json, url) as (client, output):
         rows = client.queue.gpus()
         if as_json:
@@ -59,13 +59,13 @@ def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
 def hold(
     gpus: GpuArguments,
     until: Annotated[str | None, typer.Option(help="18:00, 2h, 2026-11-22T08:00. Default: until released.")] = None,
-    held_for: Annotated[str, typer.Option("--for", help="Who works there.")] = "",
+    held_for: Annotated[str, typer.Option("--for", help="User of the GPU.")] = "",
     why: WhyOption = "",
-    now: Annotated[bool, typer.Option("--now", help="Its job writes a checkpoint and goes on elsewhere.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Its job writes a checkpoint and continues elsewhere.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep eft off GPUs. On a busy one it counts from the end of its job on, or from now on with --now."""
+    """Hold GPUs for people. On a busy GPU the hold begins when its job ends, or immediately with --now."""
     with session(as_json, url) as (client, output):
         end = None if until is None else point(until, option="--until")
         _tell(output, client.queue.hold(gpus, until=end, held_for=held_for, why=why, now=now))
@@ -74,7 +74,7 @@ def hold(
 @gpu.command()
 @manual(examples=[("eft gpu release 3", "Give it back.")])
 def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """eft may use them again."""
+    """End the hold of GPUs."""
     with session(as_json, url) as (client, output):
         _tell(output, client.queue.release(gpus))
 
@@ -82,7 +82,7 @@ def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 @gpu.command()
 @manual(examples=[("eft gpu drain box-1/2 --why 'fan is loud'", "Out of service until undrain.")])
 def drain(gpus: GpuArguments, why: WhyOption = "", url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Take GPUs out of service; what runs there goes on elsewhere. For admins of the box."""
+    """Take GPUs out of service; their jobs continue elsewhere. For admins of the box."""
     with session(as_json, url) as (client, output):
         _tell(output, client.queue.drain(gpus, why=why))
 
@@ -99,11 +99,11 @@ def undrain(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 @manual(examples=[("eft gpu history box-1/0 -n 50", "Its last 50 jobs and holds.")])
 def history(
     gpu: Annotated[str, typer.Argument(metavar="GPU", help="NODE/INDEX.")],
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number.")] = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a GPU was used for, newest first."""
+    """List the past uses of a GPU, newest first."""
     with session(as_json, url) as (client, output):
         rows = client.queue.history(gpu, limit=limit)
         if as_json:
@@ -131,9 +131,9 @@ def _tell(output: Output, holds: list[dict[str, Any]]) -> None:
 
 
 @maintenance.command("list")
-@manual(examples=[("eft maintenance list", "What is planned.")])
+@manual(examples=[("eft maintenance list", "List planned maintenance.")])
 def list_maintenance(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """What is planned."""
+    """List planned maintenance."""
     with session(as_json, url) as (client, output):
         rows = client.queue.maintenance()
         if as_json:
@@ -159,7 +159,8 @@ def plan_maintenance(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """No job whose time limit reaches into it is started; what still runs then goes on later or elsewhere."""
+    """Plan maintenance: no job whose time limit extends into it starts; jobs still running then continue later or
+    elsewhere."""
     with session(as_json, url) as (client, output):
         row = client.queue.plan_maintenance(
             point(start, option="--from"), point(until, option="--until"), node=node, why=why
@@ -174,7 +175,7 @@ def cancel_maintenance(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """It does not take place, or is over now."""
+    """Cancel or end planned maintenance."""
     with session(as_json, url) as (client, output):
         row = client.queue.cancel_maintenance(maintenance_id)
         output.json(row) if as_json else output.text(f"{row['id']} cancelled\n")

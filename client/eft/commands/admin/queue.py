@@ -23,11 +23,11 @@ NONE = "none"
 
 @manual(examples=[("eft queue", "Who is next, and why one waits.")])
 def queue(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number.")] = 100,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What waits, in the order of its turns: why, and about when it will start."""
+    """List waiting jobs in queue order, with reasons and estimated starts."""
     with session(as_json, url) as (client, output):
         rows, more = client.queue.look(limit=limit)
         if as_json:
@@ -49,13 +49,15 @@ def queue(
 
 @manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "A month, for a spreadsheet.")])
 def usage(
-    since: Annotated[str | None, typer.Option(help="First day, 2026-11-15. Default: six days before the last.")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="First day, e.g. 2026-11-15. Default: six days before the last.")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Last day. Default: today (UTC).")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """GPU hours, jobs and disk by owner and project: your project's, and for an admin of the box all."""
+    """Report GPU hours, jobs and disk by owner and project: your project, or all for an admin of the box."""
     if csv and as_json:
         raise UsageFault("--csv or --json, not both")
     with session(as_json, url) as (client, output):
@@ -88,12 +90,12 @@ def usage(
 
 @manual(examples=[("eft gc --dry-run", "What would go, and why.")])
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let go what the rules of retention allow: checkpoints of jobs that ended long ago, old previews, files never
-    used. It happens once a day anyway. For admins of the box."""
+    """Delete what the retention rules allow: checkpoints of jobs that ended long ago, old previews, unused files.
+    This also happens once a day. For admins of the box."""
     with session(as_json, url) as (client, output):
         answer = client.queue.collect(dry_run=dry_run)
         if as_json:
@@ -142,25 +144,27 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
 def set_quota(
     scope: Annotated[str, typer.Argument(help="project or owner.")],
     name: Annotated[str, typer.Argument(help="Name of the project or user.")],
-    shares: Annotated[str | None, typer.Option(help="Of an owner: twice as many, twice the GPU time.")] = None,
+    shares: Annotated[
+        str | None, typer.Option(help="Shares of an owner: twice as many give twice the GPU time.")
+    ] = None,
     max_priority: Annotated[str | None, typer.Option(help="Highest priority that jobs of a project may have.")] = None,
-    max_running: Annotated[str | None, typer.Option(help="Jobs that run at once.")] = None,
-    max_queued: Annotated[str | None, typer.Option(help="Jobs that stand in line at once.")] = None,
-    max_previews: Annotated[str | None, typer.Option(help="Previews that wait or run at once.")] = None,
+    max_running: Annotated[str | None, typer.Option(help="Maximum running jobs.")] = None,
+    max_queued: Annotated[str | None, typer.Option(help="Maximum jobs considered for scheduling at once.")] = None,
+    max_previews: Annotated[str | None, typer.Option(help="Maximum previews that wait or run.")] = None,
     gpu_hours_week: Annotated[str | None, typer.Option(help="In seven days.")] = None,
     disk_gb: Annotated[str | None, typer.Option(help="Files and run folders, in GB.")] = None,
     preemptible: Annotated[
         bool | None,
         typer.Option(
             "--preemptible/--no-preemptible",
-            help="Of a project: its running jobs may be paused, with a checkpoint, for those of a higher priority.",
+            help="Let running jobs of a project be preempted, with a checkpoint, for jobs of a higher priority.",
         ),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set what is named; `none` takes a quota away. Quotas hold jobs in the queue, with their reasons; only
-    previews are refused."""
+    """Set the named quotas; `none` removes one. Quotas keep jobs in the queue, with a reason; only previews are
+    rejected."""
     given: dict[str, str | None] = {
         "shares": shares,
         "max_priority": max_priority,

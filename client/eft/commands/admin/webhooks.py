@@ -14,7 +14,7 @@ from eft.terminal.app import App
 from eft.terminal.output import Output
 from eft.times import shown
 
-app = App(no_args_is_help=True, help="Be told what becomes of a project's jobs.")
+app = App(no_args_is_help=True, help="Notifications about a project's jobs.")
 
 HookArgument = Annotated[str, typer.Argument(metavar="HOOK", help="A webhook's id.")]
 STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
@@ -23,7 +23,7 @@ STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
 @app.command("list")
 @manual(examples=[("eft webhooks list", "Where notices go, and which of them fail.")])
 def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """The project's webhooks, and which of them fail."""
+    """List the project's webhooks and their failures."""
     with session(as_json, url) as (client, output):
         rows = client.webhooks.all()
         if as_json:
@@ -45,7 +45,7 @@ def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
     ]
 )
 def create_webhook(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where to POST: http(s)://…")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Target URL: http(s)://…")],
     name: Annotated[str, typer.Option(help="To tell webhooks apart.")] = "webhook",
     kind: Annotated[str, typer.Option(help="standard: signed JSON; chat: Slack, Mattermost, Discord.")] = "standard",
     event: Annotated[
@@ -55,11 +55,11 @@ def create_webhook(
             "Default: succeeded and failed."
         ),
     ] = None,
-    named_only: Annotated[bool, typer.Option("--named-only", help="Only of jobs that name it in `notify`.")] = False,
+    named_only: Annotated[bool, typer.Option("--named-only", help="Only for jobs that name it in `notify`.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a webhook and print its secret, this once; for admins of the project."""
+    """Create a webhook and print its secret once; for admins of the project."""
     with session(as_json, url) as (client, output):
         made = client.webhooks.create(target, name=name, kind=kind, events=event, all_jobs=not named_only)
         _tell_secret(output, made)
@@ -73,11 +73,13 @@ def create_webhook(
 )
 def rotate_webhook(
     hook: HookArgument,
-    overlap_hours: Annotated[float, typer.Option(min=0, max=720, help="So long the old secret signs, too.")] = 24.0,
+    overlap_hours: Annotated[
+        float, typer.Option(min=0, max=720, help="Hours for which the old secret stays valid.")
+    ] = 24.0,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a new secret and print it, this once."""
+    """Create a new secret and print it once."""
     with session(as_json, url) as (client, output):
         _tell_secret(output, client.webhooks.rotate(hook, overlap_hours=overlap_hours))
 
@@ -85,7 +87,7 @@ def rotate_webhook(
 @app.command("enable")
 @manual(examples=[("eft webhooks enable hook-01kar3v8x5m2h6n9qst4wyz0bc", "After days of failure.")])
 def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Send to a webhook again that was disabled."""
+    """Enable a disabled webhook."""
     with session(as_json, url) as (client, output):
         row = client.webhooks.enable(hook)
         output.json(row) if as_json else output.text(f"{row['id']} enabled\n")
@@ -94,7 +96,7 @@ def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOptio
 @app.command("test")
 @manual(examples=[("eft webhooks test hook-01kar3v8x5m2h6n9qst4wyz0bc", "Does it arrive?")])
 def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Send a test; `eft webhooks deliveries` shows what became of it."""
+    """Send a test; `eft webhooks deliveries` shows the result."""
     with session(as_json, url) as (client, output):
         row = client.webhooks.test(hook)
         output.json(row) if as_json else output.text(f"{row['id']}\n")
@@ -105,11 +107,11 @@ def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption 
 def deliveries(
     hook: HookArgument,
     state: Annotated[str | None, typer.Option(help="Only these: pending, delivered or dead.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number, newest first.")] = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What was sent, with the outcome of the last attempt; `--state dead`: what was given up."""
+    """List deliveries with the result of the last attempt; `--state dead` lists dead letters."""
     with session(as_json, url) as (client, output):
         rows = client.webhooks.deliveries(hook, state=state, limit=limit)
         if as_json:
@@ -132,7 +134,7 @@ def resend(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a notice again, under the same id."""
+    """Send a notification again, with the same id."""
     with session(as_json, url) as (client, output):
         row = client.webhooks.resend(hook, delivery)
         output.json(row) if as_json else output.text(f"{row['id']} {row['state']}\n")
@@ -141,7 +143,7 @@ def resend(
 @app.command("delete")
 @manual(examples=[("eft webhooks delete hook-01kar3v8x5m2h6n9qst4wyz0bc", "No more notices.")])
 def delete_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Nothing is sent there any more."""
+    """Delete a webhook."""
     with session(as_json, url) as (client, output):
         gone = client.webhooks.delete(hook)
         output.json(gone) if as_json else output.text(f"{gone['id']} deleted\n")

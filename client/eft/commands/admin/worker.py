@@ -44,7 +44,7 @@ pass_on(app, "run", WORKER[0], f"{WORKER[1]} Also `eft worker` alone.")
 @app.command("list")
 @manual(examples=[("eft nodes", "The boxes of the installation."), ("eft worker list", "The same.")])
 def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """The boxes, what they hold, and which are drained."""
+    """List the boxes with their slots, jobs and drains."""
     with session(as_json, url) as (client, output):
         nodes = client.nodes()
         if as_json:
@@ -61,13 +61,13 @@ def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
 )
 def drain(
     node: NodeArgument,
-    reason: Annotated[str, typer.Option(help="Why; shown with the node and its jobs.")] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Until nothing runs there any more.")] = False,
+    reason: Annotated[str, typer.Option(help="Reason, shown with the node and its jobs.")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs there.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a box out of service: nothing new starts there, and what runs is handed back with a checkpoint of this
-    moment, to go on elsewhere. It holds until `undrain`, also over restarts."""
+    """Take a box out of service: nothing new starts there, and running jobs write a checkpoint and continue
+    elsewhere. The drain lasts until `undrain`, also across restarts."""
     with session(as_json, url) as (client, output):
         found = client.drain(node, reason=reason)
         while wait and found.state == "draining":
@@ -79,7 +79,7 @@ def drain(
 @app.command()
 @manual(examples=[("eft worker undrain box-1", "Let it work again.")])
 def undrain(node: NodeArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Let a box take jobs again."""
+    """Put a box back into service."""
     with session(as_json, url) as (client, output):
         _tell(output, client.undrain(node))
 
