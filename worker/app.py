@@ -45,7 +45,7 @@ class EftCelery(Celery):  # type: ignore[misc]
         return lambda **options: plain(**options | {"without_gossip": True, "without_mingle": True})
 
 
-messages.install()
+messages.install(settings())
 app = EftCelery("eft", broker=settings().celery_broker_url, include=["worker.tasks"], set_as_current=True)
 app.conf.update(
     worker_pool="threads",

@@ -1,7 +1,7 @@
-"""What comes through the broker and is no message of ours is dropped: a shared Redis has other writers.
+"""Celery's connection to the broker: foreign messages are dropped, and an absent broker is named by its setting.
 
-kombu's channel raises what decoding raises, which ends the worker. A lost ring costs nothing: the housekeeper rings
-again while a job waits.
+A shared Redis has other writers. kombu's channel raises what decoding raises, which ends the worker. A lost ring costs
+nothing: the housekeeper rings again while a job waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import logging
 from queue import Empty
 from typing import Any
 
+from celery.worker.consumer import consumer
 from kombu.transport import redis
+
+from core.settings import Settings
 
 log = logging.getLogger("eft.worker")
 
@@ -26,6 +29,12 @@ class Channel(redis.Channel):
             raise Empty from error
 
 
-def install() -> None:
-    """For every connection of this process: a URL `redis+socket://` leaves no other place to name a transport."""
+def broker_place(settings: Settings) -> str:
+    """The broker as its setting names it."""
+    return "the broker at EFT_BROKER_URL" if settings.broker_url else "the embedded broker (EFT_BROKER_URL is not set)"
+
+
+def install(settings: Settings) -> None:
+    """Set up every connection of this process: a URL `redis+socket://` leaves no other place to name a transport."""
     redis.Transport.Channel = Channel
+    consumer.CONNECTION_ERROR = f"{broker_place(settings)} cannot be reached, %s: %s\n%s"

@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from box.doctor import disk, gpus, software
+from box.doctor import disk, gpus, software, variables
 from box.doctor.report import Report
 from box.present import absent
 from core import __version__, command, health, private
@@ -42,8 +42,11 @@ def examine(environ: Mapping[str, str] = os.environ, seconds: float = tools.SECO
     report = Report()
     settings = _settings(report)
     parts: list[tuple[str, Callable[[Report], None]]] = [("software", _software)]
-    if settings is not None:
+    if settings is None:
+        variables.unknown(report, environ)
+    else:
         parts += [
+            ("settings", lambda part: variables.look(part, settings, environ)),
             ("gpus", lambda part: gpus.look(part, settings, environ, seconds)),
             ("data", lambda part: _data(part, settings)),
             ("database", lambda part: _database(part, settings)),

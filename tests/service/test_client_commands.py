@@ -178,6 +178,16 @@ def test_what_is_no_number_fails() -> None:
 # --- open, nodes -------------------------------------------------------------------------------------
 
 
+def test_an_upload_prints_the_notices_of_its_check(eft: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "q", "completion": "a", "label": "x"}\n')
+    done = eft("files", "upload", path)
+    assert done.exit_code == 0 and re.fullmatch(r"file-\w+\n", done.stdout), done.stderr
+    assert "notice" in done.stderr and "`label`" in done.stderr
+    notices = json.loads(eft("files", "upload", path, "--json").stdout)["report"]["notices"]
+    assert notices and all(notice["message"].split("`")[0] in done.stderr.replace("\n", " ") for notice in notices)
+
+
 def test_open_brings_the_file(eft: Any, sqlite_api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert eft("open").stdout == f"{sqlite_api.url}/docs\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from box.doctor import gpus
+from box.doctor import gpus, variables
 from box.doctor.__main__ import examine
 from box.doctor.report import Report
 from box.doctor.software import drivers
@@ -280,3 +281,39 @@ def test_drivers(tmp_path: Path) -> None:
     found = drivers(tmp_path)
     assert (found["amdgpu"], found["rocm"], found["nvidia"]) == ("6.12.12", "7.2.1-60", "560.35.03")
     assert set(drivers(tmp_path / "nothing")) == {"linux"}
+
+
+def notes_of(report: dict[str, Any], what: str) -> list[str]:
+    return [one["detail"] for one in report["findings"] if one["what"] == what and one["level"] == "note"]
+
+
+def test_variables_that_no_setting_has_are_named_with_the_nearest_right_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    odd = {"EFT_DATA_ROOT": "/srv", "EFT_QUITE_ELSE": "1", "EFT_API_KEY": "k", "EFT_S3_SECRET_ACCESS_KEY_FILE": ""}
+    found = notes_of(examined(monkeypatch, tmp_path, None, **odd), "settings")
+    assert found == [
+        "EFT_DATA_ROOT is no setting of eft, and nothing reads it; did you mean EFT_DATA_ROOTS?",
+        "EFT_QUITE_ELSE is no setting of eft, and nothing reads it (docs/settings.md has them all)",
+    ]
+
+
+def test_folders_that_do_not_exist_are_named_with_their_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    roots = f"{tmp_path / 'there'}:{tmp_path / 'gone'}"
+    found = notes_of(examined(monkeypatch, tmp_path, None, EFT_DATA_ROOTS=roots), "settings")
+    assert found == [f"EFT_DATA_ROOTS: there is no folder {tmp_path / 'gone'}; jobs cannot use a path below it"]
+
+
+def test_every_variable_that_the_code_reads_is_known_to_the_doctor() -> None:
+    read = {
+        name
+        for folder in ("api", "core", "worker", "box", "client/eft")
+        for path in (HOME / folder).rglob("*.py")
+        for name in re.findall(r"""environ(?:\.get\(|\[)["'](EFT_[A-Z0-9_]+)["']""", path.read_text(encoding="utf-8"))
+    }
+    report = Report()
+    variables.unknown(report, dict.fromkeys(read, ""))
+    assert read and not report.findings

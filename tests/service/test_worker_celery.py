@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,24 @@ def test_a_gpu_that_is_not_there(environment: dict[str, str]) -> None:
     assert worker.returncode == 78
     assert "--gpus names GPU 8, which is not there" in output
     assert "Traceback" not in output
+
+
+def test_a_broker_that_cannot_be_reached_is_said_with_its_setting(environment: dict[str, str]) -> None:
+    """At the start, and each time that Celery tries again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}/0"
+        process = start(environment | {"EFT_BROKER_URL": f"redis://{where}"}, "worker")
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if "ERROR" in line:
+                break
+    process.terminate()
+    process.communicate(timeout=120)
+    assert any("the broker at EFT_BROKER_URL does not answer yet" in line for line in lines)
+    assert "the broker at EFT_BROKER_URL cannot be reached, " in lines[-1] and where in lines[-1], "".join(lines)
 
 
 def test_no_module_of_the_worker_imports_torch() -> None:

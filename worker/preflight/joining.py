@@ -18,6 +18,7 @@ from core.jobs.installation import OtherDataRoot
 from core.settings import Settings
 from core.storage.layout import HalfRestored, write_private
 from core.storage.store import Store, StoreAway
+from worker.messages import broker_place
 from worker.preflight.node import NotNow, Refused, file_of
 
 log = logging.getLogger("eft.worker")
@@ -106,7 +107,7 @@ def check_broker(database: Database, settings: Settings) -> None:
             found = client.get(installation.BROKER_KEY)
     except (redis.RedisError, ValueError, OSError) as error:
         log.warning(
-            "the broker at EFT_BROKER_URL does not answer yet (%s); nothing wakes this worker until it does", error
+            "%s does not answer yet (%s); nothing wakes this worker until it does", broker_place(settings), error
         )
         return
     if isinstance(found, bytes) and found.decode(errors="replace") != name:
