@@ -353,8 +353,8 @@ def page() -> str:
         "`failure: {class, code, message, field}`. `eft` prints the same text. The message describes the particular",
         "case and has more detail than this page.",
         "",
-        "Start with `eft show JOB` (why a job waits or failed), `eft logs JOB`, and `eft doctor` on the box. It also names",
-        "`EFT_…` variables that no setting has and folders of `EFT_DATA_ROOTS` that do not exist.",
+        "Start with `eft show JOB` (why a job waits or failed), `eft logs JOB`, and `eft doctor` on the box. It also",
+        "names `EFT_…` variables that no setting has and folders of `EFT_DATA_ROOTS` that do not exist.",
     ]
     for title, (words, codes) in PARTS.items():
         lines += ["", f"## {title}", "", words, "", "| code | meaning | remedy |", "|---|---|---|"]
