@@ -28,7 +28,8 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Event, Job, OutboxMessage, Project, UsageTotal, User
 from core.ids import new_id
-from core.jobs.lifecycle import claims, outbox, relay
+from core.jobs.base import outbox
+from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.scheduling import queue_order
 from tests.support import postgres

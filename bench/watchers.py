@@ -28,11 +28,11 @@ from bench.report import compare, finish, hardware, show
 from bench.server import Server, cpu_seconds
 from core import HOME
 from core.db.engine import Database
+from core.jobs.base.transitions import Token
 from core.jobs.lifecycle import relay
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded
 from core.jobs.lifecycle.finish import finish as end
-from core.jobs.lifecycle.transitions import Token
 from core.train.base.events import EventWriter
 
 

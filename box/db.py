@@ -11,7 +11,7 @@ from core import command, private
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Job, Node
-from core.jobs.lifecycle.states import LEASED
+from core.jobs.base.states import LEASED
 from core.settings import read_settings
 
 EPILOG = """\

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import ApiKey, User
 from core.errors import Unauthorized
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
 
 

@@ -18,8 +18,8 @@ from api.errors import BadRequest
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Project, User
 from core.errors import Conflict, NotFound, Unauthorized
+from core.jobs.base.paging import ResultPage, UnknownCursor
 from core.jobs.policies import audit
-from core.jobs.views.queries import ResultPage, UnknownCursor
 from core.settings import Settings
 
 DAY = 86400.0

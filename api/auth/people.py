@@ -15,7 +15,7 @@ from core.db.engine import db_now
 from core.db.tables import ApiKey, Membership, Project, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
 
 T = TypeVar("T", User, Project)

@@ -15,7 +15,7 @@ from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 
 
 class Role(StrEnum):

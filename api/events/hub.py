@@ -17,7 +17,7 @@ from typing import Any
 
 from core.db.engine import Database
 from core.db.tables import Event
-from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.base.states import FINAL, Status
 from core.jobs.views import queries
 from core.jobs.views.queries import JobHead
 

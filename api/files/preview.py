@@ -23,8 +23,8 @@ from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
+from core.jobs.base.states import FINAL, Status
 from core.jobs.lifecycle import previews
-from core.jobs.lifecycle.states import FINAL, Status
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import queries

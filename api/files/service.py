@@ -14,6 +14,7 @@ from core.db.tables import File
 from core.errors import Conflict
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies import audit
+from core.jobs.lifecycle import deletion
 from core.jobs.views import queries
 from core.storage.store import Store
 
@@ -46,7 +47,7 @@ def remove(database: Database, store: Store, actor: Actor, file_id: str) -> None
     """Raises NotFound, or Conflict while a job that is not over needs the file."""
     with database.write() as session:
         found = queries.find_file(session, actor.project_id, file_id, lock="delete")
-        users = queries.jobs_using_file(session, actor.project_id, file_id)
+        users = deletion.jobs_using_file(session, actor.project_id, file_id)
         if users:
             raise Conflict(
                 f"{', '.join(users)} still needs this file; wait for the end of the job or cancel it",

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from api.errors import BadRequest, Gone
 from core.db.tables import IdempotencyKey, Job
 from core.errors import EftError
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
 

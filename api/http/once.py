@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from api.deps import AppState
 from api.http import idempotency
 from core.errors import Conflict
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 
 Body = dict[str, Any]
 _SEALED = "sealed:"

@@ -16,10 +16,10 @@ from core.db.tables import Attempt, File, Job
 from core.errors import EftError, ModelError, SpecError
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, ready, shapes
 from core.jobs.admission.lengths import RowLengths
+from core.jobs.base.slots import Needs, PlanNeeds, Slot
+from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import Status
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.slots import Needs, PlanNeeds, Slot
 from core.plan.memory import Item, Plan, plan
 from core.plan.models.shape import Shape
 from core.spec.axes import training

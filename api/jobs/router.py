@@ -23,9 +23,9 @@ from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
 from api.queue.schemas import place_view
 from api.queue.settings import queue_settings
 from core.errors import Fault, NotFound
-from core.jobs.lifecycle.states import Status
+from core.jobs.base.states import Status
+from core.jobs.lifecycle import priority
 from core.jobs.lifecycle.submit import cancel, find, pause, resume
-from core.jobs.policies import priority
 from core.jobs.scheduling import cluster
 from core.jobs.views import explain, queries
 

@@ -22,9 +22,9 @@ from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.admission import auto_method
-from core.jobs.lifecycle import deletion
+from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
-from core.jobs.policies import quotas, retention
+from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import queries
 from core.plan.compatibility import check

@@ -14,9 +14,9 @@ from api.metrics.exposition import Family, Histogram
 from core import __version__
 from core.db.engine import db_now
 from core.db.tables import QUEUED, DeletedJobs, Delivery, Job, Metric, Node, Project, Webhook
+from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
 from core.jobs.lifecycle.deletion import WAITS, wait_bucket
-from core.jobs.lifecycle.states import Status
 from core.jobs.policies import budget
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.cluster import SlotState

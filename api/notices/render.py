@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 from api.jobs.schemas import iso
 from api.notices.addresses import parse
 from core.db.tables import Delivery
-from core.jobs.deliveries import TEST
+from core.jobs.base.deliveries import TEST
 
 Kind = Literal["standard", "chat"]
 DISCORD = ("discord.com", "discordapp.com")

@@ -12,7 +12,7 @@ from api.jobs.schemas import iso
 from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from core.db.tables import Delivery, Webhook
-from core.jobs.deliveries import EVENTS
+from core.jobs.base.deliveries import EVENTS
 
 EventName = Literal["job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled"]
 assert set(EVENTS.values()) == set(EventName.__args__)  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""Sends what is written down (core/jobs/deliveries.py): one API process leads, each target has a thread while it is
-told.
+"""Sends stored deliveries (core/jobs/base/deliveries.py): one API process leads, and each target has its own thread.
 
 At least once: an attempt whose outcome could not be written is made again, with the same `webhook-id`.
 """

@@ -16,10 +16,10 @@ from core.db.engine import db_now
 from core.db.tables import Delivery, Project, Webhook
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs import deliveries as notices
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base import deliveries as notices
+from core.jobs.base.paging import ResultPage, UnknownCursor
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
-from core.jobs.views.queries import ResultPage, UnknownCursor
 
 MOST = 20
 """Webhooks of one project."""

@@ -22,7 +22,8 @@ from api.http.once import Asked, answer, earlier
 from api.queue import schemas
 from api.queue.settings import queue_settings
 from core.db.tables import Limit
-from core.jobs.policies import quotas, retention, usage
+from core.jobs.lifecycle import retention
+from core.jobs.policies import quotas, usage
 from core.jobs.views import explain
 
 router = APIRouter(tags=["queue"])

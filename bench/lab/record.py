@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from bench.lab.week import DAY, Task, write
 from core.db.engine import Database
 from core.db.tables import Allocation, Job
-from core.jobs.lifecycle.states import FINAL
+from core.jobs.base.states import FINAL
 
 
 def recorded(session: Session, since: float, until: float) -> tuple[list[Task], int]:

@@ -23,13 +23,13 @@ from bench.lab.week import Task
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Job, Limit, Project, User
+from core.jobs.base.slots import Slot
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, submit
 from core.jobs.policies import nodes, usage
 from core.jobs.scheduling import preempt
-from core.jobs.scheduling.slots import Slot
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 

@@ -13,8 +13,8 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Attempt, Delivery, Installation, Job, Leader
+from core.jobs.base.states import LEASED
 from core.jobs.lifecycle.claims import requeue
-from core.jobs.lifecycle.states import LEASED
 from core.jobs.policies import audit
 
 Notices = Literal["hold", "send"]

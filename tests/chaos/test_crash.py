@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from core.jobs.lifecycle.states import TRANSITIONS, Status
+from core.jobs.base.states import TRANSITIONS, Status
 from tests.support.service import SHORT, Service, running, wait_for
 
 STEPS = 80

@@ -22,9 +22,9 @@ from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Base, Delivery, File, Installation, Job, Leader, Webhook
 from core.ids import new_id
 from core.jobs import installation
+from core.jobs.base.slots import Slot
 from core.jobs.lifecycle import claims, deletion, leader
 from core.jobs.lifecycle.finish import Failed, RetryPolicy, finish
-from core.jobs.scheduling.slots import Slot
 from core.settings import Settings
 from core.spec.run.checkpoint_names import Progress, checkpoint_name
 from core.storage.layout import RESTORING, HalfRestored, Layout

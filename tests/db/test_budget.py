@@ -6,12 +6,12 @@ from sqlalchemy import insert, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Event, File, Job, Metric
-from core.jobs.lifecycle import claims
+from core.jobs.base.slots import Slot
+from core.jobs.lifecycle import claims, retention
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
-from core.jobs.policies import budget, retention
+from core.jobs.lifecycle.retention import RetentionRules
+from core.jobs.policies import budget
 from core.jobs.policies.budget import Budget, Over
-from core.jobs.policies.retention import RetentionRules
-from core.jobs.scheduling.slots import Slot
 from core.jobs.views import explain
 from core.settings import Settings
 from core.storage.layout import Layout

@@ -18,11 +18,11 @@ from sqlalchemy.exc import IntegrityError
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, Job, OutboxMessage
+from core.jobs.base.states import TRANSITIONS, Status
 from core.jobs.lifecycle import claims, lease_expiry, relay
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
-from core.jobs.lifecycle.states import TRANSITIONS, Status
 from core.jobs.lifecycle.submit import Actor, cancel
 from tests.support.contender import contend
 

@@ -13,11 +13,11 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Base, Job, Project
 from core.errors import Conflict, NotFound
-from core.jobs.lifecycle import deletion, previews
+from core.jobs.lifecycle import deletion, previews, retention
 from core.jobs.lifecycle.deletion import Freed
 from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, cancel, retry, submit
-from core.jobs.policies import quotas, retention, usage, volume
+from core.jobs.policies import quotas, usage, volume
 from core.jobs.policies.volume import QueueFull, SpecsFull, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

@@ -13,10 +13,11 @@ from sqlalchemy import select
 from core.db.engine import Database
 from core.db.tables import Audit, Event, Job, OutboxMessage
 from core.errors import NotFound
-from core.jobs.lifecycle import claims, outbox
+from core.jobs.base import outbox
+from core.jobs.base.states import Status
+from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
-from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause
 from core.jobs.policies import nodes
 

@@ -17,11 +17,12 @@ from sqlalchemy import func, select, update
 from core import HOME
 from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Event, Job, Leader, OutboxMessage
-from core.jobs.lifecycle import claims, leader, lease_expiry, outbox
+from core.jobs.base import outbox
+from core.jobs.base.states import Status
+from core.jobs.lifecycle import claims, leader, lease_expiry
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
-from core.jobs.lifecycle.states import Status
 
 Make = Callable[..., str]
 Row = Callable[[str], Job]

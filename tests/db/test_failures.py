@@ -11,10 +11,10 @@ from sqlalchemy import select, update
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job
 from core.jobs.admission import oom_backoff
+from core.jobs.base.states import Status
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, finish
-from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause, retry, submit
 from core.jobs.policies import disk_room as room
 from core.spec.job import JobSpec

@@ -9,10 +9,10 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database
 from core.db.tables import Allocation, Artifact, Attempt, Job, OutboxMessage
+from core.jobs.base.states import Status
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, cancel
 
 ADA = Actor("user-ada", "proj-lab")

@@ -15,13 +15,13 @@ from core import HOME
 from core.db import migrate
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
-from core.jobs.lifecycle import lease_expiry, submit
+from core.jobs.base.shares import SLICE_SECONDS
+from core.jobs.base.slots import Key, Needs
+from core.jobs.lifecycle import lease_expiry, priority, submit
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
-from core.jobs.policies import holds, priority, usage
-from core.jobs.scheduling.shares import SLICE_SECONDS
-from core.jobs.scheduling.slots import Key, Needs
+from core.jobs.policies import holds, usage
 from tests.support.lab import GPU, Lab, gpu
 
 HOUR = 3600

@@ -12,13 +12,13 @@ from sqlalchemy import select, update
 from core.db.engine import Database, db_now
 from core.db.tables import Attempt, Audit, Hold, Job, Node, OutboxMessage
 from core.errors import Conflict, EftError, Forbidden, NotFound
+from core.jobs.base.slots import Needs, Slot
+from core.jobs.base.stop_reasons import StopReason
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
-from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies import holds
 from core.jobs.scheduling import cluster
-from core.jobs.scheduling.slots import Needs, Slot
 from core.jobs.views.explain import QueueSettings, duration, ordinal
 from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
 

@@ -11,7 +11,8 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Leader, Node, OutboxMessage
-from core.jobs.lifecycle import leader, outbox
+from core.jobs.base import outbox
+from core.jobs.lifecycle import leader
 from core.jobs.policies import nodes
 
 Make = Callable[..., str]

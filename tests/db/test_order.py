@@ -17,11 +17,11 @@ from core import HOME
 from core.db.engine import Database
 from core.db.tables import Allocation, Attempt, Job, UsageDay, UsageTotal
 from core.errors import SpecError
+from core.jobs.base import shares
+from core.jobs.base.shares import SLICE_SECONDS
+from core.jobs.base.slots import Key, Needs, Slot
 from core.jobs.policies import usage
 from core.jobs.policies.quotas import MAX_PRIORITY
-from core.jobs.scheduling import shares
-from core.jobs.scheduling.shares import SLICE_SECONDS
-from core.jobs.scheduling.slots import Key, Needs, Slot
 from tests.support.lab import Lab, gpu
 
 HOUR = 3600.0

@@ -10,11 +10,11 @@ from sqlalchemy import select
 from core.db.engine import Database
 from core.db.tables import Allocation, Event, Job, OutboxMessage
 from core.errors import Conflict, NotFound
+from core.jobs.base.states import Status
 from core.jobs.lifecycle import claims, lease_expiry
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
-from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, cancel, pause, resume, retry, submit
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

@@ -9,8 +9,8 @@ from sqlalchemy import select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Audit, Event, Job, Node
+from core.jobs.base.stop_reasons import StopReason
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
-from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.policies import holds
 from core.jobs.scheduling import preempt
 from core.jobs.scheduling.preempt import PreemptionSettings

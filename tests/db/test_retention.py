@@ -6,10 +6,10 @@ from sqlalchemy import func, insert, select, update
 
 from core.db.engine import db_now
 from core.db.tables import Artifact, Audit, Event, File, Job
+from core.jobs.lifecycle import retention
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.retention import DAY, RetentionRules
 from core.jobs.lifecycle.submit import retry, submit
-from core.jobs.policies import retention
-from core.jobs.policies.retention import DAY, RetentionRules
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout

@@ -11,12 +11,12 @@ from core.db.engine import Database
 from core.db.tables import Event, Job, ModelShape
 from core.jobs.admission import auto_method, fit, ready
 from core.jobs.admission.ready import SHAPE, WHOLE
+from core.jobs.base.slots import Key, Slot
+from core.jobs.base.states import Status
 from core.jobs.lifecycle.claims import Claim, claim
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.states import Status
 from core.jobs.lifecycle.submit import Actor, pause, resume, retry, submit
 from core.jobs.policies import nodes
-from core.jobs.scheduling.slots import Key, Slot
 from core.jobs.views import explain
 from core.jobs.views.explain import QueueSettings
 from core.plan.memory import plan

@@ -24,11 +24,11 @@ from core import HOME
 from core.db.engine import Database
 from core.db.migrate import upgrade
 from core.db.tables import Job
+from core.jobs.base.transitions import Token
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import Outcome, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import Actor, cancel
-from core.jobs.lifecycle.transitions import Token
 from core.storage.layout import Layout
 from tests.support.ports import held_port
 

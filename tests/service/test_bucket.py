@@ -27,10 +27,10 @@ from core.db.engine import Database
 from core.db.tables import Artifact, DiskUsage, Job, Project, User
 from core.errors import NoSpace
 from core.ids import new_id
+from core.jobs.base.transitions import Token
 from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle.retention import RetentionRules
 from core.jobs.lifecycle.submit import Actor, submit
-from core.jobs.lifecycle.transitions import Token
-from core.jobs.policies.retention import RetentionRules
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

@@ -21,8 +21,8 @@ from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Attempt, Event, Job, Project, User
 from core.jobs.admission import fit
+from core.jobs.base.slots import Slot
 from core.jobs.lifecycle.submit import Actor, cancel, submit
-from core.jobs.scheduling.slots import Slot
 from core.plan.candidates import rungs
 from core.plan.memory import plan
 from core.plan.models.shape import Shape

@@ -16,7 +16,7 @@ from api.jobs.service import Jobs, Submission
 from core.db.tables import Attempt, Job, ModelShape, Node
 from core.jobs.admission import shapes
 from core.jobs.admission.fit import FitsNowhere
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import nodes
 from core.plan.models.shape import Shape
 from core.settings import Settings

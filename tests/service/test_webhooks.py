@@ -28,10 +28,10 @@ from api.notices.post import WebhookReply, post
 from api.notices.render import chat
 from api.notices.sender import Sender
 from core.db.tables import Delivery, Job, Webhook
+from core.jobs.base.states import Status
+from core.jobs.base.transitions import move
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import Failed, Outcome, RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.transitions import move
 from tests.support.ports import held_port
 from tests.support.target import Got, Target, target, until, verifies
 from tests.support.world import MODEL, World, world

@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 
 from core.db.engine import Database
+from core.jobs.base.states import Status
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.states import Status
 
 
 def contend(database: Database, worker: str, node: str, slot: Slot) -> list[tuple[str, int]]:

@@ -10,14 +10,14 @@ from sqlalchemy import insert, select, update
 
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Job, Limit, Project, UsageTotal, User
+from core.jobs.base.shares import SLICE_SECONDS
+from core.jobs.base.slots import Slot
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, submit
 from core.jobs.policies import nodes
 from core.jobs.scheduling import cluster
-from core.jobs.scheduling.shares import SLICE_SECONDS
-from core.jobs.scheduling.slots import Slot
 from core.jobs.views import explain
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve

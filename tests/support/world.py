@@ -20,7 +20,7 @@ from core.db.engine import db_now
 from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
 from core.ids import new_id
-from core.jobs import deliveries
+from core.jobs.base import deliveries
 from core.jobs.lifecycle import previews
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish

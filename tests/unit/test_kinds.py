@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from core.db.tables import Attempt, Job
+from core.jobs.base.stop_reasons import StopReason
 from core.jobs.kinds import CHILDREN, SLOTS, Kind, SlotKind
-from core.jobs.lifecycle.stop_reasons import StopReason
 
 
 def test_each_kind_has_a_row_with_a_module_that_runs() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit
+from core.jobs.base.slots import Key, Needs, PlanNeeds, Slot
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.slots import Key, Needs, PlanNeeds, Slot
 from core.plan.candidates import rungs
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from core.jobs.lifecycle.states import FINAL, LEASED, TRANSITIONS, Status, check
+from core.jobs.base.states import FINAL, LEASED, TRANSITIONS, Status, check
 
 
 def reachable(start: Status) -> set[Status]:

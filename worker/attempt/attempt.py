@@ -21,12 +21,12 @@ from core.db.engine import Database
 from core.errors import EftError, NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
 from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
 from core.settings import Settings
 from core.spec.run.contract import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout

@@ -11,11 +11,12 @@ from sqlalchemy import func, select
 
 from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Job
+from core.jobs.base.states import FINAL
 from core.jobs.housekeeping import unknown_files
-from core.jobs.lifecycle.states import FINAL
-from core.jobs.policies import audit, budget, retention, usage
+from core.jobs.lifecycle import retention
+from core.jobs.lifecycle.retention import DAY, RetentionRules
+from core.jobs.policies import audit, budget, usage
 from core.jobs.policies.budget import Kind
-from core.jobs.policies.retention import DAY, RetentionRules
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
 from core.storage.bucket import LOG, Bucket
 from core.storage.store import StoredObject
@@ -42,7 +43,7 @@ def remove_orphans(database: Database, bucket: Bucket, older_than: float = ORPHA
 
 
 def collect(database: Database, bucket: Bucket, rules: RetentionRules) -> int:
-    """What the rules of retention let go of runs (core/jobs/policies/retention.py); bytes."""
+    """What the rules of retention let go of runs (core/jobs/lifecycle/retention.py); bytes."""
     runs, freed = _runs(bucket), 0
     for job_id, entries in runs.items():
         with database.read() as session:

@@ -11,9 +11,10 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
+from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
-from core.jobs.lifecycle import claims, leader, lease_expiry, outbox
-from core.jobs.policies import holds, nodes, retention, usage
+from core.jobs.lifecycle import claims, leader, lease_expiry, retention
+from core.jobs.policies import holds, nodes, usage
 from core.jobs.policies.budget import Budget
 from core.jobs.scheduling import preempt
 from core.settings import Settings
@@ -137,7 +138,7 @@ class Housekeeper:
         return True
 
     def _collect(self) -> bool:
-        """What the rules of retention let go (core/jobs/policies/retention.py)."""
+        """What the rules of retention let go (core/jobs/lifecycle/retention.py)."""
         retention.sweep(self._layout)
         with self._database.read() as session:
             found = list(retention.find(session, self._layout, reclaim.rules(self._settings)))

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from core import caches
 from core.db.engine import Database
-from core.jobs.policies import budget, retention
+from core.jobs.lifecycle import retention
+from core.jobs.lifecycle.retention import Removal, RetentionRules
+from core.jobs.policies import budget
 from core.jobs.policies.budget import Budget, Over
-from core.jobs.policies.retention import Removal, RetentionRules
 from core.settings import Settings
 from core.storage.layout import Layout
 from worker.upkeep import disk_usage

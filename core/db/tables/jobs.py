@@ -74,7 +74,7 @@ class Job(Owned, Base):
     again."""
 
     status: Mapped[str] = mapped_column(String(16))
-    """Written by core.jobs.lifecycle.transitions alone."""
+    """Written by core.jobs.base.transitions alone."""
     reason: Mapped[str] = mapped_column(Text, insert_default="")
     """Why it is where it is, for people."""
     stop_requested: Mapped[str | None] = mapped_column(String(16))

@@ -16,7 +16,7 @@ class UsageTotal(Owned, Base):
     owner_id: Mapped[str] = mapped_column(Id, ForeignKey("users.id"), primary_key=True)
     project_id: Mapped[str] = mapped_column(Id, ForeignKey("projects.id"), primary_key=True)
     billed: Mapped[float] = mapped_column(Float, insert_default=0.0)
-    """Billed seconds, each counted by its age at `at` (core/jobs/scheduling/shares.py)."""
+    """Billed seconds, each counted by its age at `at` (core/jobs/base/shares.py)."""
     at: Mapped[float] = mapped_column(Float, insert_default=0.0)
     disk_bytes: Mapped[int] = mapped_column(BigInteger, insert_default=0)
     """Files and run folders, as measured last."""

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import fit, lengths, oom_backoff, shapes
-from core.jobs.scheduling.slots import Slot
+from core.jobs.base.slots import Slot
 from core.plan.candidates import LORA, Rung, rungs
 from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan

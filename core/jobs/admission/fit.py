@@ -13,9 +13,9 @@ from typing import Any
 
 from core.errors import SpecError
 from core.jobs.admission import oom_backoff
+from core.jobs.base.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.plan.candidates import rungs
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device

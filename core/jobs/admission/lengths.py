@@ -9,7 +9,7 @@ from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import PREVIEWS, Job
-from core.jobs.lifecycle.states import Status
+from core.jobs.base.states import Status
 from core.spec.axes.data import FileSource
 from core.spec.job import JobSpec
 

@@ -12,10 +12,10 @@ from core.db.engine import db_now
 from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit, lengths, shapes
+from core.jobs.base.slots import Key, Slot
 from core.jobs.kinds import Kind
 from core.jobs.scheduling import cluster
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.slots import Key, Slot
 from core.plan.models.shape import Shape
 from core.spec.job import JobSpec
 

@@ -18,15 +18,15 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, shapes
+from core.jobs.base import outbox
+from core.jobs.base.scheduler_lock import lock_scheduler
+from core.jobs.base.shares import HALF_LIFE_SECONDS
+from core.jobs.base.slots import Key, Slot
+from core.jobs.base.states import LEASED, Status
+from core.jobs.base.transitions import Token, move
 from core.jobs.kinds import CHILDREN, Kind
-from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.states import LEASED, Status
-from core.jobs.lifecycle.transitions import Token, move
 from core.jobs.policies import holds
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
-from core.jobs.scheduling.scheduler_lock import lock_scheduler
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
-from core.jobs.scheduling.slots import Key, Slot
 from core.spec.job import JobSpec
 
 __all__ = ["Claim", "Slot", "Unclaimable", "claim"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Artifact, Attempt, Audit, DeletedJobs, Event, Job, Metric, OutboxMessage
 from core.errors import Conflict, NotFound
-from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import find
-from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit, usage, volume
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
 from core.storage.store import StoredObject
@@ -126,3 +126,21 @@ def _built_on(session: Session, job: Job) -> str | None:
         cast(Job.resume_from, Text).contains(job.id),
     )
     return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
+
+
+def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int = 10) -> Sequence[str]:
+    """Jobs that are not over yet and train or evaluate on the file."""
+    return (
+        session.execute(
+            select(Job.id)
+            .where(
+                Job.project_id == project_id,
+                Job.status.not_in([status.value for status in FINAL]),
+                # Anywhere among the sources, however they are nested; an id is too long to stand there by chance.
+                cast(Job.spec["data"], Text).contains(file_id),
+            )
+            .limit(limit)
+        )
+        .scalars()
+        .all()
+    )

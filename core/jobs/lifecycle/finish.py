@@ -13,12 +13,12 @@ from core.db.engine import db_now
 from core.db.tables import Artifact, Job
 from core.jobs.admission import auto_method, oom_backoff
 from core.jobs.admission.ready import ready
+from core.jobs.base import outbox
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import Token, move
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle import outbox
 from core.jobs.lifecycle.claims import release
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
-from core.jobs.lifecycle.transitions import Token, move
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
 from core.spec.job import JobSpec

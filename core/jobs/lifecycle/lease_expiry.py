@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job
+from core.jobs.base.states import LEASED, Status
+from core.jobs.base.transitions import move
 from core.jobs.lifecycle.claims import release, requeue
-from core.jobs.lifecycle.states import LEASED, Status
-from core.jobs.lifecycle.transitions import move
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Job
 from core.errors import NotFound
-from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import submit
-from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
 from core.spec.job import JobSpec
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Attempt, Job, Metric
-from core.jobs.lifecycle.transitions import Token, append_events
+from core.jobs.base.transitions import Token, append_events
 
 MAX_BATCH_BYTES = 1 << 20
 

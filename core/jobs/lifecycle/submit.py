@@ -10,13 +10,13 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.states import FINAL, Status
-from core.jobs.lifecycle.stop_reasons import StopReason
-from core.jobs.lifecycle.transitions import Actor, move
+from core.jobs.base import outbox
+from core.jobs.base.slots import Key, Needs
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import Actor, move
 from core.jobs.policies import audit, disk_room, quotas, volume
 from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
-from core.jobs.scheduling.slots import Key, Needs
 from core.spec.job import JobSpec
 
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]

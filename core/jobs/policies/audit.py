@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Audit, Project, User
 from core.ids import new_id
-from core.jobs.lifecycle.transitions import Actor
-from core.jobs.views.queries import ResultPage, UnknownCursor
+from core.jobs.base.paging import ResultPage, UnknownCursor
+from core.jobs.base.transitions import Actor
 
 ADMINISTRATIVE = ("user.", "project.", "member.", "key.", "node.", "gpu.", "hold.", "quota.", "limits.")
 """Kinds that admins of the box may read of every project: they tell nothing of its jobs and files."""

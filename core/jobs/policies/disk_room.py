@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Job
-from core.jobs.lifecycle.states import Status
+from core.jobs.base.states import Status
 from core.jobs.policies.budget import Over
 
 WAITS = "waits for room on the data root"

@@ -19,12 +19,12 @@ from core.db.engine import db_now
 from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
 from core.errors import Conflict, EftError, Fault, Forbidden, NotFound
 from core.ids import new_id
-from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base import outbox
+from core.jobs.base.scheduler_lock import lock_scheduler
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
-from core.jobs.scheduling.scheduler_lock import lock_scheduler
 
 
 class BadTime(EftError):

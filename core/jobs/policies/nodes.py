@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Allocation, Job, Node, User
 from core.errors import NotFound
-from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base import outbox
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
 
 

@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Limit, Project, UsageDay, UsageTotal, User
 from core.errors import Fault, NotFound, SpecError
-from core.jobs.lifecycle.transitions import Actor
+from core.jobs.base.shares import UsageSpan
+from core.jobs.base.transitions import Actor
 from core.jobs.policies import audit
 from core.jobs.policies.usage import DAY, by_day
-from core.jobs.scheduling.shares import UsageSpan
 
 Scope = Literal["project", "owner"]
 MAX_PRIORITY = 10

@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Allocation, File, Job, UsageDay, UsageTotal
-from core.jobs.lifecycle.states import FINAL, Status
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, Booked, UsageSpan, effective, faded, weighed
+from core.jobs.base.shares import HALF_LIFE_SECONDS, Booked, UsageSpan, effective, faded, weighed
+from core.jobs.base.states import FINAL, Status
 
 DAY = 86_400
 

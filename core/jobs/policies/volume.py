@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Job, Limit, Project
 from core.errors import EftError, NoSpace
-from core.jobs.lifecycle.states import Status
+from core.jobs.base.states import Status
 from core.settings import Settings
 
 

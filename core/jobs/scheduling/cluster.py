@@ -10,8 +10,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
+from core.jobs.base.slots import Slot
 from core.jobs.policies import holds
-from core.jobs.scheduling.slots import Slot
 
 
 @dataclass(slots=True)

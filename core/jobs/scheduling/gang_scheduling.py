@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 from sqlalchemy.orm import Session
 
+from core.jobs.base.slots import Key, Needs, Slot
 from core.jobs.kinds import Kind
 from core.jobs.scheduling import cluster, runtime_estimates
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.scheduling.queue_order import QueueOrder, Waiting, serves
-from core.jobs.scheduling.slots import Key, Needs, Slot
 
 LEAVE_SECONDS = 150.0
 """EFT_STOP_GRACE_SECONDS and EFT_GPU_CLEAR_SECONDS as they are by default."""

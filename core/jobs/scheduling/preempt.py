@@ -16,17 +16,17 @@ from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import WAITS_FOR, Attempt, Job, Limit
+from core.jobs.base.scheduler_lock import lock_scheduler
+from core.jobs.base.shares import HALF_LIFE_SECONDS
+from core.jobs.base.slots import Key, Needs
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import append_events
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
-from core.jobs.lifecycle.transitions import append_events
 from core.jobs.policies import audit
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
 from core.jobs.scheduling.gang_scheduling import ClusterState
 from core.jobs.scheduling.queue_order import Waiting
-from core.jobs.scheduling.scheduler_lock import lock_scheduler
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
-from core.jobs.scheduling.slots import Key, Needs
 
 
 @dataclass(frozen=True, slots=True)

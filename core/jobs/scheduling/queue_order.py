@@ -3,7 +3,7 @@
 A line is what has the same `queue_key`: the same needs, project, owner and priority; in it, age decides. The database
 finds the lines by jumping through an index and the head of each by one look more, whatever waits behind them. Among the
 heads `rank` decides: priority, then who has slots kept already (core/jobs/scheduling/gang_scheduling.py), then what the
-owner has used by its shares (core/jobs/scheduling/shares.py), then age. `QueueOrder.next` is whose turn it is; an
+owner has used by its shares (core/jobs/base/shares.py), then age. `QueueOrder.next` is whose turn it is; an
 explanation calls it again and again and lets the state follow each choice as a claim would change it.
 """
 
@@ -18,11 +18,11 @@ from sqlalchemy import ColumnElement, Select, func, or_, select, text
 from sqlalchemy.orm import Session
 
 from core.db.tables import BOUNDED, WAITS_FOR, Job
+from core.jobs.base.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
+from core.jobs.base.slots import Key, Slot
 from core.jobs.kinds import Kind
 from core.jobs.policies import usage
 from core.jobs.policies.quotas import Quota, QuotaUsage, standing
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS, SLICE_SECONDS, effective
-from core.jobs.scheduling.slots import Key, Slot
 
 PAGE = 50
 DEPTH = 100

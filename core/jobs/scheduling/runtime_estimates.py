@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Attempt, Job
+from core.jobs.base.states import FINAL, Status
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import FINAL, Status
 
 OVERDUE_SECONDS = 150.0
 """After which nobody counts any more on a job that should have been over."""

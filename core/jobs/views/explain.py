@@ -18,17 +18,17 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import WAITS_FOR, Job
 from core.jobs.admission import auto_method
+from core.jobs.base.shares import HALF_LIFE_SECONDS
+from core.jobs.base.slots import Key, Slot
+from core.jobs.base.states import Status
+from core.jobs.base.stop_reasons import StopReason
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import Status
-from core.jobs.lifecycle.stop_reasons import StopReason
 from core.jobs.policies import disk_room as room
 from core.jobs.policies.budget import NO_BUDGET, Budget, Over
 from core.jobs.policies.holds import clock
 from core.jobs.policies.quotas import names
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.shares import HALF_LIFE_SECONDS
-from core.jobs.scheduling.slots import Key, Slot
 from core.jobs.views.forecast import Forecast
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]

@@ -10,11 +10,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import Job
+from core.jobs.base.slots import Key, Needs
+from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import Status
 from core.jobs.scheduling import gang_scheduling, runtime_estimates
 from core.jobs.scheduling.cluster import SlotState
-from core.jobs.scheduling.slots import Key, Needs
 
 RECENT = 20
 """Finished jobs of a project whose median time stands for a job of it that says nothing of its own."""

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
-from sqlalchemy import Text, cast, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
 
 from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
-from core.errors import EftError, NotFound
+from core.errors import NotFound
+from core.jobs.base.paging import ResultPage, UnknownCursor
+from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.states import FINAL, Status
-
-T = TypeVar("T")
-
-
-class UnknownCursor(EftError):
-    """`after` names nothing in this list: page one would be a wrong answer, and an endless loop for some clients."""
-
-    code = "unknown_cursor"
-    status = 400
-
-
-@dataclass(frozen=True, slots=True)
-class ResultPage(Generic[T]):
-    """Newest first. `has_more` says whether a next page exists."""
-
-    items: Sequence[T]
-    has_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +87,6 @@ def find_file(
     if row is None:
         raise NotFound(f"there is no file `{file_id[:60]}` in this project; `GET /files` lists them", field=field)
     return row
-
-
-def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int = 10) -> Sequence[str]:
-    """Jobs that are not over yet and train or evaluate on the file."""
-    return (
-        session.execute(
-            select(Job.id)
-            .where(
-                Job.project_id == project_id,
-                Job.status.not_in([status.value for status in FINAL]),
-                # Anywhere among the sources, however they are nested; an id is too long to stand there by chance.
-                cast(Job.spec["data"], Text).contains(file_id),
-            )
-            .limit(limit)
-        )
-        .scalars()
-        .all()
-    )
 
 
 def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:

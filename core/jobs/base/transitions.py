@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
 from core.db.tables import Event, Job
-from core.jobs import deliveries
-from core.jobs.lifecycle.states import FINAL, LEASED, Status, check
+from core.jobs.base import deliveries
+from core.jobs.base.states import FINAL, LEASED, Status, check
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Job
 from core.errors import Conflict
-from core.jobs.lifecycle import outbox
-from core.jobs.lifecycle.states import FINAL, Status
+from core.jobs.base import outbox
+from core.jobs.base.slots import Key
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor, append_events
 from core.jobs.lifecycle.submit import find
-from core.jobs.lifecycle.transitions import Actor, append_events
 from core.jobs.policies import audit, quotas
-from core.jobs.scheduling.slots import Key
 
 
 def change(session: Session, actor: Actor, job_id: str, priority: int) -> Job:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Delivery, Job, Webhook
 from core.ids import new_id
-from core.jobs.lifecycle.states import Status
+from core.jobs.base.states import Status
 
 EVENTS = {
     Status.RUNNING: "job.started",

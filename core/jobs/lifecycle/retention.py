@@ -24,11 +24,10 @@ from sqlalchemy.orm import Session, aliased
 
 from core.db.engine import Database, db_now
 from core.db.tables import Artifact, Event, File, Job, Metric
+from core.jobs.base.states import FINAL
+from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import deletion
-from core.jobs.lifecycle.states import FINAL
-from core.jobs.lifecycle.transitions import Actor
 from core.jobs.policies import audit
-from core.jobs.views import queries
 from core.spec.run.contract import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 
@@ -118,7 +117,7 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
     match removal.kind:
         case "file":
             row = session.execute(select(File).where(File.id == removal.id).with_for_update()).scalar_one_or_none()
-            if row is None or queries.jobs_using_file(session, row.project_id, row.id, 1) or _named(session, row):
+            if row is None or deletion.jobs_using_file(session, row.project_id, row.id, 1) or _named(session, row):
                 return None
             session.execute(delete(File).where(File.id == row.id))
             return [layout.file(row.id)]  # the row first, as when somebody deletes it; the bytes once that is written
