@@ -12,9 +12,9 @@ from api.files.upload import StoredFile
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Conflict
+from core.jobs.lifecycle import deletion
 from core.jobs.lifecycle.submit import Actor
 from core.jobs.policies import audit
-from core.jobs.lifecycle import deletion
 from core.jobs.views import queries
 from core.storage.store import Store
 
