@@ -68,7 +68,7 @@ LIMITED: dict[int | str, dict[str, Any]] = {429: responses()[429]}
 
 @router.get("/healthz", summary="Alive?", response_model=Health, response_class=JSONResponse, responses=LIMITED)
 async def healthz() -> Response:
-    """200 while the process answers at all. Asks nobody else, needs no key."""
+    """200 while the process responds. It checks nothing else and needs no key."""
     start = os.environ.get(health.START_VARIABLE)
     return JSONResponse({"status": "ok"}, headers=None if start is None else {health.START_HEADER: start})
 
@@ -81,7 +81,7 @@ async def healthz() -> Response:
     responses={**LIMITED, 503: {"model": Readiness, "description": "Something is missing; the checks say what."}},
 )
 def readyz(app: App) -> Response:
-    """Database, its schema, broker and data root, each with what is wrong. Needs no key."""
+    """State of database, schema, broker and data root, with the reason for each problem. Needs no key."""
     checks = {
         **health.database(app.database),
         "broker": health.broker(app.settings.celery_broker_url),

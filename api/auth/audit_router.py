@@ -42,7 +42,7 @@ def read_audit(
     limit: Limit = 50,
     after: After = None,
 ) -> Response:
-    """Every change, newest first: who, with which key, in which request, what, and what became of it.
+    """Every change, newest first, with user, key, request, action and target.
 
     Admins of a project see all of it. Admins of the box see what concerns the box and every project's members and
     keys, but not the jobs and files of projects that they do not look after themselves.

@@ -37,7 +37,7 @@ ProjectName = Annotated[
     "/users", summary="List users", response_model=schemas.UserList, response_class=JSONResponse, responses=responses()
 )
 def list_users(principal: Operating, app: App) -> Response:
-    """Everybody who has ever had a key on this box."""
+    """All users of this box."""
     with app.database.read() as session:
         users = session.execute(select(User).order_by(User.name)).scalars().all()
         return JSONResponse({"data": [schemas.user_view(user) for user in users]})
@@ -53,7 +53,7 @@ def list_users(principal: Operating, app: App) -> Response:
     openapi_extra=json_body(schemas.NewUser, {"name": "ada"}),
 )
 async def create_user(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """Somebody without a project yet: make them a member of one, then a key for it."""
+    """Add a user without a project; then add them to a project and create a key for it."""
     wish = await read_json(request, schemas.NewUser, app.settings.max_body_bytes)
 
     def make(session: Session) -> dict[str, Any]:
@@ -70,7 +70,7 @@ async def create_user(request: Request, principal: Operating, app: App, once: As
     responses=responses(404, 422),
 )
 def show_user(user: UserName, principal: Operating, app: App) -> Response:
-    """Name, whether they look after the box, and whether they are disabled."""
+    """Name, whether the user is an admin of the box, and whether the user is disabled."""
     with app.database.read() as session:
         return JSONResponse(schemas.user_view(people.user(session, user)))
 
@@ -84,7 +84,7 @@ def show_user(user: UserName, principal: Operating, app: App) -> Response:
     openapi_extra=json_body(schemas.UserChange, {"disabled": True}),
 )
 async def change_user(request: Request, user: UserName, principal: Operating, app: App) -> Response:
-    """Make somebody an admin of the box or take that away; disable somebody, which stops all their keys at once."""
+    """Grant or remove the right of an admin of the box; disable or enable a user, with all keys."""
     wish = await read_json(request, schemas.UserChange, app.settings.max_body_bytes)
 
     def change(session: Session) -> dict[str, Any]:
@@ -106,7 +106,7 @@ async def change_user(request: Request, user: UserName, principal: Operating, ap
     responses=responses(),
 )
 def list_projects(principal: ReadingOrOperating, app: App) -> Response:
-    """The project of your key; for admins of the box, all of them."""
+    """The project of your key, or all for admins of the box."""
     query = select(Project).order_by(Project.name)
     if not principal.operates:
         query = query.where(Project.id == principal.project_id)
@@ -126,7 +126,7 @@ def list_projects(principal: ReadingOrOperating, app: App) -> Response:
     openapi_extra=json_body(schemas.NewProject, {"name": "voice", "admin": "ada"}),
 )
 async def create_project(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """With its first admin, who says who else belongs to it."""
+    """Add a project with its first admin, who manages the members."""
     wish = await read_json(request, schemas.NewProject, app.settings.max_body_bytes)
 
     def make(session: Session) -> dict[str, Any]:
@@ -146,7 +146,7 @@ async def create_project(request: Request, principal: Operating, app: App, once:
     responses=responses(404, 422),
 )
 def show_project(project: ProjectName, principal: ReadingOrOperating, app: App) -> Response:
-    """Its id, its name, since when there is one, and what its admins have decided."""
+    """Id, name, time of creation and options."""
     with app.database.read() as session:
         found = _project(session, principal, project)
         return JSONResponse(schemas.project_view(found, bool(quotas.preemptible(session, [found.id]))))
@@ -161,7 +161,7 @@ def show_project(project: ProjectName, principal: ReadingOrOperating, app: App) 
     openapi_extra=json_body(schemas.ProjectChange, {"preemptible": False}),
 )
 async def change_project(request: Request, project: ProjectName, principal: ManagingOrOperating, app: App) -> Response:
-    """Whether its running jobs make room for higher priorities. What was asked to leave already does."""
+    """Set whether its running jobs can be preempted. Preemptions in progress continue."""
     wish = await read_json(request, schemas.ProjectChange, app.settings.max_body_bytes)
 
     def change(session: Session) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def list_members(project: ProjectName, principal: ReadingOrOperating, app: App) 
 async def set_member(
     request: Request, project: ProjectName, user: UserName, principal: ManagingOrOperating, app: App
 ) -> Response:
-    """It holds from their next request on. A project keeps at least one admin."""
+    """The role applies from the next request on. A project keeps at least one admin."""
     wish = await read_json(request, schemas.NewRole, app.settings.max_body_bytes)
 
     def change(session: Session) -> dict[str, Any]:
@@ -216,7 +216,7 @@ async def set_member(
     responses=responses(404, 409, 422),
 )
 def remove_member(project: ProjectName, user: UserName, principal: ManagingOrOperating, app: App) -> Response:
-    """Their keys for this project are revoked with it; their jobs and files stay the project's."""
+    """Remove a member and revoke their keys for this project; their jobs and files stay."""
     with app.database.write() as session:
         where = _project(session, principal, project)
         member = people.user(session, user)

@@ -37,10 +37,10 @@ KeyId = Annotated[str, Depends(_key_id)]
 
 
 @router.get(
-    "/me", summary="Whom a key acts for", response_model=schemas.Me, response_class=JSONResponse, responses=responses()
+    "/me", summary="Show the current key", response_model=schemas.Me, response_class=JSONResponse, responses=responses()
 )
 async def me(principal: Knowing) -> Response:
-    """The user, the project, and what this key may do there."""
+    """User, project and permissions of this key."""
     return JSONResponse(schemas.me_view(principal))
 
 
@@ -62,7 +62,7 @@ def list_keys(
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
-    """Your keys in this project, with their state and when each was last used; revoked ones too."""
+    """Your keys in this project with state and last use, including revoked ones."""
     with app.database.read() as session:
         page = keyring.page(session, principal, everybody=all, project=project, after=after, limit=limit)
     following = page.items[-1].key.id if page.has_more else None
@@ -72,15 +72,15 @@ def list_keys(
 @router.post(
     "/keys",
     status_code=201,
-    summary="Make a key",
+    summary="Create a key",
     response_model=schemas.NewKeyView,
     response_class=JSONResponse,
     responses=responses(404, 409, 413, 415, 422),
     openapi_extra=json_body(schemas.KeyWish, {"name": "ci", "scope": "write", "expires_in_days": 90}),
 )
 async def create_key(request: Request, principal: MakingKeys, app: App, once: Asked) -> Response:
-    """The reply has the key, this once. It never allows more than the key it is made with, nor lives longer, and it is
-    revoked with it.
+    """The response shows the key once. It has no more permissions than the key that creates it, lives no longer, and
+    is revoked with it.
 
     Admins of a project make keys for its members, admins of the box for any project.
     """
@@ -123,8 +123,8 @@ def rotate_key(
         Query(gt=0, le=36500, description="Another end than the old key's; a later one is for admins of the project."),
     ] = None,
 ) -> Response:
-    """A successor with the same name, scope, rights and end; the reply has it, this once. The old key stops working
-    after the overlap; where it is used after that, the whole family of keys is revoked."""
+    """Create a successor with the same name, scope, rights and expiry; the response shows it once. The old key is
+    valid until the end of the overlap; if it is used afterwards, the whole family of keys is revoked."""
 
     def make(session: Session) -> dict[str, Any]:
         key, shown = keyring.rotate(
@@ -148,8 +148,8 @@ def revoke_key(
     app: App,
     alone: Annotated[bool, Query(description="Keep the keys that it created, and its successors.")] = False,
 ) -> Response:
-    """It stops working at once, for good, and so does every key that was made with it or succeeded it; open event
-    streams end within half a minute. Asking twice is fine."""
+    """Revoke a key immediately and permanently, with every key that it created and its successors; open event streams
+    end within half a minute. Idempotent."""
     with app.database.write() as session:
         shown, others = keyring.revoke(session, principal, key_id, alone=alone)
         return JSONResponse({**_view(shown), "also_revoked": others})

@@ -294,7 +294,7 @@ _ME: dict[str, Any] = {
 
 
 class Me(BaseModel):
-    """Whom a key acts for, and what it may do."""
+    """Show the current key, and what it may do."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_ME]})
     user: Named

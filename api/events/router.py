@@ -128,7 +128,7 @@ async def events(
     limit: Annotated[int, Query(ge=1, le=1000, description="Events of a page; a stream has no limit.")] = 200,
     last_event_id: Annotated[str | None, Header(description="As browsers send it when they connect again.")] = None,
 ) -> Response:
-    """Everything that happened to the job, and then what happens, as server-sent events.
+    """All past events of the job, followed by new ones, as server-sent events.
 
     `id` is the event's number, `event` its type, `data` the event as JSON. The stream starts behind `Last-Event-ID`
     (or `after`), ends with an event `end` once the job is final, and sends a comment every 15 seconds so that

@@ -40,10 +40,9 @@ def export_project(
     app: App,
     checkpoints: Annotated[bool, Query(description="With the checkpoints of its jobs, too.")] = False,
 ) -> Response:
-    """Jobs with specs, events, curves, logs and models, files, members, audit and usage: everything of the project that
-    your key is of, for its admins alone. No secrets. An archive whose `MANIFEST.jsonl` does not end with `complete`
-    broke off: ask again.
-    """
+    """All data of your key's project, for its admins: jobs with specs, events, metrics, logs and models, files,
+    members, audit and usage, without secrets. If `MANIFEST.jsonl` does not end with `complete`, the archive is
+    incomplete: request it again."""
     if project not in (principal.project_id, principal.project_name):
         raise NotFound(people.no_project(project), field="project")
     with app.database.write() as session:

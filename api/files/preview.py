@@ -148,8 +148,8 @@ async def preview_file(
     request: Request, file_id: FileId, principal: Writing, app: App, once: Asked, wait: Wait = 0.0
 ) -> Response:
     """Render the file as a job with this model and these options would: histogram of tokens, truncated, dropped and
-    doubled rows, padding, steps, and ten samples with what is learned of them. It needs no GPU, and of the model only
-    the tokenizer; a worker does it, so ask `GET /files/{id}/previews/{preview_id}` for the result.
+    duplicate rows, padding, steps, and ten samples with their trained tokens. A worker computes it without a GPU,
+    with only the model's tokenizer; poll `GET /files/{id}/previews/{preview_id}` for the result.
 
     The same question again within ten minutes has the same answer; with an Idempotency-Key, the same preview as it is
     then.
@@ -173,7 +173,7 @@ async def preview_file(
 async def show_preview(
     file_id: FileId, preview_id: PreviewId, principal: Reading, app: App, wait: Wait = 0.0
 ) -> Response:
-    """How far it is, and in the end what was found."""
+    """Progress, and the result when it is complete."""
     return JSONResponse(await _when_over(app, principal, file_id, preview_id, wait))
 
 

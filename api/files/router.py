@@ -129,7 +129,7 @@ async def upload_file(
         str | None, Query(description='For raw bodies: `{"prompt": "question"}`, our names first.')
     ] = None,
 ) -> Response:
-    """Send JSON Lines, JSON, CSV or Parquet. Every row is checked while it comes in; the reply says what the file is.
+    """Upload JSON Lines, JSON, CSV or Parquet. Every row is checked during the upload; the response has a report.
 
     A row is a chat (`messages`, or ShareGPT's `conversations`), `prompt` and `completion`, `instruction`, `input` and
     `output`, or `text`; for later stages also `chosen` and `rejected`, a `label`, or a `prompt` with its `reference`. A
@@ -246,7 +246,7 @@ def list_files(
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
-    """The project's files, newest first, a page at a time."""
+    """The project's files, newest first, in pages."""
     with app.database.read() as session:
         page = queries.files_page(session, principal.project_id, sha256=sha256, after=after, limit=limit)
     following = page.items[-1].id if page.has_more else None
@@ -262,7 +262,7 @@ def list_files(
     responses=responses(404),
 )
 def show_file(file_id: FileId, principal: Reading, app: App) -> Response:
-    """Name, size, hash, and what its rows are."""
+    """Name, size, hash and row format."""
     with app.database.read() as session:
         return JSONResponse(schemas.file_view(queries.find_file(session, principal.project_id, file_id)))
 
@@ -283,7 +283,7 @@ def show_file(file_id: FileId, principal: Reading, app: App) -> Response:
     },
 )
 def get_file(request: Request, file_id: FileId, principal: Reading, app: App) -> Response:
-    """The file as it was uploaded, with `Range` to go on after an interruption; the ETag is its SHA-256."""
+    """The file as uploaded; `Range` resumes an interrupted download. The ETag is its SHA-256."""
     with app.database.read() as session:
         row = queries.find_file(session, principal.project_id, file_id)
     return FileReply(
@@ -305,6 +305,6 @@ def get_file(request: Request, file_id: FileId, principal: Reading, app: App) ->
     responses=responses(404, 409),
 )
 def delete_file(file_id: FileId, principal: Writing, app: App) -> Response:
-    """Refused while a job that is not over trains or evaluates on it."""
+    """Rejected while an active job trains or evaluates on it."""
     service.remove(app.database, app.store, principal, file_id)
     return JSONResponse({"id": file_id, "deleted": True})

@@ -127,8 +127,7 @@ def list_jobs(
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
-    """The project's jobs without their specs, newest first, a page at a time: ask again with `after` = `next` while
-    `has_more`."""
+    """The project's jobs without their specs, newest first, in pages: repeat with `after` = `next` while `has_more`."""
     since = None if created_after is None else created_after.timestamp()
     with app.database.read() as session:
         page = queries.jobs_page(
@@ -158,7 +157,7 @@ def list_jobs(
     responses=responses(404),
 )
 def show_job(job_id: JobId, principal: Reading, app: App) -> Response:
-    """Status with its reason, progress, and in the end result or failure; while it waits, its place in the queue."""
+    """Status with its reason, progress, result or failure, and the position in the queue while it waits."""
     with app.database.read() as session:
         job = find(session, principal, job_id)
         told = explain.job(session, queue_settings(app), job)
@@ -177,7 +176,7 @@ def show_job(job_id: JobId, principal: Reading, app: App) -> Response:
     openapi_extra=json_body(schemas.JobChange, {"priority": 5}),
 )
 async def change_job(request: Request, job_id: JobId, principal: Writing, app: App) -> Response:
-    """A waiting job has its new place in the queue at once; what runs goes on. `spec` stays as it was submitted."""
+    """A waiting job gets its new position at once; running jobs continue. `spec` stays as submitted."""
     wish = await read_json(request, schemas.JobChange, app.settings.max_body_bytes)
 
     def write() -> dict[str, Any]:
@@ -195,7 +194,7 @@ async def change_job(request: Request, job_id: JobId, principal: Writing, app: A
     responses=responses(404, 409),
 )
 def delete_job(job_id: JobId, principal: Writing, app: App) -> Response:
-    """Delete a job that has ended: its run folder with checkpoints, artifacts and logs, its events, metrics and spec.
+    """Delete an ended job: its run folder with checkpoints, artifacts and logs, and its events, metrics and spec.
 
     Its GPU time stays in `GET /usage`, uploaded files stay, and so do backups. Refused while the job has not ended,
     and while a retry of it that has not succeeded may go on from its checkpoints. Asking twice is fine.
@@ -212,7 +211,7 @@ def delete_job(job_id: JobId, principal: Writing, app: App) -> Response:
     responses=responses(404, 409, 410),
 )
 def cancel_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
-    """Stop a job for good: at once while it waits, otherwise as soon as its trainer has ended. Asking twice is fine."""
+    """Cancel a job permanently: at once while it waits, otherwise when its trainer has ended. Idempotent."""
     return answer(app, principal, once, None, lambda session: schemas.job_view(cancel(session, principal, job_id)))
 
 
@@ -224,7 +223,7 @@ def cancel_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Resp
     responses=responses(404, 409, 410),
 )
 def pause_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
-    """Free its slot and keep what it has done: the trainer writes a checkpoint and leaves. Asking twice is fine."""
+    """Release its slot after the trainer has written a checkpoint. Idempotent."""
     return answer(app, principal, once, None, lambda session: schemas.job_view(pause(session, principal, job_id)))
 
 
@@ -236,19 +235,20 @@ def pause_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Respo
     responses=responses(404, 409, 410),
 )
 def resume_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
-    """Queue a paused job again. It goes on from its checkpoint and ends with the weights of an undisturbed run."""
+    """Queue a paused job again. It continues from its checkpoint and ends with the weights of an undisturbed run."""
     return answer(app, principal, once, None, lambda session: schemas.job_view(resume(session, principal, job_id)))
 
 
 @router.post(
     "/jobs/{job_id}/retry",
-    summary="Try a failed or cancelled job again",
+    summary="Retry a failed or cancelled job",
     response_model=schemas.JobView,
     response_class=JSONResponse,
     responses=responses(404, 409, 410),
 )
 def retry_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
-    """A new job with the same spec, named by `retry_of`, that goes on from the old one's newest checkpoint.
+    """Create a job with the same spec that continues from the old job's newest checkpoint; `retry_of` names the old
+    job.
 
     Asked again while that job has not failed too, it answers that job.
     """
@@ -287,7 +287,7 @@ def job_metrics(
     points: Annotated[int | None, Query(ge=2, le=100_000, description="At most so many of each.")] = None,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
 ) -> Response:
-    """Loss, learning rate, gradient norm, tokens per second and what else the trainer measures, by optimizer step.
+    """Loss, learning rate, gradient norm, tokens per second and the trainer's other metrics, by optimizer step.
 
     With `points` every series is thinned out by min-max buckets: the first and the last point stay, and of each
     of (points - 2) / 2 runs of equal length the smallest and the largest value, so that no spike is lost. Where
@@ -333,7 +333,7 @@ def job_logs(
     tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only so many lines, the last ones.")] = None,
     offset: Annotated[int | None, Query(ge=0, le=2**62, description="From this byte on, to follow.")] = None,
 ) -> Response:
-    """The trainer's output as text, at most 1 MiB a reply: the end of it, or what follows `offset`.
+    """The trainer's output as text, at most 1 MiB per response: its end, or what follows `offset`.
 
     To follow a log, ask again with `attempt` and the `offset` from the headers `x-log-attempt` and `x-log-offset`.
     """
@@ -359,13 +359,13 @@ def job_logs(
 
 @router.get(
     "/jobs/{job_id}/artifacts",
-    summary="What a job hands back",
+    summary="List a job's artifacts",
     response_model=schemas.ArtifactList,
     response_class=JSONResponse,
     responses=responses(404),
 )
 def list_artifacts(job_id: JobId, principal: Reading, app: App) -> Response:
-    """Adapter or model, model card, plots and records, each with size, SHA-256 and where to get it."""
+    """Adapter or model, model card, plots and records, each with size, SHA-256 and URL."""
     with app.database.read() as session:
         find(session, principal, job_id)
         return JSONResponse({"data": [schemas.artifact_view(row) for row in queries.artifacts(session, job_id)]})
@@ -393,7 +393,7 @@ def get_artifact(
     principal: Reading,
     app: App,
 ) -> Response:
-    """One file, with `Range` to go on after an interruption; the ETag is the file's SHA-256."""
+    """One file; `Range` resumes an interrupted download. The ETag is the file's SHA-256."""
     with app.database.read() as session:
         find(session, principal, job_id)
         if "\x00" in path:

@@ -75,7 +75,7 @@ def job_samples(
         Query(ge=0, le=2**31 - 1, description="After this step. Default: the weights handed back, or the newest."),
     ] = None,
 ) -> Response:
-    """The answers that `evaluation.samples` asks for: of the untrained model beside those of a later step."""
+    """The samples of `evaluation.samples`: those of the untrained model beside those of a later step."""
     with app.database.read() as session:
         job = find(session, principal, job_id)
         query = select(Event.data).where(Event.job_id == job_id, Event.type == "samples").order_by(Event.seq)

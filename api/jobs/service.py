@@ -122,7 +122,7 @@ class Jobs:
         self._refuse_what_fits_nowhere(actor, spec)
 
     def retry(self, session: Session, actor: Actor, job_id: str) -> dict[str, Any]:
-        """Try a failed or cancelled job again. Raises NotFound, Conflict; SpecError without its files."""
+        """Retry a failed or cancelled job. Raises NotFound, Conflict; SpecError without its files."""
         again = retry(session, actor, job_id, VolumeLimits.of(self._settings))
         for field, source in _sources(JobSpec.model_validate(again.spec)):
             if isinstance(source, FileSource):

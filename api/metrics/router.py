@@ -36,9 +36,9 @@ eft_jobs{project="voice",status="running"} 2
     },
 )
 def metrics(principal: Scraping, app: App) -> Response:
-    """Queue, waits, jobs, GPUs, running jobs, nodes and notices from the database, the same whichever API process
-    answers; and the latencies of this process. It names all projects, so it is for admins of the box:
-    with a key of scope `metrics`, which allows this and nothing else."""
+    """Metrics of queue, jobs, GPUs, nodes and webhooks from the database, the same in every API process, and the
+    latencies of this process. It names all projects and is therefore for admins of the box, with a key of scope
+    `metrics`, which allows nothing else."""
     began = time.monotonic()
     with app.database.read() as session:
         families = collect(session, queue_settings(app))

@@ -40,7 +40,7 @@ Reason = Annotated[
     responses=responses(),
 )
 def list_nodes(principal: ReadingOrOperating, app: App) -> Response:
-    """The boxes of this installation, their slots, and which of them are drained."""
+    """The boxes of this installation with their slots and drains."""
     with app.database.read() as session:
         boxes = nodes.boxes(session)
     lease = app.settings.lease_seconds
@@ -55,7 +55,7 @@ def list_nodes(principal: ReadingOrOperating, app: App) -> Response:
     responses=responses(404, 422),
 )
 def show_node(name: Name, principal: ReadingOrOperating, app: App) -> Response:
-    """Its slots with what they hold, its last sign of life, and whether it is drained."""
+    """Its slots and their jobs, its last heartbeat, and whether it is drained."""
     with app.database.read() as session:
         return JSONResponse(_view(session, name, principal, app))
 
@@ -68,10 +68,9 @@ def show_node(name: Name, principal: ReadingOrOperating, app: App) -> Response:
     responses=responses(404, 422),
 )
 def drain_node(name: Name, principal: Operating, app: App, once: Asked, reason: Reason = "") -> Response:
-    """Claim nothing more on this node, and hand back what runs there: each trainer writes a checkpoint at its running
-    micro-step, and its job goes on elsewhere, or here after `undrain`. It holds until then, also over restarts of the
-    worker. The state is `drained` once nothing runs any more. Asking twice is fine.
-    """
+    """Claim nothing more on this node. Each running trainer writes a checkpoint at its micro-step, and its job
+    continues elsewhere, or here after `undrain`. The drain lasts until then, also across restarts of the worker. The
+    state is `drained` when nothing runs there. Idempotent."""
 
     def drain(session: Session) -> dict[str, Any]:
         nodes.drain(session, principal, name, reason)
@@ -88,7 +87,7 @@ def drain_node(name: Name, principal: Operating, app: App, once: Asked, reason: 
     responses=responses(404, 422),
 )
 def undrain_node(name: Name, principal: Operating, app: App, once: Asked) -> Response:
-    """It claims jobs again. Asking twice is fine."""
+    """Let the node claim jobs again. Idempotent."""
 
     def undrain(session: Session) -> dict[str, Any]:
         nodes.undrain(session, principal, name)

@@ -53,7 +53,7 @@ DeliveryId = Annotated[str, Depends(_delivery_id)]
     responses=responses(),
 )
 def list_webhooks(principal: Reading, app: App) -> Response:
-    """The project's, oldest first. Of their URLs only the origins are shown, and no secrets."""
+    """The project's webhooks, oldest first, with the origins of their URLs and without secrets."""
     with app.database.read() as session:
         found = service.listed(session, principal)
     return JSONResponse({"data": [schemas.webhook_view(webhook) for webhook in found]})
@@ -62,15 +62,15 @@ def list_webhooks(principal: Reading, app: App) -> Response:
 @router.post(
     "/webhooks",
     status_code=201,
-    summary="Make a webhook",
+    summary="Create a webhook",
     response_model=schemas.SecretView,
     response_class=JSONResponse,
     responses=responses(409, 413, 415, 422),
     openapi_extra=json_body(schemas.WebhookWish, schemas.WISH),
 )
 async def create_webhook(request: Request, principal: Managing, app: App, once: Asked) -> Response:
-    """The reply has the secret, this once. Targets that are not at public addresses are refused, here and again at each
-    attempt, unless the administrator allows them (docs/notices.md)."""
+    """The response shows the secret once. Targets at non-public addresses are rejected, here and at each attempt,
+    unless the operator allows them (docs/notices.md)."""
     wish = await read_json(request, schemas.WebhookWish, app.settings.max_body_bytes)
     document = wish.model_dump(mode="json")
     found = await run_in_threadpool(_room, app, principal, once, document)
@@ -88,7 +88,7 @@ async def create_webhook(request: Request, principal: Managing, app: App, once: 
     responses=responses(404),
 )
 def show_webhook(webhook_id: WebhookId, principal: Reading, app: App) -> Response:
-    """What it is told of, and whether it is failing or disabled, and why."""
+    """Its events, and whether and why it is failing or disabled."""
     with app.database.read() as session:
         return JSONResponse(schemas.webhook_view(service.find(session, principal, webhook_id)))
 
@@ -101,7 +101,7 @@ def show_webhook(webhook_id: WebhookId, principal: Reading, app: App) -> Respons
     responses=responses(404),
 )
 def delete_webhook(webhook_id: WebhookId, principal: Managing, app: App) -> Response:
-    """Nothing is sent there any more; its deliveries are deleted with it."""
+    """Delete a webhook and its deliveries."""
     with app.database.write() as session:
         return JSONResponse(schemas.webhook_view(service.remove(session, principal, webhook_id)))
 
@@ -121,7 +121,7 @@ def rotate_webhook(
     once: Asked,
     overlap_hours: Annotated[float, Query(ge=0, le=720, description="So long the old secret signs, too.")] = 24.0,
 ) -> Response:
-    """A new secret; the reply has it, this once. During the overlap each notice has a signature of either."""
+    """Create a new secret; the response shows it once. During the overlap each notification has both signatures."""
 
     def make(session: Session) -> dict[str, Any]:
         webhook, secret = service.rotate(session, principal, webhook_id, overlap_hours * 3600)
@@ -138,7 +138,7 @@ def rotate_webhook(
     responses=responses(404),
 )
 def enable_webhook(webhook_id: WebhookId, principal: Managing, app: App, once: Asked) -> Response:
-    """One that was disabled, by 410 Gone or by days of failure. Dead letters stay until they are sent again."""
+    """Enable a webhook that 410 Gone or days of failure have disabled. Dead letters stay until they are resent."""
     return answer(
         app, principal, once, None, lambda session: schemas.webhook_view(service.enable(session, principal, webhook_id))
     )
@@ -153,7 +153,7 @@ def enable_webhook(webhook_id: WebhookId, principal: Managing, app: App, once: A
     responses=responses(404, 409),
 )
 def test_webhook(webhook_id: WebhookId, principal: Managing, app: App, once: Asked) -> Response:
-    """A notice of type `webhook.test`, sent as any other: look at its deliveries for what became of it."""
+    """Send a notification of type `webhook.test`; its deliveries show the result."""
 
     def send(session: Session) -> dict[str, Any]:
         return schemas.delivery_view(service.test(session, principal, webhook_id))
@@ -176,7 +176,7 @@ def list_deliveries(
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
-    """Newest first, with the outcome of the last attempt; `state=dead` are those that were given up."""
+    """Deliveries, newest first, with the result of the last attempt; `state=dead` lists dead letters."""
     with app.database.read() as session:
         page = service.deliveries(session, principal, webhook_id, state=state, after=after, limit=limit)
     following = page.items[-1].id if page.has_more else None
@@ -186,7 +186,7 @@ def list_deliveries(
 
 @router.post(
     "/webhooks/{webhook_id}/deliveries/{delivery_id}/resend",
-    summary="Send a notice again",
+    summary="Resend a notification",
     response_model=schemas.DeliveryView,
     response_class=JSONResponse,
     responses=responses(404, 409),
@@ -194,7 +194,7 @@ def list_deliveries(
 def resend_delivery(
     webhook_id: WebhookId, delivery_id: DeliveryId, principal: Managing, app: App, once: Asked
 ) -> Response:
-    """Now, and then by the schedule from its beginning; with the same `webhook-id`, so receivers can tell."""
+    """Send it now, with the same `webhook-id` and a new retry schedule."""
 
     def send(session: Session) -> dict[str, Any]:
         return schemas.delivery_view(service.resend(session, principal, webhook_id, delivery_id))

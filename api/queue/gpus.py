@@ -32,8 +32,8 @@ router = APIRouter(tags=["queue"])
     responses=responses(),
 )
 def list_gpus(principal: ReadingOrOperating, app: App) -> Response:
-    """Every slot that trains: what it is, whether it is free, and if not, who has it: a job, a hold, somebody's own
-    process outside eft (with its number and user)."""
+    """Every training slot with its hardware and its user, if it is not free: a job, a hold, or a process outside eft
+    (with pid and user)."""
     with app.database.read() as session:
         seats = cluster.slot_states(session, _now(session), app.settings.lease_seconds)
     data = [schemas.gpu_view(seat, principal.project_id) for seat in seats if seat.slot.phase == Kind.TRAIN]
@@ -53,7 +53,7 @@ def gpu_history(
     gpu: Annotated[str, Query(max_length=400, pattern=r"^[^\x00]+$", description="NODE/INDEX: see `GET /gpus`.")],
     limit: Annotated[int, Query(ge=1, le=1000, description="Spans.")] = 100,
 ) -> Response:
-    """What it was used for, newest first: jobs and holds."""
+    """Past jobs and holds, newest first."""
     with app.database.read() as session:
         one = holds.place(session, gpu, "gpu")
         spans = cluster.history(session, one.node, one.slot, limit)
@@ -81,7 +81,7 @@ def gpu_history(
     responses=responses(),
 )
 def list_holds(principal: ReadingOrOperating, app: App) -> Response:
-    """GPUs that are held or drained now: for whom, until when, why."""
+    """GPUs that are held or drained now, with user, end and reason."""
     with app.database.read() as session:
         return JSONResponse({"data": _shown(session, holds.active(session, _now(session)))})
 
@@ -99,7 +99,7 @@ def list_holds(principal: ReadingOrOperating, app: App) -> Response:
     ),
 )
 async def hold_gpus(request: Request, principal: Writing, app: App, once: Asked) -> Response:
-    """Leave GPUs to somebody: nothing is claimed on them until then. All of them are held, or none.
+    """Hold GPUs for a user: nothing is claimed on them until the end of the hold. All of them are held, or none.
 
     On a busy GPU it counts from the end of its job on; with `now` the job writes a checkpoint and goes on elsewhere.
     Only an admin of the box may hold GPUs without an end. A hold of anybody else lasts at most EFT_HOLD_HOURS, on at
@@ -119,8 +119,8 @@ async def hold_gpus(request: Request, principal: Writing, app: App, once: Asked)
     openapi_extra=json_body(schemas.NewDrain, {"gpus": ["box/cpu"], "why": "a new fan"}),
 )
 async def drain_gpus(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """Take GPUs out of service as `POST /nodes/{name}/drain` does whole nodes: what runs there writes a checkpoint and
-    goes on elsewhere; nothing is claimed there until `POST /gpus/undrain`, also over restarts."""
+    """Take GPUs out of service as `POST /nodes/{name}/drain` does for nodes: their jobs write a checkpoint and
+    continue elsewhere; nothing is claimed there until `POST /gpus/undrain`, also across restarts."""
     wish = await read_json(request, schemas.NewDrain, app.settings.max_body_bytes)
     return await _held(app, principal, once, wish, "drain", "", None, True)
 
@@ -134,7 +134,7 @@ async def drain_gpus(request: Request, principal: Operating, app: App, once: Ask
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
 async def release_gpus(request: Request, principal: Writing, app: App, once: Asked) -> Response:
-    """eft may use them again. Who asked for the hold may, and an admin of the box."""
+    """End a hold: allowed for its creator and for an admin of the box."""
     return await _released(request, principal, app, once)
 
 
@@ -147,7 +147,7 @@ async def release_gpus(request: Request, principal: Writing, app: App, once: Ask
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
 async def undrain_gpus(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """They take jobs again; whoever held or drained them."""
+    """Put GPUs back into service, whoever drained or held them."""
     return await _released(request, principal, app, once)
 
 
@@ -212,7 +212,7 @@ def _now(session: Session) -> float:
     responses=responses(),
 )
 def list_maintenance(principal: ReadingOrOperating, app: App) -> Response:
-    """What is planned, and what is under way."""
+    """Planned and current maintenance."""
     with app.database.read() as session:
         return JSONResponse({"data": [schemas.maintenance_view(row) for row in holds.planned(session, _now(session))]})
 
@@ -230,8 +230,8 @@ def list_maintenance(principal: ReadingOrOperating, app: App) -> Response:
     ),
 )
 async def plan_maintenance(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """A time in which nothing runs on a node: jobs whose time limit reaches into it are not started there, and what
-    still runs when it begins writes a checkpoint and goes on elsewhere, or there once it is over."""
+    """Plan a window in which nothing runs on a node: jobs whose time limit extends into it do not start there. Jobs
+    still running when it begins write a checkpoint and continue elsewhere, or there afterwards."""
     wish = await read_json(request, schemas.NewMaintenance, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:
@@ -250,7 +250,7 @@ async def plan_maintenance(request: Request, principal: Operating, app: App, onc
     openapi_extra=json_body(schemas.CancelMaintenance, {"id": "maint-01kar3v8x5m2h6n9qst4wyz0bc"}),
 )
 async def cancel_maintenance(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """It does not take place, or is over now. Asking twice is fine."""
+    """Cancel a planned window, or end the current one. Idempotent."""
     wish = await read_json(request, schemas.CancelMaintenance, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def show_queue(
         int, Query(ge=1, le=1000, description="Jobs that wait for training, and as many to prepare.")
     ] = 100,
 ) -> Response:
-    """Jobs in the order in which they will be taken up: position, why each waits, and about when it will start.
+    """Waiting jobs in queue order, with position, reason and estimated start.
 
     Everybody sees every place of the line; whose job of another project stands there, only admins of the box see.
     """
@@ -87,7 +87,7 @@ def report_usage(
     until: Annotated[QueryDay | None, Query(description="Last day, UTC. Default: today.")] = None,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
 ) -> Response:
-    """GPU hours, jobs and disk, by owner and project: of this project, and for an admin of the box of all."""
+    """GPU hours, jobs and disk by owner and project: this project, or all for an admin of the box."""
     last = until or datetime.now(UTC).date()
     first = since or last - timedelta(days=6)
     if first > last:
@@ -163,9 +163,8 @@ def collect(
     once: Asked,
     dry_run: Annotated[bool, Query(description="Only say what would go.")] = False,
 ) -> Response:
-    """Checkpoints of jobs that ended long ago, old previews, files that were never used: by the settings
-    EFT_KEEP_…_DAYS. Nothing goes that a job in progress may need, nor what a job has handed back.
-    """
+    """Delete checkpoints of jobs that ended long ago, old previews and unused files, by the settings EFT_KEEP_…_DAYS.
+    Artifacts and data that an active job may need stay."""
     if (found_before := earlier(app, principal, once, None)) is not None:
         return found_before
     settings = app.settings

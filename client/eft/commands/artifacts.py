@@ -24,10 +24,10 @@ SHOWN_FIRST = ("loss.png", "README.md", "run_record.json")
     examples=[
         (
             "eft download job-01kar3v8x5m2h6n9qst4wyz0bc -o out",
-            "All of it; asked again, it goes on where it broke off.",
+            "Download everything; run again to resume.",
         ),
-        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc adapter", "One folder of it."),
-        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc --list", "What there is, with checksums and sizes in bytes."),
+        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc adapter", "Download one folder."),
+        ("eft download job-01kar3v8x5m2h6n9qst4wyz0bc --list", "List artifacts with checksums and sizes in bytes."),
     ]
 )
 def download(
@@ -75,9 +75,9 @@ def download(
 
 @manual(
     examples=[
-        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc", "Its loss curve, in the desktop's viewer."),
-        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc README.md", "Its model card."),
-        ("eft open", "The server's own pages, with the reference of its API."),
+        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc", "Open its loss curve in the desktop's viewer."),
+        ("eft open job-01kar3v8x5m2h6n9qst4wyz0bc README.md", "Open its model card."),
+        ("eft open", "Open the server's API reference."),
     ]
 )
 def open_it(

@@ -28,8 +28,11 @@ SetOption = Annotated[
 @app.command()
 @manual(
     examples=[
-        ("eft data check rows.jsonl", "Every fault, before anything is sent."),
-        ("eft data check rows.csv --column prompt=question --column completion=answer", "Columns of other names."),
+        ("eft data check rows.jsonl", "List every fault before the upload."),
+        (
+            "eft data check rows.csv --column prompt=question --column completion=answer",
+            "Map columns with other names.",
+        ),
     ],
     exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
 )
@@ -54,7 +57,7 @@ def check(
     examples=[
         (
             "eft data preview rows.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct",
-            "What is learned of each row, and what is cut.",
+            "Show trained and truncated tokens of each row.",
         )
     ],
     exits={ExitCode.USAGE: "a file has a fault, or the usage is wrong"},
@@ -100,7 +103,7 @@ def _failed(error: dict[str, Any]) -> EftClientError:
     return found
 
 
-@manual(examples=[("eft samples job-01kar3v8x5m2h6n9qst4wyz0bc", "Before and after, prompt by prompt.")])
+@manual(examples=[("eft samples job-01kar3v8x5m2h6n9qst4wyz0bc", "Compare answers before and after, by prompt.")])
 def samples(
     job: JobArgument,
     step: Annotated[

@@ -21,8 +21,11 @@ __all__ = ["projects"]
 @projects.command("export")
 @manual(
     examples=[
-        ("eft projects export voice", "Into voice.tar: jobs, curves, logs, models, files, members, audit, usage."),
-        ("eft projects export voice --out /backup/voice.tar --checkpoints", "With what training can be gone on from."),
+        (
+            "eft projects export voice",
+            "Write jobs, metrics, logs, models, files, members, audit and usage to voice.tar.",
+        ),
+        ("eft projects export voice --out /backup/voice.tar --checkpoints", "Include checkpoints."),
     ]
 )
 def export_project(

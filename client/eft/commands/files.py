@@ -26,7 +26,7 @@ FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's i
 
 
 @app.command()
-@manual(examples=[("eft files upload train.jsonl eval.jsonl", "Two files; their ids are printed.")])
+@manual(examples=[("eft files upload train.jsonl eval.jsonl", "Upload two files and print their ids.")])
 def upload(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="JSONL, JSON, CSV or Parquet files.")],
     row_format: Annotated[str | None, typer.Option("--format", help="Row format, if rows match two formats.")] = None,
@@ -61,7 +61,7 @@ def upload(
 
 
 @app.command()
-@manual(examples=[("eft files ls", "What the project has.")])
+@manual(examples=[("eft files ls", "List the project's files.")])
 def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List files, newest first."""
     with session(as_json, url) as (client, output):
@@ -73,7 +73,7 @@ def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@manual(examples=[("eft files rm file-01kar3v8x5m2h6n9qst4wyz0bc", "One that no job needs any more.")])
+@manual(examples=[("eft files rm file-01kar3v8x5m2h6n9qst4wyz0bc", "Delete a file that no job needs.")])
 def rm(
     file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...", help="Files' ids.")],
     url: UrlOption = None,
@@ -91,7 +91,7 @@ def rm(
     examples=[
         (
             "eft files preview file-01kar3v8x5m2h6n9qst4wyz0bc --model HuggingFaceTB/SmolLM2-135M-Instruct",
-            "What training would see of it.",
+            "Show how training would render it.",
         )
     ],
     exits={ExitCode.USAGE: "the file has a fault, or the usage is wrong"},
@@ -130,7 +130,7 @@ def preview(
 
 
 @app.command()
-@manual(examples=[("eft files get file-01kar3v8x5m2h6n9qst4wyz0bc > rows.jsonl", "Its bytes.")])
+@manual(examples=[("eft files get file-01kar3v8x5m2h6n9qst4wyz0bc > rows.jsonl", "Print its content.")])
 def get(file_id: FileArgument, url: UrlOption = None) -> None:
     """Write a file's content to stdout."""
     with session(False, url) as (client, _), client.file_content(file_id) as chunks:

@@ -52,7 +52,7 @@ def man(command: CommandArgument = None) -> None:
 @manual(
     examples=[
         ("source <(eft completion bash)", "In ~/.bashrc, or ~/.zshrc with zsh, below compinit."),
-        ("eft completion fish > ~/.config/fish/completions/eft.fish", "For fish, once."),
+        ("eft completion fish > ~/.config/fish/completions/eft.fish", "For fish, run once."),
     ]
 )
 def completion(
@@ -93,7 +93,7 @@ def _found(path: list[str]) -> Any:
     return command
 
 
-@manual(examples=[("eft login --url https://box.lab:8321", "Keep address and key; the key is asked for.")])
+@manual(examples=[("eft login --url https://box.lab:8321", "Save address and key; prompts for the key.")])
 def login(
     url: UrlOption = None,
     key_from_stdin: Annotated[bool, typer.Option("--key-stdin", help="Read the key from stdin.")] = False,
@@ -123,7 +123,7 @@ def _ask(question: str) -> str:
         return ""
 
 
-@manual(examples=[("eft version --json", "For a bug report.")])
+@manual(examples=[("eft version --json", "Versions for a bug report.")])
 def version(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """The versions of client and server."""
     with session(as_json, url) as (client, output):

@@ -23,16 +23,16 @@ JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs'
 
 @manual(
     examples=[
-        ("eft submit job.yaml", "Queue it; its id is printed."),
+        ("eft submit job.yaml", "Submit it and print its id."),
         (
             "eft submit job.yaml --data rows.jsonl --set training.max_steps=10 --wait",
-            "With data and a field of one's own, to its end.",
+            "With other data and a changed field, to its end.",
         ),
         (
             "eft submit job.yaml --fail-if 'eval_loss > 1.2' --idempotency-key \"$CI_PIPELINE_ID\"",
-            "In a pipeline: one job however often it is run, and red when it is not good enough.",
+            "In a pipeline: create one job even if repeated, and fail if the result is not good enough.",
         ),
-        ("eft submit job.yaml --dry-run", "See every default; nothing is queued."),
+        ("eft submit job.yaml --dry-run", "Show all defaults without queueing."),
     ],
     exits=(*ENDS, ExitCode.CONDITION),
 )
@@ -97,8 +97,8 @@ def submit(
 
 @manual(
     examples=[
-        ("eft ls --status running,queued", "What is going on."),
-        ("eft ls --json | jq -r '.data[].id'", "Ids, for a script."),
+        ("eft ls --status running,queued", "List recent jobs."),
+        ("eft ls --json | jq -r '.data[].id'", "Ids for a script."),
     ]
 )
 def ls(
@@ -133,7 +133,7 @@ def ls(
                 output.note(f"there are more than {limit}: --limit")
 
 
-@manual(examples=[("eft show job-01kar3v8x5m2h6n9qst4wyz0bc", "State, place in the queue, result or failure.")])
+@manual(examples=[("eft show job-01kar3v8x5m2h6n9qst4wyz0bc", "Show status, queue position, result or failure.")])
 def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show a job: status, result or failure."""
     with session(as_json, url) as (client, output):
@@ -143,10 +143,13 @@ def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False
 
 @manual(
     examples=[
-        ("eft check job-01kar3v8x5m2h6n9qst4wyz0bc --fail-if 'eval_loss > 1.2'", "Did it come out well enough?"),
+        (
+            "eft check job-01kar3v8x5m2h6n9qst4wyz0bc --fail-if 'eval_loss > 1.2'",
+            "Fail if the result is not good enough.",
+        ),
         (
             "eft check job-01kar3v8x5m2h6n9qst4wyz0bc --wait --fail-if 'train_loss >= 2'",
-            "The same of a job that is still at work, for a second step of a pipeline.",
+            "Wait for a running job, as a second step of a pipeline.",
         ),
     ],
     exits=(*ENDS, ExitCode.CONDITION),
@@ -169,7 +172,7 @@ def check(
         end(client, output, job, asked, patience)
 
 
-@manual(examples=[("eft pause job-01kar3v8x5m2h6n9qst4wyz0bc", "Make room; nothing done is lost.")])
+@manual(examples=[("eft pause job-01kar3v8x5m2h6n9qst4wyz0bc", "Pause it without losing progress.")])
 def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Pause jobs: the trainer writes a checkpoint and releases the slot."""
     with session(as_json, url) as (client, output):
@@ -177,7 +180,7 @@ def pause(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = Fa
             _tell_status(output, client.pause(job_id))
 
 
-@manual(examples=[("eft resume job-01kar3v8x5m2h6n9qst4wyz0bc", "Go on.")])
+@manual(examples=[("eft resume job-01kar3v8x5m2h6n9qst4wyz0bc", "Resume it.")])
 def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Queue paused jobs again. They continue from their checkpoints and end with the same weights."""
     with session(as_json, url) as (client, output):
@@ -185,7 +188,9 @@ def resume(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = F
             _tell_status(output, client.resume(job_id))
 
 
-@manual(examples=[("eft priority job-01kar3v8x5m2h6n9qst4wyz0bc --to 10", "Before others of the project.")])
+@manual(
+    examples=[("eft priority job-01kar3v8x5m2h6n9qst4wyz0bc --to 10", "Move it ahead of the project's other jobs.")]
+)
 def priority(
     job_ids: JobArguments,
     to: Annotated[
@@ -201,7 +206,7 @@ def priority(
             output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}, priority {to}\n")
 
 
-@manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Once more, from the newest checkpoint.")])
+@manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Retry from the newest checkpoint.")])
 def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Retry a failed or cancelled job: create a new job that continues from its newest checkpoint, and print its id."""
     with session(as_json, url) as (client, output):
@@ -209,7 +214,7 @@ def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = Fals
         output.json(job.raw) if as_json else output.text(f"{job.id}\n")
 
 
-@manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Stop it and wait until it has stopped.")])
+@manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Cancel it and wait for its end.")])
 def cancel(
     job_ids: JobArguments,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they have ended.")] = False,
@@ -227,8 +232,8 @@ def cancel(
 
 @manual(
     examples=[
-        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Free what it has left on the server."),
-        ("eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete", "All that failed."),
+        ("eft delete job-01kar3v8x5m2h6n9qst4wyz0bc", "Delete it with all its data."),
+        ("eft ls --status failed --json | jq -r '.data[].id' | xargs eft delete", "List failed jobs."),
     ]
 )
 def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:

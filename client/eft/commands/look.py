@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @manual(
     examples=[
-        ("eft watch", "Everything: what is at work, who waits, the GPUs, what happens. q leaves."),
-        ("eft watch job-01kar3v8x5m2h6n9qst4wyz0bc", "One job to its end; the exit code tells it."),
-        ("eft watch job-01kar3v8x5m2h6n9qst4wyz0bc --json", "Its events as they come, one JSON object a line."),
+        ("eft watch", "Watch running and waiting jobs, GPUs and events; q quits."),
+        ("eft watch job-01kar3v8x5m2h6n9qst4wyz0bc", "Watch one job to its end; the exit code says how it ended."),
+        ("eft watch job-01kar3v8x5m2h6n9qst4wyz0bc --json", "Stream its events, one JSON object per line."),
     ],
     exits=ENDS,
 )
@@ -116,8 +116,8 @@ def _lines(look: Any, changed: threading.Event, output: Output) -> None:
 
 @manual(
     examples=[
-        ("eft logs job-01kar3v8x5m2h6n9qst4wyz0bc", "What it has printed so far."),
-        ("eft logs -f -n 20 job-01kar3v8x5m2h6n9qst4wyz0bc", "Its last 20 lines, and what comes."),
+        ("eft logs job-01kar3v8x5m2h6n9qst4wyz0bc", "Print the log so far."),
+        ("eft logs -f -n 20 job-01kar3v8x5m2h6n9qst4wyz0bc", "Show the last 20 lines and follow."),
     ]
 )
 def logs(
@@ -163,8 +163,8 @@ CsvOption = Annotated[bool, typer.Option("--csv", help="CSV on stdout.")]
 
 @manual(
     examples=[
-        ("eft metrics job-01kar3v8x5m2h6n9qst4wyz0bc", "First, last, least and greatest of each curve."),
-        ("eft metrics job-01kar3v8x5m2h6n9qst4wyz0bc --names loss --csv", "Every step's loss, for a plot."),
+        ("eft metrics job-01kar3v8x5m2h6n9qst4wyz0bc", "First, last, minimum and maximum of each metric."),
+        ("eft metrics job-01kar3v8x5m2h6n9qst4wyz0bc --names loss --csv", "Loss of every step, for a plot."),
     ]
 )
 def metrics(
@@ -213,12 +213,12 @@ def _check_names(client: Client, job_id: str, chosen: list[str] | None, curves: 
     examples=[
         (
             "eft compare job-01kar3v8x5m2h6n9qst4wyz0bc job-01kar3v8x5m2h6n9qst4wyz0bd",
-            "Where the two differ, and what came of it.",
+            "Compare specs and results.",
         ),
         (
             "eft compare --names eval_loss,train_loss --csv job-01kar3v8x5m2h6n9qst4wyz0bc "
             "job-01kar3v8x5m2h6n9qst4wyz0bd",
-            "Two figures, for a spreadsheet.",
+            "Two metrics as CSV.",
         ),
     ]
 )
@@ -304,9 +304,9 @@ def _side_by_side(told: Comparison, output: Output) -> None:
     examples=[
         (
             "eft diff job-01kar3v8x5m2h6n9qst4wyz0bc job-01kar3v8x5m2h6n9qst4wyz0bd",
-            "Fields in which two jobs' specs differ.",
+            "Show where the specs of two jobs differ.",
         ),
-        ("eft diff job-01kar3v8x5m2h6n9qst4wyz0bc job.yaml", "What this job file would change."),
+        ("eft diff job-01kar3v8x5m2h6n9qst4wyz0bc job.yaml", "Show what this job file would change."),
     ]
 )
 def diff(

@@ -20,9 +20,12 @@ from eft.types import File
 
 @manual(
     examples=[
-        ("eft plan job.yaml", "Where it fits, as what, in how many bytes."),
-        ("eft plan job.yaml --set method=auto", "What `method: auto` would come to on each kind of slot, and why."),
-        ("eft plan job.yaml --json | jq '.plan.places[].peak_bytes'", "The bytes, for a script."),
+        ("eft plan job.yaml", "Show where it fits, with which method, in how many bytes."),
+        (
+            "eft plan job.yaml --set method=auto",
+            "Show the choice of `method: auto` for each kind of slot, with reasons.",
+        ),
+        ("eft plan job.yaml --json | jq '.plan.places[].peak_bytes'", "Bytes for a script."),
     ],
     exits={ExitCode.USAGE: "the job fits no node (submitting it would be refused), or wrong usage or input"},
 )

@@ -39,7 +39,7 @@ RIGHTS = (
 STATE_STYLE = {"works": "green", "expired": "yellow", "revoked": "red"}
 
 
-@manual(examples=[("eft whoami", "Which key is this?")])
+@manual(examples=[("eft whoami", "Show the current key.")])
 def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the user, project and permissions of your key."""
     with session(as_json, url) as (client, output):
@@ -59,7 +59,7 @@ def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @keys.command("list")
-@manual(examples=[("eft keys list", "Yours; --all shows the project's to its admins.")])
+@manual(examples=[("eft keys list", "List your keys; --all lists the project's for its admins.")])
 def list_keys(
     everybody: Annotated[bool, typer.Option("--all", help="Everybody's in the project; for its admins.")] = False,
     project: ProjectOption = None,
@@ -87,7 +87,7 @@ def list_keys(
 
 
 @keys.command("create")
-@manual(examples=[("eft keys create ci --scope write --days 90", "For a pipeline, for three months.")])
+@manual(examples=[("eft keys create ci --scope write --days 90", "A key for a pipeline, valid for three months.")])
 def create_key(
     name: Annotated[str, typer.Argument(help="To tell keys apart.")] = "key",
     scope: Annotated[str | None, typer.Option(help=f"{SCOPES}. Default: all that its user may.")] = None,
@@ -107,7 +107,7 @@ def create_key(
 
 
 @keys.command("rotate")
-@manual(examples=[("eft keys rotate --save", "A new key in place of yours, kept where `eft login` keeps it.")])
+@manual(examples=[("eft keys rotate --save", "Replace your saved key.")])
 def rotate_key(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its id or prefix. Default: your own.")] = None,
     overlap_hours: Annotated[
@@ -139,7 +139,7 @@ def rotate_key(
 
 
 @keys.command("revoke")
-@manual(examples=[("eft keys revoke key-01kar3v8x5m2h6n9qst4wyz0bc", "At once and for good.")])
+@manual(examples=[("eft keys revoke key-01kar3v8x5m2h6n9qst4wyz0bc", "Revoke it immediately and permanently.")])
 def revoke_key(
     key: KeyArgument,
     alone: Annotated[bool, typer.Option("--alone", help="Keep the keys that it created, and its successors.")] = False,
@@ -190,7 +190,7 @@ def _tell_key(output: Output, made: dict[str, Any]) -> None:
 
 
 @users.command("list")
-@manual(examples=[("eft users list", "Everybody.")])
+@manual(examples=[("eft users list", "List all users.")])
 def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List all users by name."""
     with session(as_json, url) as (client, output):
@@ -203,7 +203,7 @@ def list_users(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @users.command("create")
-@manual(examples=[("eft users create bob", "Somebody new.")])
+@manual(examples=[("eft users create bob", "Add a user.")])
 def create_user(
     name: Annotated[str, typer.Argument(help="Unique on this box.")],
     box_admin: Annotated[bool, typer.Option("--box-admin", help="Looks after the box.")] = False,
@@ -217,7 +217,7 @@ def create_user(
 
 
 @users.command("change")
-@manual(examples=[("eft users change bob --disable", "None of his keys works any more.")])
+@manual(examples=[("eft users change bob --disable", "Disable a user and all their keys.")])
 def change_user(
     user: UserArgument,
     box_admin: Annotated[bool | None, typer.Option("--box-admin/--no-box-admin", help="Looks after the box.")] = None,
@@ -239,7 +239,7 @@ def change_user(
 
 
 @projects.command("list")
-@manual(examples=[("eft projects list", "Yours; an admin of the box sees all.")])
+@manual(examples=[("eft projects list", "Your project; all for an admin of the box.")])
 def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List the project of your key, or all for admins of the box."""
     with session(as_json, url) as (client, output):
@@ -247,7 +247,7 @@ def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 @projects.command("create")
-@manual(examples=[("eft projects create voice --admin ada", "A project with its first admin.")])
+@manual(examples=[("eft projects create voice --admin ada", "Create a project with its first admin.")])
 def create_project(
     name: Annotated[str, typer.Argument(help="Unique on this box.")],
     admin: Annotated[str | None, typer.Option(help="User who becomes its first admin. Default: you.")] = None,
@@ -261,7 +261,7 @@ def create_project(
 
 
 @projects.command("set")
-@manual(examples=[("eft projects set --preemptible", "Its running jobs make room for higher priorities.")])
+@manual(examples=[("eft projects set --preemptible", "Let its running jobs be preempted.")])
 def set_project(
     preemptible: Annotated[
         bool,
@@ -283,7 +283,7 @@ def set_project(
 
 
 @projects.command("members")
-@manual(examples=[("eft projects members", "Who is in the project of your key.")])
+@manual(examples=[("eft projects members", "List the members of your project.")])
 def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List the members of a project with their roles."""
     with session(as_json, url) as (client, output):
@@ -296,7 +296,7 @@ def members(project: ProjectOption = None, url: UrlOption = None, as_json: JsonO
 
 
 @projects.command("add")
-@manual(examples=[("eft projects add bob --role viewer", "He may look.")])
+@manual(examples=[("eft projects add bob --role viewer", "Give read access.")])
 def add_member(
     user: UserArgument,
     role: Annotated[str, typer.Option(help="viewer, member or admin.")] = "member",
@@ -311,7 +311,7 @@ def add_member(
 
 
 @projects.command("remove")
-@manual(examples=[("eft projects remove bob", "His keys for the project are revoked.")])
+@manual(examples=[("eft projects remove bob", "Remove a member and revoke their keys.")])
 def remove_member(
     user: UserArgument, project: ProjectOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
@@ -328,7 +328,7 @@ def _project(client: Client, given: str | None) -> str:
 # --- audit
 
 
-@manual(examples=[("eft audit --action key. --since 2026-11-01", "What was done with keys this month.")])
+@manual(examples=[("eft audit --action key. --since 2026-11-01", "Actions on keys this month.")])
 def audit(
     actor: Annotated[str | None, typer.Option(help="Only actions of this user.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, or a kind with its dot: `key.`.")] = None,

@@ -24,7 +24,7 @@ STATE_STYLE = {"free": "green", "busy": "cyan", "held": "yellow", "drained": "ma
 
 
 @gpu.command("list")
-@manual(examples=[("eft gpu list", "Who has which.")])
+@manual(examples=[("eft gpu list", "Show the user of each GPU.")])
 def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List every GPU (or CPU slot) and its user: a job, a hold, or another process."""
     with session(as_json, url) as (client, output):
@@ -52,8 +52,8 @@ def list_gpus(url: UrlOption = None, as_json: JsonOption = False) -> None:
 @gpu.command()
 @manual(
     examples=[
-        ("eft gpu hold 3 --until 18:00 --for bob --why notebook", "Keep eft off a GPU until the evening."),
-        ("eft gpu hold box-1/0 --now", "At once; its job goes on elsewhere."),
+        ("eft gpu hold 3 --until 18:00 --for bob --why notebook", "Hold a GPU until the evening."),
+        ("eft gpu hold box-1/0 --now", "Immediately; its job continues elsewhere."),
     ]
 )
 def hold(
@@ -72,7 +72,7 @@ def hold(
 
 
 @gpu.command()
-@manual(examples=[("eft gpu release 3", "Give it back.")])
+@manual(examples=[("eft gpu release 3", "Release it.")])
 def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """End the hold of GPUs."""
     with session(as_json, url) as (client, output):
@@ -80,7 +80,7 @@ def release(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 
 
 @gpu.command()
-@manual(examples=[("eft gpu drain box-1/2 --why 'fan is loud'", "Out of service until undrain.")])
+@manual(examples=[("eft gpu drain box-1/2 --why 'fan is loud'", "Take it out of service until undrain.")])
 def drain(gpus: GpuArguments, why: WhyOption = "", url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Take GPUs out of service; their jobs continue elsewhere. For admins of the box."""
     with session(as_json, url) as (client, output):
@@ -88,7 +88,7 @@ def drain(gpus: GpuArguments, why: WhyOption = "", url: UrlOption = None, as_jso
 
 
 @gpu.command()
-@manual(examples=[("eft gpu undrain box-1/2", "Back into service.")])
+@manual(examples=[("eft gpu undrain box-1/2", "Put it back into service.")])
 def undrain(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Put GPUs back into service. For admins of the box."""
     with session(as_json, url) as (client, output):
@@ -96,7 +96,7 @@ def undrain(gpus: GpuArguments, url: UrlOption = None, as_json: JsonOption = Fal
 
 
 @gpu.command()
-@manual(examples=[("eft gpu history box-1/0 -n 50", "Its last 50 jobs and holds.")])
+@manual(examples=[("eft gpu history box-1/0 -n 50", "Show its last 50 jobs and holds.")])
 def history(
     gpu: Annotated[str, typer.Argument(metavar="GPU", help="NODE/INDEX.")],
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number.")] = 20,
@@ -147,7 +147,7 @@ def list_maintenance(url: UrlOption = None, as_json: JsonOption = False) -> None
     examples=[
         (
             "eft maintenance plan box-1 --from 2026-12-01T08:00 --until 2026-12-01T10:00 --why 'new kernel'",
-            "Two hours of one box.",
+            "Two hours on one box.",
         )
     ]
 )
@@ -169,7 +169,7 @@ def plan_maintenance(
 
 
 @maintenance.command("cancel")
-@manual(examples=[("eft maintenance cancel maint-01kar3v8x5m2h6n9qst4wyz0bc", "It is put off.")])
+@manual(examples=[("eft maintenance cancel maint-01kar3v8x5m2h6n9qst4wyz0bc", "Cancel it.")])
 def cancel_maintenance(
     maintenance_id: Annotated[str, typer.Argument(metavar="ID", help="`eft maintenance list` shows it.")],
     url: UrlOption = None,

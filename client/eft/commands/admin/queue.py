@@ -21,7 +21,7 @@ NONE = "none"
 """What `eft quota set` takes for: no quota."""
 
 
-@manual(examples=[("eft queue", "Who is next, and why one waits.")])
+@manual(examples=[("eft queue", "Show the order and the reasons.")])
 def queue(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number.")] = 100,
     url: UrlOption = None,
@@ -47,7 +47,7 @@ def queue(
             output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
 
 
-@manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "A month, for a spreadsheet.")])
+@manual(examples=[("eft usage --since 2026-11-01 --until 2026-11-30 --csv", "One month as CSV.")])
 def usage(
     since: Annotated[
         str | None, typer.Option(help="First day, e.g. 2026-11-15. Default: six days before the last.")
@@ -88,7 +88,7 @@ def usage(
         )
 
 
-@manual(examples=[("eft gc --dry-run", "What would go, and why.")])
+@manual(examples=[("eft gc --dry-run", "List what would be deleted, and why.")])
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     url: UrlOption = None,
@@ -107,7 +107,7 @@ def gc(
 
 
 @quota.command("list")
-@manual(examples=[("eft quota list", "What you may use.")])
+@manual(examples=[("eft quota list", "Show your limits.")])
 def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Your own and your project's; all of them for an admin of the box."""
     with session(as_json, url) as (client, output):
@@ -136,9 +136,12 @@ def list_quotas(url: UrlOption = None, as_json: JsonOption = False) -> None:
 @quota.command("set")
 @manual(
     examples=[
-        ("eft quota set project voice --max-running 2 --gpu-hours-week 100", "Two jobs at once, and a hundred hours."),
-        ("eft quota set owner ada --shares 2", "Twice the GPU time of others."),
-        ("eft quota set project voice --max-running none", "No limit any more."),
+        (
+            "eft quota set project voice --max-running 2 --gpu-hours-week 100",
+            "At most two running jobs and a hundred GPU hours.",
+        ),
+        ("eft quota set owner ada --shares 2", "Give twice the GPU time of others."),
+        ("eft quota set project voice --max-running none", "Remove the limit."),
     ]
 )
 def set_quota(

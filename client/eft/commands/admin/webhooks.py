@@ -21,7 +21,7 @@ STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
 
 
 @app.command("list")
-@manual(examples=[("eft webhooks list", "Where notices go, and which of them fail.")])
+@manual(examples=[("eft webhooks list", "List webhooks and their failures.")])
 def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List the project's webhooks and their failures."""
     with session(as_json, url) as (client, output):
@@ -40,8 +40,8 @@ def list_webhooks(url: UrlOption = None, as_json: JsonOption = False) -> None:
 @app.command("create")
 @manual(
     examples=[
-        ("eft webhooks create https://ci.lab/hooks/eft --event job.failed", "Signed JSON for each failure."),
-        ("eft webhooks create https://chat.lab/hooks/x --kind chat", "A line in a channel."),
+        ("eft webhooks create https://ci.lab/hooks/eft --event job.failed", "Send signed JSON for each failure."),
+        ("eft webhooks create https://chat.lab/hooks/x --kind chat", "Post one line to a chat channel."),
     ]
 )
 def create_webhook(
@@ -68,7 +68,7 @@ def create_webhook(
 @app.command("rotate")
 @manual(
     examples=[
-        ("eft webhooks rotate hook-01kar3v8x5m2h6n9qst4wyz0bc --overlap-hours 2", "Both secrets sign for two hours.")
+        ("eft webhooks rotate hook-01kar3v8x5m2h6n9qst4wyz0bc --overlap-hours 2", "Keep the old secret for two hours.")
     ]
 )
 def rotate_webhook(
@@ -85,7 +85,7 @@ def rotate_webhook(
 
 
 @app.command("enable")
-@manual(examples=[("eft webhooks enable hook-01kar3v8x5m2h6n9qst4wyz0bc", "After days of failure.")])
+@manual(examples=[("eft webhooks enable hook-01kar3v8x5m2h6n9qst4wyz0bc", "Enable it after days of failure.")])
 def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Enable a disabled webhook."""
     with session(as_json, url) as (client, output):
@@ -94,7 +94,7 @@ def enable_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOptio
 
 
 @app.command("test")
-@manual(examples=[("eft webhooks test hook-01kar3v8x5m2h6n9qst4wyz0bc", "Does it arrive?")])
+@manual(examples=[("eft webhooks test hook-01kar3v8x5m2h6n9qst4wyz0bc", "Send a test.")])
 def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Send a test; `eft webhooks deliveries` shows the result."""
     with session(as_json, url) as (client, output):
@@ -103,7 +103,7 @@ def test_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption 
 
 
 @app.command("deliveries")
-@manual(examples=[("eft webhooks deliveries hook-01kar3v8x5m2h6n9qst4wyz0bc --state dead", "What was given up.")])
+@manual(examples=[("eft webhooks deliveries hook-01kar3v8x5m2h6n9qst4wyz0bc --state dead", "List dead letters.")])
 def deliveries(
     hook: HookArgument,
     state: Annotated[str | None, typer.Option(help="Only these: pending, delivered or dead.")] = None,
@@ -127,7 +127,9 @@ def deliveries(
 
 
 @app.command("resend")
-@manual(examples=[("eft webhooks resend hook-01kar3v8x5m2h6n9qst4wyz0bc msg-01kar3v8x5m2h6n9qst4wyz0bc", "Once more.")])
+@manual(
+    examples=[("eft webhooks resend hook-01kar3v8x5m2h6n9qst4wyz0bc msg-01kar3v8x5m2h6n9qst4wyz0bc", "Send it again.")]
+)
 def resend(
     hook: HookArgument,
     delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="A delivery's id.")],
@@ -141,7 +143,7 @@ def resend(
 
 
 @app.command("delete")
-@manual(examples=[("eft webhooks delete hook-01kar3v8x5m2h6n9qst4wyz0bc", "No more notices.")])
+@manual(examples=[("eft webhooks delete hook-01kar3v8x5m2h6n9qst4wyz0bc", "Delete a webhook.")])
 def delete_webhook(hook: HookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Delete a webhook."""
     with session(as_json, url) as (client, output):

@@ -42,7 +42,7 @@ pass_on(app, "run", WORKER[0], f"{WORKER[1]} Also `eft worker` alone.")
 
 
 @app.command("list")
-@manual(examples=[("eft nodes", "The boxes of the installation."), ("eft worker list", "The same.")])
+@manual(examples=[("eft nodes", "List the boxes."), ("eft worker list", "The same.")])
 def list_nodes(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List the boxes with their slots, jobs and drains."""
     with session(as_json, url) as (client, output):
@@ -77,7 +77,7 @@ def drain(
 
 
 @app.command()
-@manual(examples=[("eft worker undrain box-1", "Let it work again.")])
+@manual(examples=[("eft worker undrain box-1", "Put it back into service.")])
 def undrain(node: NodeArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Put a box back into service."""
     with session(as_json, url) as (client, output):
