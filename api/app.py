@@ -38,7 +38,7 @@ from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
 from core.storage.layout import Layout
-from core.storage.store import open_store
+from core.storage.open import open_store
 
 DESCRIPTION = """\
 Send a job, it waits its turn, trains, and hands back a model.

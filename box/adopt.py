@@ -16,7 +16,7 @@ from core.db import migrate
 from core.db.engine import Database
 from core.jobs import installation
 from core.settings import settings
-from core.storage.store import open_store
+from core.storage.open import open_store
 
 EPILOG = """\
 exit status:

@@ -29,7 +29,7 @@ from core.db.tables import Audit, Installation
 from core.jobs import installation
 from core.settings import Settings
 from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
-from core.storage.store import open_store
+from core.storage.open import open_store
 
 ASIDE = ".restoring-"
 OURS = ("up.lock", RESTORING)

@@ -30,7 +30,8 @@ from core.hardware.recording import render
 from core.hardware.sources import tools
 from core.jobs import installation
 from core.settings import Settings, SettingsError, read_settings
-from core.storage.store import StoreAway, open_store
+from core.storage.open import open_store
+from core.storage.store import StoreAway
 
 PART_SECONDS = 120.0
 """No part of the examination may take longer: a database behind a dead network, a driver that hangs."""

@@ -10,8 +10,8 @@ from typer.main import get_command
 
 from eft.commands import artifacts, data, export, files, help, jobs, look, plan
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
-from eft.manual.source import manual
-from eft.terminal.app import HEADINGS, App, Root
+from eft.manual.source import HEADINGS, manual
+from eft.terminal.app import App, Root
 from eft.version import VERSION
 
 JOBS, DATA, LINE, PEOPLE, BOX, SELF = HEADINGS

@@ -180,7 +180,7 @@ def _type_name(annotation: Any) -> str:
 
 def cli_page() -> str:
     """The manual of the command line, which prints it itself: the client is a program of its own."""
-    call = [sys.executable, "-m", "eft.manual.formats"]
+    call = [sys.executable, "-m", "eft.manual"]
     return subprocess.run(call, cwd=HOME, capture_output=True, text=True, encoding="utf-8", check=True).stdout
 
 

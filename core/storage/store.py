@@ -17,15 +17,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from core.errors import EftError
-from core.settings import Settings
 from core.storage.layout import fsync_folder, write_private
-
-if TYPE_CHECKING:
-    from core.storage.bucket import Bucket
 
 
 class StoreAway(EftError):
@@ -235,16 +230,3 @@ class _Rename(Incoming):
     def abort(self) -> None:
         self._part.unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
-
-
-def open_store(settings: Settings) -> Store:
-    """The store that these settings name. Raises EftError where EFT_DATA names an object store that cannot be used."""
-    if settings.is_remote:
-        return _bucket(settings)
-    return Folder(settings.root)
-
-
-def _bucket(settings: Settings) -> Bucket:
-    from core.storage.bucket import Bucket
-
-    return Bucket(settings)

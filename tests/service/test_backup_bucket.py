@@ -24,7 +24,8 @@ from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import HalfRestored, Layout
-from core.storage.store import Store, open_store
+from core.storage.open import open_store
+from core.storage.store import Store
 from tests.support import boxes
 from tests.support.killed import killed
 

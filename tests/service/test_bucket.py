@@ -36,7 +36,8 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.bucket import PART, Bucket
 from core.storage.layout import Layout
-from core.storage.store import Folder, ObjectChanged, StoreAway, open_store
+from core.storage.open import open_store
+from core.storage.store import Folder, ObjectChanged, StoreAway
 from core.train.checkpoint import store as checkpoints
 from tests.support import boxes
 from tests.support.service import wait_for

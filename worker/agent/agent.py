@@ -30,7 +30,7 @@ from core.jobs.policies.budget import Budget
 from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
-from core.storage.store import open_store
+from core.storage.open import open_store
 from worker.agent.standby import StandbyTrainers
 from worker.attempt.attempt import DATABASE_AWAY, AttemptRunner, WorkerContext
 from worker.environment import child_environment

@@ -20,7 +20,7 @@ from core.jobs.scheduling import preempt
 from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
-from core.storage.store import open_store
+from core.storage.open import open_store
 from worker.attempt import leftovers
 from worker.preflight.node import loss_policy
 from worker.store import objects

@@ -23,12 +23,12 @@ CommandArgument = Annotated[
 
 
 @manual(examples=[("eft help submit", "Options, examples and exit codes of one command.")])
-def show_help(command: CommandArgument = None) -> None:
+def show_help(context: typer.Context, command: CommandArgument = None) -> None:
     """Print the manual page of a command, the same as its --help."""
     from eft.manual.terminal import show
 
     with outputs(False):
-        show(page(_found(command or []), tuple(command or ())))
+        show(page(_found(context, command or []), tuple(command or ())))
 
 
 @manual(
@@ -37,12 +37,12 @@ def show_help(command: CommandArgument = None) -> None:
         ("eft man submit > eft-submit.1", "One command's page, for man(1)."),
     ]
 )
-def man(command: CommandArgument = None) -> None:
+def man(context: typer.Context, command: CommandArgument = None) -> None:
     """Show the manual with man(1). In a pipe or a file, print the page itself (roff) for installation."""
     from eft.manual.formats import roff
 
     with outputs(False):
-        text = roff(list(pages(_found(command or []), tuple(command or ()))))
+        text = roff(list(pages(_found(context, command or []), tuple(command or ()))))
         if sys.stdout.isatty() and (reader := shutil.which("man")):
             subprocess.run([reader, "-l", "-"], input=text, text=True, check=False)
         else:
@@ -71,19 +71,17 @@ def completion(
 
 
 def complete(
+    context: typer.Context,
     words: Annotated[list[str] | None, typer.Argument(help="Behind eft, the last one unfinished.")] = None,
 ) -> None:
     """What completion may offer; called by the shells' scripts."""
-    from eft.cli import tree
     from eft.manual.completion import answer
 
-    sys.stdout.write(answer(tree(), words or [""]))
+    sys.stdout.write(answer(context.find_root().command, words or [""]))
 
 
-def _found(path: list[str]) -> Any:
-    from eft.cli import tree
-
-    root = tree()
+def _found(context: typer.Context, path: list[str]) -> Any:
+    root = context.find_root().command
     command = find(root, path)
     if command is None:
         known = [" ".join(one.path) for one in pages(root) if one.path]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from eft.commands.plan import tell_notices
+from eft.commands.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import StandIns, apply_settings, checked_first, read_job, upload_data, uploader
 from eft.manual.source import manual
@@ -16,7 +17,6 @@ from eft.session import JobArgument, JsonOption, UrlOption, session
 from eft.terminal.datasheet import print_notices
 from eft.terminal.output import Output, jobs_table, size
 from eft.types import File, Job
-from eft.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
 
 JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
 

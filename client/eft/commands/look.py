@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from eft.commands.waiting import ENDS, PatienceOption, end, follow, going_on
 from eft.conditions import figures
 from eft.errors import ApiError, ExitCode, UsageFault
 from eft.jobfile import read_job
@@ -19,7 +20,6 @@ from eft.session import JobArgument, JsonOption, UrlOption, session
 from eft.terminal.comparison import ABSENT, Comparison, differences, words, written
 from eft.terminal.output import Output, number, status_markup
 from eft.terminal.progress import Away
-from eft.waiting import ENDS, PatienceOption, end, follow, going_on
 
 if TYPE_CHECKING:
     from eft.client import Client

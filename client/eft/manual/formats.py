@@ -1,15 +1,14 @@
-"""The manual as one page for man(1), and as docs/cli.md: `python -m eft.manual.formats` prints the latter."""
+"""The manual as one page for man(1), and as docs/cli.md, which `python -m eft.manual` prints."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from eft.errors import EXIT_MEANINGS, ExitCode
 from eft.manual.delegated import Section, sections
-from eft.manual.source import ManualPage, pages
+from eft.manual.source import ManualPage
 
 # --- man
 
@@ -131,13 +130,3 @@ def _section(page: ManualPage, told: Sequence[Section]) -> list[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def main() -> None:
-    from eft.cli import tree
-
-    sys.stdout.write(markdown(list(pages(tree()))))
-
-
-if __name__ == "__main__":
-    main()

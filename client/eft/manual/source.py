@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eft.errors import EXIT_MEANINGS, ExitCode
-from eft.terminal.app import HEADINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+HEADINGS = (
+    "Jobs",
+    "Data",
+    "Queue and GPUs",
+    "People, keys and notices",
+    "On the box itself",
+    "This command",
+)
+"""Headings of `eft --help`, in this order; a command names one as its `rich_help_panel`."""
 
 SERVER_CODES = (ExitCode.UNAVAILABLE, ExitCode.DENIED, ExitCode.NOT_FOUND, ExitCode.LOCAL, ExitCode.INTERRUPTED)
 """What may become of any command that asks a server."""

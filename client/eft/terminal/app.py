@@ -1,4 +1,4 @@
-"""What our commands are beyond typer's: their --help is their page of the manual."""
+"""Commands and groups whose --help is their page of the manual."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-F = TypeVar("F", bound=Callable[..., Any])
+from eft.manual.source import page
 
-HEADINGS = (
-    "Jobs",
-    "Data",
-    "Queue and GPUs",
-    "People, keys and notices",
-    "On the box itself",
-    "This command",
-)
-"""Headings of `eft --help`, in this order; a command names one as its `rich_help_panel`."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _path(context: Any) -> tuple[str, ...]:
@@ -96,8 +88,7 @@ def _hinting(context: Any) -> Generator[None, None, None]:
 
 
 def _show(command: Any, context: Any) -> None:
-    from eft.manual.source import page
-    from eft.manual.terminal import show
+    from eft.manual.terminal import show  # rich is imported where it prints
 
     show(page(command, _path(context)))
 
