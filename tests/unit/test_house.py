@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,29 @@ def test_no_folder_holds_more_modules_than_a_newcomer_reads_at_a_glance() -> Non
     too_many = {name: count for name, count in counts.items() if count > MODULES_A_FOLDER and name not in WITH_MORE}
     assert not too_many
     assert not [name for name in WITH_MORE if counts[name] <= MODULES_A_FOLDER], "needs no exemption any more"
+
+
+def imports() -> dict[str, set[str]]:
+    """Module → modules of the product that it imports, at its top or inside a function."""
+    trees = {
+        ".".join(Path(name.removeprefix("client/")).with_suffix("").parts).removesuffix(".__init__"): tree
+        for name, tree in sources()
+    }
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= inner & set(trees) or {node.module}
+        graph[module] = (named & set(trees)) - {module}
+    return graph
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph = imports()
+    assert len(graph) > 300 and any(graph.values())
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
 @pytest.mark.parametrize("client", [False, True])
