@@ -20,7 +20,7 @@ from core.storage.open import open_store
 
 EPILOG = """\
 exit status:
-  0  done, or it was that already
+  0  done, or already declared
   1  the database or the data root cannot be used; nothing was changed
 
 example:

@@ -16,8 +16,8 @@ from core.settings import read_settings
 
 EPILOG = """\
 examples:
-  eft db status          before an upgrade: what is at work, and what the upgrade would do
-  eft db upgrade         bring the schema forward; workers of the version before go on
+  eft db status          before an upgrade: running processes and pending migrations
+  eft db upgrade         upgrade the schema; workers of the previous version continue
 
 exit status: 0 this version may use the database (status), or it was brought forward (upgrade); 1 not.
 """
@@ -32,9 +32,13 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="status|upgrade")
-    status = verbs.add_parser("status", help="look", description="Say where the schema stands. Nothing is changed.")
+    status = verbs.add_parser(
+        "status", help="show the schema", description="Show the state of the schema without changing it."
+    )
     status.add_argument("--json", action="store_true", help="JSON instead of text")
-    verbs.add_parser("upgrade", help="bring it forward", description="Run the missing migrations, in one transaction.")
+    verbs.add_parser(
+        "upgrade", help="upgrade the schema", description="Run the missing migrations, in one transaction."
+    )
     given = parser.parse_args()
     database = Database(read_settings().sqlalchemy_url)
     try:

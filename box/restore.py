@@ -48,9 +48,9 @@ def main() -> int:
         "--notices",
         choices=["hold", "send"],
         default="hold",
-        help="notices that were waiting: dead letters that can be resent (hold, the default), or sent again (send)",
+        help="pending webhook notifications: keep as dead letters (hold, the default), or send (send)",
     )
-    parser.add_argument("--damaged", action="store_true", help="leave out what the backup has lost, and say so")
+    parser.add_argument("--damaged", action="store_true", help="skip what the backup has lost, and list it")
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
     given = parser.parse_args()
     for name, value in (("DATA", given.data), ("DATABASE_URL", given.database_url)):

@@ -126,7 +126,7 @@ def _days(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m api.auth.keys", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("create", help="make a key and print it, this once")
+    make = commands.add_parser("create", help="create a key and print it once")
     make.add_argument("--project", required=True, type=_name, help="what its jobs and files belong to; made when new")
     make.add_argument("--user", required=True, type=_name, help="who answers for them; made when new")
     make.add_argument("--name", default="key", type=_name, help="to tell keys apart")
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--days", type=_days, help="it expires after so many; default: EFT_KEY_LONGEST_DAYS")
     make.add_argument("--box-admin", action="store_true", help="the user looks after the box, too")
     commands.add_parser("list", help="prefix, name, user and project of all keys")
-    end = commands.add_parser("revoke", help="a key stops working at once, and all that were made with it")
+    end = commands.add_parser("revoke", help="revoke a key at once, with all keys that it created")
     end.add_argument("prefix", help="the 8 characters behind eft_")
     end.add_argument("--alone", action="store_true", help="leave those that were made with it, and its successors")
     return parser

@@ -147,7 +147,7 @@ async def release_gpus(request: Request, principal: Writing, app: App, once: Ask
     openapi_extra=json_body(schemas.Release, {"gpus": ["box/cpu"]}),
 )
 async def undrain_gpus(request: Request, principal: Operating, app: App, once: Asked) -> Response:
-    """Put GPUs back into service, whoever drained or held them."""
+    """End drains and holds of GPUs, whoever set them."""
     return await _released(request, principal, app, once)
 
 

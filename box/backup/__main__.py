@@ -23,10 +23,10 @@ from core.storage.layout import Layout
 
 EPILOG = """\
 examples:
-  eft backup create /mnt/backup/eft            now, of the installation that EFT_DATA and EFT_DATABASE_URL name
-  eft backup create /mnt/backup/eft --no-models    models are fetched again after a restore
+  eft backup create /mnt/backup/eft            back up the installation of EFT_DATA and EFT_DATABASE_URL
+  eft backup create /mnt/backup/eft --no-models    models are downloaded again after a restore
   eft backup list /mnt/backup/eft
-  eft backup verify /mnt/backup/eft            read every byte of the newest one again
+  eft backup verify /mnt/backup/eft            read every byte of the newest backup
   eft backup prune /mnt/backup/eft --keep 14
   eft restore /mnt/backup/eft                  into an empty EFT_DATA and an empty database
 
@@ -45,15 +45,15 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="create|list|verify|prune")
-    new = verbs.add_parser("create", help="make one", description="Make a backup. Jobs go on meanwhile.")
+    new = verbs.add_parser("create", help="create a backup", description="Create a backup while jobs run.")
     new.add_argument("--no-models", action="store_true", help="leave prepared models out; they are fetched again")
     new.add_argument("--link", action="store_true", help="hard links instead of copies, where DEST is on the same disk")
     new.add_argument("--checksum", action="store_true", help="read files again although size and time are the same")
-    shown = verbs.add_parser("list", help="what there is", description="List the complete backups, oldest first.")
-    check = verbs.add_parser("verify", help="read it again", description="Hold a backup against its SHA-256 sums.")
+    shown = verbs.add_parser("list", help="list backups", description="List the complete backups, oldest first.")
+    check = verbs.add_parser("verify", help="verify a backup", description="Verify a backup against its SHA-256 sums.")
     check.add_argument("--snapshot", metavar="NAME", help="which one (default: the newest)")
     check.add_argument("--quick", action="store_true", help="only look whether everything is there in its size")
-    old = verbs.add_parser("prune", help="remove old ones", description="Remove all but the newest backups.")
+    old = verbs.add_parser("prune", help="remove old backups", description="Remove all but the newest backups.")
     old.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay, at least 1")
     for verb in (new, shown, check, old):
         verb.add_argument("dest", type=Path, metavar="DEST", help="folder of backups; made where there is none")

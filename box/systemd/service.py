@@ -351,7 +351,7 @@ def _show(name: str) -> dict[str, str]:
 
 EPILOG = """examples:
   sudo eft service install                the whole service: API, embedded broker, SQLite, worker
-  sudo eft service install worker         a worker alone, next to a database and a broker elsewhere (/etc/eft/eft.env)
+  sudo eft service install worker         only a worker, with a remote database and broker (/etc/eft/eft.env)
   eft service install --dry-run           what would be written
   sudo eft service run api.auth.keys create --project default --user admin
                                           a command in the service's own environment (also box.doctor)
@@ -377,7 +377,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--data", type=Path, default=Path("/var/lib/eft"), help="the data root (default: %(default)s)")
     add.add_argument("--no-start", action="store_true", help="write the units only")
     commands.add_parser("uninstall", parents=[common], help="stop and remove the units; data and settings stay")
-    commands.add_parser("status", parents=[common], help="what is installed, and how it is")
+    commands.add_parser("status", parents=[common], help="show the installed units and their state")
     ask = commands.add_parser(
         "run", parents=[common], help="run a module with the service's user, settings and secrets"
     )

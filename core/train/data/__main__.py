@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     preview.add_argument("--model", help="hub id, local folder or .gguf file")
     preview.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="an option as in a job")
     preview.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to take options from")
-    preview.add_argument("--offline", action="store_true", help="never ask a hub")
+    preview.add_argument("--offline", action="store_true", help="do not contact hubs")
     preview.add_argument(
         "--models-dir",
         type=Path,

@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--method", help="lora, qlora or full")
     parser.add_argument("--eval", help="held-out rows")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="e.g. training.max_steps=10")
-    parser.add_argument("--spec", type=Path, help="a job file (YAML or JSON) to start from")
+    parser.add_argument("--spec", type=Path, help="job file (YAML or JSON) with other fields")
     parser.add_argument("--gpus", type=int, metavar="K", help="train on K GPUs of this machine (resources.gpus)")
-    parser.add_argument("--slots", type=int, metavar="K", help="train on the CPU, by K ranks")
+    parser.add_argument("--slots", type=int, metavar="K", help="train on the CPU with K ranks")
     parser.add_argument("--output", type=Path, default=Path("eft-run"), help="folder of the run (default: eft-run)")
     parser.add_argument(
         "--models-dir",
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path(os.environ.get("EFT_DATA", ".eft")) / "models",
         help="cache of prepared models (default: below $EFT_DATA)",
     )
-    parser.add_argument("--offline", action="store_true", help="never ask a hub")
+    parser.add_argument("--offline", action="store_true", help="do not contact hubs")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -57,7 +57,7 @@ def command(home: Path, module: str, arguments: list[str]) -> tuple[list[str], d
     return [python, "-m", module, *arguments], environment
 
 
-WORKER = ("worker", "Run this box's worker, next to a database and a broker elsewhere.")
+WORKER = ("worker", "Run this box's worker with a remote database and broker.")
 KEYS = ("api.auth.keys", "Create, list and revoke keys on the server itself, without a key.")
 
 
