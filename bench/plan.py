@@ -146,7 +146,7 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     from core.spec.axes.training import Packed
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
-    from core.spec.run.contract import DataOrder, RunOrder
+    from core.spec.run.orders import DataOrder, RunOrder
     from core.spec.settled import method_of
     from core.train.attention.probe import prepare_packing
     from core.train.base.events import Unheard

@@ -84,7 +84,8 @@ def trained(
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from core.spec.run.contract import EVENTS_FILE, ORDER_FILE, RunOrder
+    from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+    from core.spec.run.orders import RunOrder
     from core.spec.settled import method_of
     from core.train.base.events import EventWriter
     from core.train.model.build import build_model

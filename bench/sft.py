@@ -29,7 +29,7 @@ METHOD = LoRA(r=16, lora_alpha=32)
 
 def ours(model_dir: Path, steps: int, batch: int) -> float:
     """Tokens a second of a whole run of `python -m core.train`, by its own count of the time in training steps."""
-    from core.spec.run.contract import EVENTS_FILE
+    from core.spec.run.folder import EVENTS_FILE
     from core.train.recipe import run
     from tests.support.trainer import write_run
 
@@ -55,11 +55,11 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from transformers import AutoTokenizer
 
     from bench.trl_peer import Clock, InOrder, config
-    from core.spec.run.contract import DataOrder
+    from core.spec.run.orders import DataOrder
     from core.train.batch import IGNORE_INDEX
     from core.train.checkpoint.rng import seed_all
     from core.train.data.order import BatchOrder
-    from core.train.data.reader import read_rows
+    from core.train.data.reader import rows_of
     from core.train.data.tokenise import tokenise
     from core.train.methods.lora import adapt_lora
     from core.train.model.load import load_model
@@ -67,7 +67,7 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     from core.train.render.renderer import Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows, _ = read_rows(DataOrder.of(DATA))
+    rows = list(rows_of(DataOrder.of(DATA))[1])
     dataset, _ = tokenise(rows, Renderer(tokenizer, RenderOptions()), LENGTH)
     order = BatchOrder(len(dataset), batch_size=batch, accumulation=1, seed=SEED)
     windows = [order.window(step)[0] for step in range(steps)]

@@ -12,12 +12,14 @@ import fcntl
 import os
 import shutil
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ENTRIES = ("packed/[!.]*/manifest.json", "tokens/[!.]*/[!.]*/about.json")
+from core import removal
+from core.spec.run.manifest import MANIFEST
+
+ENTRIES = (f"packed/[!.]*/{MANIFEST}", "tokens/[!.]*/[!.]*/about.json")
 """Manifests of packed weights and of tokenised rows."""
 STALE_SECONDS = 86400.0
 """What a killed process has left half written or half removed is nobody's after that."""
@@ -103,13 +105,11 @@ def _removed(manifest: Path) -> bool:
     try:
         if not _locked(descriptor, manifest, fcntl.LOCK_EX):
             return False
-        aside = folder.with_name(f".old-{folder.name}-{uuid.uuid4().hex}")
-        folder.rename(aside)
+        removal.remove(folder, ".old-", ignore_errors=True)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    shutil.rmtree(aside, ignore_errors=True)
     if folder.parent.parent.name == "tokens":
         with suppress(OSError):
             folder.parent.rmdir()  # the rows' own folder, once no rendering of them is left

@@ -20,7 +20,8 @@ from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.run.contract import CHECKPOINTS, DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
+from core.spec.run.folder import CHECKPOINTS
+from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.worker")

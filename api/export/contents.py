@@ -20,7 +20,7 @@ from core import __version__
 from core.db.engine import Database, db_now
 from core.db.tables import Base, Job, Project, User
 from core.logfile import first_byte
-from core.spec.run.contract import CHECKPOINTS, LOG_FILE, UNFINISHED
+from core.spec.run.folder import CHECKPOINTS, LOG_FILE, UNFINISHED
 from core.storage.layout import Layout
 from core.storage.store import Folder, ObjectChanged, Store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from api.errors import Gone
 from core.logfile import first_byte
-from core.spec.run.contract import LOG_FILE
+from core.spec.run.folder import LOG_FILE
 from core.storage.bucket import LOG
 from core.storage.store import Folder, Store
 

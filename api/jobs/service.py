@@ -28,6 +28,7 @@ from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.jobs.views import queries
 from core.plan.compatibility import check
+from core.removal import delete_tree, set_aside
 from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
@@ -142,13 +143,13 @@ class Jobs:
                 if not deletion.remove(session, actor, job_id, freed, half_life):
                     freed = deletion.Freed()
                 if not self._settings.is_remote and folder.is_dir():
-                    aside = retention.set_aside(folder)
+                    aside = set_aside(folder, retention.ASIDE)
         except BaseException:
             if aside is not None:  # the transaction failed at its end: the job is still there
                 aside.rename(folder)
             raise
         if aside is not None:
-            retention.discard(aside)
+            delete_tree(aside)
         elif self._settings.is_remote:
             store.discard(f"runs/{job_id}")
         return deleted_view(job_id, freed)

@@ -39,7 +39,8 @@ from box.backup.store import (
 from core import __version__
 from core.db import migrate
 from core.db.engine import Database
-from core.spec.run.contract import ARTIFACTS, CHECKPOINTS, UNFINISHED
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, UNFINISHED
+from core.spec.run.manifest import MANIFEST
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.backup")
@@ -52,8 +53,6 @@ EMPTY_LOOKS = 4
 """After which a folder is taken to have no checkpoint: a listing may miss one that comes while another goes."""
 EMPTY_PAUSE = 0.01
 """Seconds between them."""
-MANIFEST = "manifest.json"
-"""In a checkpoint: names and SHA-256 of its other files."""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO
 
+from core import removal
 from core.errors import EftError
 from core.logfile import first_byte
 from core.storage.layout import fsync_folder, write_private
@@ -298,9 +299,7 @@ class BackupStore:
         # First: what cannot be read any more does not say what it needs.
         used = {kept.sha256 for name in stay for kept in self.kept(self.read(name))}
         for name in gone:
-            aside = self.snapshots / f"{ASIDE}{name}"
-            (self.snapshots / name).rename(aside)
-            shutil.rmtree(aside)
+            removal.remove(self.snapshots / name, ASIDE)
         freed = 0
         for path in self.objects.glob("??/*"):
             if path.name not in used:

@@ -13,7 +13,7 @@ from core.data.faults import Faults
 from core.data.mapping import mapped
 from core.errors import Fault
 from core.spec.axes.data import RowFormat
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 
 GLANCE_ROWS = 200
 SHOWN = 20

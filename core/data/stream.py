@@ -23,7 +23,7 @@ from core.data.faults import Faults
 from core.data.rows import Numbered, Row
 from core.errors import DataError, beyond
 from core.spec.axes.data import HashSplit, RowFormat
-from core.spec.run.contract import DataFiles, DataOrder
+from core.spec.run.orders import DataFiles, DataOrder
 
 Cursor = dict[str, Any]
 """JSON. What is in it is the stream's own affair."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 
@@ -24,6 +24,22 @@ class SpecModel(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_arms(cls, written: Any) -> Any:
+        """An object without `type` is the default arm of its axis, if that arm has all of its fields: `method.r=8`
+        needs no `method.type=lora` beside it."""
+        if not isinstance(written, dict):
+            return written
+        added: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            value, arm = written.get(name), type(field.default)
+            if isinstance(value, dict) and "type" not in value and issubclass(arm, SpecModel):
+                known = arm.model_fields
+                if "type" in known and value.keys() <= known.keys():
+                    added[name] = {"type": known["type"].default, **value}
+        return {**written, **added}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.settings import Settings
+from core.spec.run.manifest import MANIFEST
 from core.storage.store import Incoming, ObjectChanged, ObjectReader, Store, StoreAway, StoredObject
 
 PART = 16 << 20
@@ -28,7 +29,6 @@ PART = 16 << 20
 MOST_PARTS = 9_000
 AT_ONCE = 4
 """Parts, or objects, that are on their way side by side."""
-MANIFEST = "manifest.json"
 LOG = "log"
 LOG_PART = 1 << 20
 """A log that grows is stored in objects of so many bytes; only the last of them is written again."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from core import private
 from core.errors import EftError, NoSpace
-from core.spec.run.contract import ARTIFACTS
+from core.spec.run.folder import ARTIFACTS
+from core.spec.run.model_cache import MODELS
 
 RESTORING = "restoring.json"
 """In a data root into which a backup is being put (box/backup/restore.py)."""
@@ -40,7 +41,7 @@ class Layout:
 
     @property
     def models(self) -> Path:
-        return self.root / "models"
+        return self.root / MODELS
 
     @property
     def cache(self) -> Path:

@@ -1,4 +1,4 @@
-"""`python -m core.train RUN_DIR`: one batch run, by a worker or by hand (core/spec/run/contract.py is the contract)."""
+"""`python -m core.train RUN_DIR`: one batch run, by a worker or by hand (core/spec/run is the contract)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from core.spec.run.contract import EVENTS_FILE, EXIT_FAILED, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_FAILED
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import Stop, arm, leave

@@ -1,4 +1,4 @@
-"""Whose fault an error is, in the words of core/spec/run/contract.py."""
+"""Whose fault an error is, in the words of core/spec/run/events.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from core.errors import EftError, NoSpace
-from core.spec.run.contract import FailureClass
+from core.spec.run.events import FailureClass
+from core.train.base import memory_limit
 from core.train.base.disk import disk_full
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.base.reading import is_panic
 from core.train.data.helpers import HelperKilled, HelperShort
-from core.train.entry import memory_limit
 from core.train.export.handed_back import ArtifactsDiffer
 from core.train.memory.streaming.block_source import BlocksLost
 from core.train.model.placement import DeviceMissing, DeviceRefused

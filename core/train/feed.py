@@ -12,9 +12,8 @@ from torch import Tensor
 from core.data.ignored import glance
 from core.errors import SpecError
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.training import Packed, Rows
-from core.spec.axes.training import Tokens as TokenBatches
-from core.train.data.cache import Tokens
+from core.spec.axes.training import Packed, Rows, Tokens
+from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.streaming import StreamFeed
@@ -124,7 +123,7 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     return RunData(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
 
 
-def _truncated(tokens: Tokens, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
+def _truncated(tokens: TokenisedRows, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
     dataset, report = truncate(tokens.dataset, limit, policy)
     report.cut_prompts = tokens.cut_prompts
     return dataset, report
@@ -164,7 +163,7 @@ def build_feed(run: Run, data: RunData, pad_token_id: int) -> tuple[Feed, int]:
     match batching:
         case Rows():
             pass
-        case TokenBatches(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
+        case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
             if over := sum(length > budget for length in data.train.lengths):
                 message = f"{over} rows are longer than tokens_per_batch = {budget}: each is a batch by itself"
                 run.notice("rows_over_budget", message)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
-from core.spec.run.contract import CHECKPOINTS
+from core.spec.run.folder import CHECKPOINTS
 from core.train.async_metrics import Mark, Readings, mark, seconds_between
 from core.train.base import disk
 from core.train.checkpoint import store

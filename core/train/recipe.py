@@ -8,8 +8,11 @@ from typing import Any
 
 from core.plan.advice import of_losses
 from core.spec.axes.training import Packed
-from core.spec.run.contract import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.train.attention.probe import prepare_packing
+from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter, Unheard
 from core.train.base.log_lines import LogLines
@@ -17,7 +20,6 @@ from core.train.base.reading import is_panic
 from core.train.checkpoint.best import load_best_model
 from core.train.checkpoint.resume import resume
 from core.train.engine import Engine, LossFunction, build_engine
-from core.train.entry import memory_limit
 from core.train.entry.fencing import Stop
 from core.train.evaluate import build_evaluator
 from core.train.export.artifacts import Trained, write_artifacts
@@ -37,7 +39,7 @@ from core.train.state import TrainerState
 
 
 def run(run_dir: Path, stop: Stop | None = None, seat: Seat | None = None) -> int:
-    """Run what `run_dir/run.json` orders and return the exit code (core/spec/run/contract.py). A failure is told in an
+    """Run what `run_dir/run.json` orders and return the exit code (core/spec/run). A failure is told in an
     error event and in the log, there with the traceback unless its message is made for users.
 
     Set `stop.requested` (SIGTERM does) to checkpoint and leave. `seat`: which of several ranks this process is; None:

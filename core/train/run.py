@@ -12,7 +12,8 @@ from typing import Any
 from core.spec.axes.runtime import NoStream
 from core.spec.axes.training import NoQuantization
 from core.spec.job import JobSpec
-from core.spec.run.contract import CHECKPOINTS, RunOrder
+from core.spec.run.folder import CHECKPOINTS
+from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.entry.fencing import Stop
 from core.train.ranks.env import Seat

@@ -11,7 +11,7 @@ import torch
 from core.hardware import selftest
 from core.hardware.discover import discover
 from core.hardware.tables.arch import lookup
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.recipe import run
 from core.train.selftest.measure import Check
 from core.train.selftest.run import checks, measure

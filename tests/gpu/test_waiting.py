@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.async_metrics import Readings, mark, seconds_between
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, write_rows, write_run

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from core.spec.axes.training import Full, LoRA, QLoRA
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 from core.train.batch import IGNORE_INDEX
 from core.train.checkpoint.rng import seed_all
 from core.train.data.order import BatchOrder
-from core.train.data.reader import read_rows
+from core.train.data.reader import rows_of
 from core.train.data.tokenise import tokenise
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
@@ -83,7 +83,7 @@ def compare(
 
     # TRL: the same start, the same tokens, epoch after epoch in our order (so one "epoch" of its own per run of ours).
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    numbered, _ = read_rows(DataOrder.of(train))
+    numbered = list(rows_of(DataOrder.of(train))[1])
     dataset, _ = tokenise(numbered, Renderer(tokenizer, RenderOptions()), LENGTH)
     order = BatchOrder(len(dataset), batch_size=BATCH, accumulation=ACCUMULATION, seed=SEED)
     seed_all(SEED)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.checkpoint import store
 from core.train.entry.fencing import Stop
 from core.train.recipe import run

@@ -88,7 +88,7 @@ def test_columns_are_held_to_what_an_upload_is_held_to(folder: Path) -> None:
 
 def test_preview_shows_what_is_learned(folder: Path) -> None:
     arguments = ("data", "preview", "good.jsonl", "--model", "tiny", "--set", "training.max_length=16")
-    arguments += ("--set", "data.rendering.type=model", "--set", "data.rendering.pairs=joined")
+    arguments += ("--set", "data.rendering.pairs=joined")
     piped = eft(*arguments, cwd=folder)
     assert piped.returncode == 0, piped.stderr
     assert f"say 1:{OPEN} 1" in piped.stdout and "\x1b" not in piped.stdout

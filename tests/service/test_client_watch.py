@@ -20,7 +20,7 @@ from eft.watch.world import Line, Watched, World
 from rich.console import Console
 
 from core.jobs.lifecycle.finish import Failed, Requeued, Succeeded
-from core.spec.run.contract import LOG_FILE
+from core.spec.run.folder import LOG_FILE
 from tests.support.client import EFT, environment
 from tests.support.service import wait_for
 from tests.support.terminal import Terminal

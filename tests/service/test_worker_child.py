@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from core import HOME
-from core.spec.run.contract import PrepareOrder
+from core.spec.run.orders import PrepareOrder
 from tests.support.service import wait_for
 from worker.attempt import processes
 from worker.attempt.child import Child, write_order

@@ -19,7 +19,8 @@ import pytest
 
 from core.hardware import device_mask
 from core.hardware.device_mask import Gpu
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED, SPARE_PADDING
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
+from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
 from tests.support import trainer
 from tests.support.service import Service, running, wait_for
@@ -228,7 +229,7 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
 ) -> None:
     """No library of this box sees the GPU that the order names: the trainer is executed afresh, with that variable."""
     folder = run_folder(tmp_path / "gpu", model, resources={"type": "single", "accelerator": "gpu"})
-    with spawn("core.train.entry.standby", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
+    with spawn("core.train.entry.standby", " " * STANDBY_PADDING, environment, subprocess.PIPE, 2) as spare:
         assert spare.stdin is not None and spare.stdout is not None
         assert spare.stdout.readline() == b"ready\n"
         changes = {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": "7"}
@@ -241,7 +242,7 @@ def test_a_gpu_that_a_library_does_not_see_means_a_cold_start_in_the_same_proces
 
 def test_it_ends_with_its_worker_also_while_it_imports(environment: dict[str, str]) -> None:
     for ready in (False, True):
-        with spawn("core.train.entry.standby", " " * SPARE_PADDING, environment, subprocess.PIPE, 2) as spare:
+        with spawn("core.train.entry.standby", " " * STANDBY_PADDING, environment, subprocess.PIPE, 2) as spare:
             assert spare.stdin is not None and spare.stdout is not None
             if ready:
                 assert spare.stdout.readline() == b"ready\n"

@@ -14,7 +14,8 @@ from typing import Any
 from core.spec.files import data_orders
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run.contract import EVENTS_FILE, ORDER_FILE, RunOrder
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -16,7 +16,7 @@ from core.errors import ModelError
 from core.plan.compatibility import check
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.entry.fencing import Stop
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy

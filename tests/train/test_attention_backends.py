@@ -13,7 +13,7 @@ from torch.nn import functional
 from core.errors import SpecError
 from core.hardware.selftest import ATTENTION, Choice
 from core.spec.axes.training import Training
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.backends import KERNELS, choose_attention
 from core.train.recipe import run

@@ -16,7 +16,7 @@ from core.errors import SpecError
 from core.spec.axes.runtime import HeldOut, Patience
 from core.spec.load import parse_job
 from core.spec.run.checkpoint_names import best_name
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.checkpoint import store
 from core.train.early_stopping import judge, needed
 from core.train.entry.ask import ask

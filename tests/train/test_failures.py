@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
 from core.train.checkpoint import store
 from core.train.data.order import BatchOrder
 from core.train.entry.fencing import Stop

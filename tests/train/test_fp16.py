@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.spec.axes.training import AdamW, Linear, LoRA
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine, build_engine

@@ -15,7 +15,7 @@ from core.errors import SpecError
 from core.hardware.precision import against_fp8
 from core.hardware.tables.arch import ROWS
 from core.spec.load import parse_job
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.__main__ import importing
 from core.train.model.load import load_model
 from core.train.quant import fp8

@@ -16,7 +16,7 @@ from core.jobs.admission import oom_backoff
 from core.spec.axes.runtime import HeldOut
 from core.spec.axes.training import AdamW, LoRA
 from core.spec.job import JobSpec
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Engine, build_engine
 from core.train.evaluate import evaluate

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED, heartbeat
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
+from core.spec.run.heartbeat import heartbeat
 from core.train.base.events import EventWriter
 from core.train.entry.fencing import boottime
 
@@ -157,8 +158,8 @@ def test_silence_counts_from_when_the_lease_was_last_held() -> None:
 
 def test_it_leaves_at_once_with_all_told() -> None:
     """Whatever libraries want to do at the end: the fence would not hold meanwhile."""
-    code = "import atexit, time; from core.train import lifeline; atexit.register(time.sleep, 900); print(1); "
-    code += "lifeline.leave(3)"
+    code = "import atexit, time; from core.train.entry import fencing; atexit.register(time.sleep, 900); print(1); "
+    code += "fencing.leave(3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=250)
     assert (done.returncode, done.stdout) == (3, b"1\n")
 

@@ -18,7 +18,7 @@ from core.errors import SpecError
 from core.hardware.tables import faults
 from core.hardware.tables.faults import KnownFault, Limits
 from core.spec.job import JobSpec
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.model.gemm_limits import split_products, tell_parts, training_pass, widest
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run

@@ -16,9 +16,11 @@ import torch
 
 from core.jobs.lifecycle.finish import Failed
 from core.spec.axes.model import LocalModel
-from core.spec.run.contract import EXIT_FAILED, ORDER_FILE, MemoryLimit, PrepareOrder
+from core.spec.run.exit_codes import EXIT_FAILED
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.orders import MemoryLimit, PrepareOrder
+from core.train.base import memory_limit
 from core.train.data.helpers import Helpers, HelperShort
-from core.train.entry import memory_limit
 from core.train.failures import describe
 from core.train.render.options import RenderOptions
 from tests.support.trainer import ROOT, events

@@ -21,7 +21,7 @@ from transformers import (
 
 from core.errors import SpecError
 from core.spec.axes.training import AdamW, LoRA
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.probe import prepare_packing
 from core.train.checkpoint.rng import seed_all

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import ModelError
 from core.spec.axes.model import GGUFModel
-from core.spec.run.contract import EXIT_OK, PrepareOrder
+from core.spec.run.exit_codes import EXIT_OK
+from core.spec.run.orders import PrepareOrder
 from core.train.entry.prepare import Prepared, prepare_model
 from core.train.hub.gguf import read_header
 from tests.support.tiny_gguf import HEADS, HIDDEN, write_gguf

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from core.errors import DataError, SpecError
-from core.spec.run.contract import EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_OK
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
 from core.train.data.streaming import StreamFeed

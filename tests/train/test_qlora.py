@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.entry.fencing import Stop
 from core.train.export.formats import Withheld, check_memory
 from core.train.hub.model_files import inspect

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import BUCKET_BYTES, buckets
 from core.train.recipe import run

@@ -17,14 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from core.spec.run.contract import (
-    EXIT_CHECKPOINTED,
-    EXIT_DATA_ROOT_LOST,
-    EXIT_FAILED,
-    EXIT_FENCED,
-    EXIT_NO_SPACE,
-    heartbeat,
-)
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE
+from core.spec.run.heartbeat import heartbeat
 from core.train.base.events import Unheard
 from core.train.entry.fencing import boottime
 from core.train.failures import describe

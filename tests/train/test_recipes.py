@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.spec.load import load_yaml
-from core.spec.run.contract import EXIT_OK
+from core.spec.run.exit_codes import EXIT_OK
 from core.train.recipe import run
 from tests.support.trainer import ROOT, events, log, write_run
 

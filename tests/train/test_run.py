@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import ModelError
 from core.spec.axes.training import Full, LoRA
-from core.spec.run.contract import EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.train.entry.ask import ask
 from core.train.export.handed_back import ArtifactsDiffer, check_saved
 from core.train.export.weights import save_weights

@@ -18,7 +18,9 @@ from core.hardware.tables import faults
 from core.hardware.tables.faults import Limits
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run.contract import EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_OK
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.storage.layout import write_private
 from core.train.attention.backends import choose_attention
 from core.train.kernels import interface

@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig, 
 
 from core.error_codes import PARTS
 from core.errors import EftError
-from core.spec.run.contract import EXIT_DATA_ROOT_LOST
+from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST
 from core.train.entry.fencing import Stop
 from core.train.memory.available import available_bytes
 from core.train.memory.streaming.block_source import FileBlocks, HostBlocks

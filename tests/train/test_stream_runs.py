@@ -17,7 +17,7 @@ from core.plan.models.shape import Shape
 from core.plan.stream import Free, settle
 from core.spec.axes.runtime import AutoStream
 from core.spec.load import parse_job
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.entry.fencing import Stop
 from core.train.memory.streaming.blocks import lay_out
 from core.train.quant.model import load_quantized

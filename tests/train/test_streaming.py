@@ -11,7 +11,8 @@ import pytest
 from core.data.stream import RowStream
 from core.errors import DataError, SpecError
 from core.spec.load import parse_job
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK, DataFiles, DataOrder
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.orders import DataFiles, DataOrder
 from core.train.data import streaming
 from core.train.entry.fencing import Stop
 from core.train.model.load import load_tokenizer

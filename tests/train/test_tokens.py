@@ -18,8 +18,9 @@ import pytest
 from core import caches
 from core.data.rows import Numbered, PromptCompletion
 from core.spec.axes.rendering import ModelTemplate
-from core.spec.run.contract import ORDER_FILE, DataOrder, RunOrder
-from core.train.data.cache import ARRAYS, TokenCache, Tokens
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.orders import DataOrder, RunOrder
+from core.train.data.cache import ARRAYS, TokenCache, TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import HelperKilled
 from core.train.data.preview import preview
@@ -124,7 +125,7 @@ def test_rows_in_use_are_held(tmp_path: Path) -> None:
         np.arange(8, dtype=np.int32), np.ones(8, dtype=np.bool_), np.array([0, 4]), np.array([4, 8]), np.array([1, 2])
     )
     store = TokenCache(tmp_path / "cache")
-    kept = store.keep(store.source_key(DataOrder.of(path)), "how", Tokens(dataset, "text", 0, 2))
+    kept = store.keep(store.source_key(DataOrder.of(path)), "how", TokenisedRows(dataset, "text", 0, 2))
     used, _ = truncate(kept.dataset, 3, "cut_right")
     del kept
     assert caches.make_room(tmp_path / "cache", 0) == []
@@ -180,7 +181,7 @@ def _store(cache: str, path: str, barrier: Any) -> None:
     source = store.source_key(DataOrder.of(Path(path)))
     barrier.wait(250)
     for number in range(20):
-        kept = store.keep(source, f"fingerprint {number}", Tokens(dataset, "text", 0, 100))
+        kept = store.keep(source, f"fingerprint {number}", TokenisedRows(dataset, "text", 0, 100))
         assert kept.dataset.ids.tolist() == ids.tolist()
     assert not store.faults, store.faults
 

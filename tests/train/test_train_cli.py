@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, wait_until, weights, write_rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train import loop
 from core.train.entry.fencing import Stop
 from core.train.recipe import run

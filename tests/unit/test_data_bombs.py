@@ -18,7 +18,7 @@ from core.data.check import FileCheck, check_file
 from core.data.containers import parquet_pages
 from core.data.containers.json_array import JsonArray
 from core.data.stream import RowStream, content
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 
 LIMIT = 768 << 20
 LOOK = """

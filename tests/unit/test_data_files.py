@@ -19,7 +19,7 @@ from core.data.rows import PromptCompletion
 from core.data.stream import RowStream, content
 from core.errors import DataError
 from core.spec.axes.data import HashSplit
-from core.spec.run.contract import DataFiles, DataOrder
+from core.spec.run.orders import DataFiles, DataOrder
 
 PAIRS = [{"prompt": f"p{n}", "completion": f"c{n}"} for n in range(7)]
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 'a [b] {c}, "d" \\'}]}

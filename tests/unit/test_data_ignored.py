@@ -12,7 +12,7 @@ import pytest
 
 from core.data.check import FileReport, check_file
 from core.data.ignored import glance
-from core.spec.run.contract import DataFiles, DataOrder
+from core.spec.run.orders import DataFiles, DataOrder
 
 ASKED = (
     "`columns: {prompt: text, completion: intent}`, or `--column prompt=text --column completion=intent` on the "

@@ -115,7 +115,7 @@ def test_every_example_is_a_value_of_its_field(field: str, example: str) -> None
         ({"adapter": "lora"}, "did you mean `method`?"),
         ({"method": {"rank": 16}}, "unknown field `rank`; did you mean `r`?"),
         ({"method": {"type": "lora", "rank": 16}}, "did you mean `r`?"),
-        ({"method": {"r": 16}}, "give a `type` here (`full`, `lora`, `qlora`, `auto`)"),
+        ({"batching": {"tokens_per_batch": 64}}, "give a `type` here (`rows`, `tokens`, `packed`)"),
         ({"optimizer": {"lr": 1e-4}}, "did you mean `learning_rate`?"),
         ({"data": {"train": "/a", "split": 0.1}}, "for example `split: {eval_fraction: 0.1}`"),
         ({"evaluation": {"eval_steps": 5, "samples": 4}}, "for example `samples: {type: greedy, rows: 4}`"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -13,30 +15,30 @@ from pydantic import BaseModel
 
 from core.errors import SpecError, TooLarge
 from core.settings import Settings
-from core.spec import job
-from core.spec.axes import data, model, runtime, training
+from core.spec import axes, job
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
-from core.spec.run import contract
-from core.spec.run.contract import DataOrder, RunOrder
+from core.spec.run import orders
+from core.spec.run.orders import DataOrder, RunOrder
 
 FILE = "file-" + "0" * 26
 GOOD: dict[str, Any] = {"model": "a/b", "data": FILE}
 
 
 def models() -> list[type[SpecModel]]:
+    modules = [import_module(f"{axes.__name__}.{found.name}") for found in iter_modules(axes.__path__)]
     found = {
         value
-        for module in (data, job, model, contract, runtime, training)
+        for module in (*modules, job, orders)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, SpecModel) and value is not SpecModel
     }
     return sorted(found, key=lambda value: value.__name__)
 
 
-@pytest.mark.parametrize("spec_model", [m for m in models() if m.__module__ != "core.spec.run.contract"])
+@pytest.mark.parametrize("spec_model", [m for m in models() if m.__module__ != orders.__name__])
 def test_every_field_is_documented(spec_model: type[SpecModel]) -> None:
     assert spec_model.__doc__
     for name, field in spec_model.model_fields.items():
@@ -62,6 +64,15 @@ def test_every_setting_is_documented() -> None:
         ({"quantization": "int8"}, {"quantization": {"type": "int8", "block_size": 64}}),
         ({"export": "merged"}, {"export": [{"type": "merged", "merge_onto": "trained"}]}),
         ({"export": ["merged"]}, {"export": [{"type": "merged", "dtype": "auto"}]}),
+        # an object without `type` is the axis's default arm, where that has all of its fields
+        ({"method": {"r": 8}}, {"method": {"type": "lora", "r": 8}}),
+        ({"method": {}}, {"method": {"type": "lora"}}),
+        ({"schedule": {"warmup_ratio": 0.1}}, {"schedule": {"type": "linear", "warmup_ratio": 0.1}}),
+        ({"batching": {"group_by_length": True}}, {"batching": {"type": "rows", "group_by_length": True}}),
+        (
+            {"data": {"train": FILE, "rendering": {"pairs": "joined"}}},
+            {"data": {"train": FILE, "rendering": {"type": "model", "pairs": "joined"}}},
+        ),
     ],
 )
 def test_short_forms(short: dict[str, Any], full: dict[str, Any]) -> None:
@@ -108,7 +119,8 @@ def test_a_run_order_survives_its_file() -> None:
     ("change", "field", "words"),
     [
         ({"method": {"type": "lora", "rr": 1}}, "method.rr", "did you mean `r`?"),
-        ({"method": {"r": 8}}, "method", "give a `type`"),
+        ({"batching": {"tokens_per_batch": 64}}, "batching", "give a `type`"),
+        ({"data": {"train": FILE, "rendering": {"name": "chatml"}}}, "data.rendering", "give a `type`"),
         ({"method": 7}, "method", "object"),
         ({"method": None}, "method", "object"),
         ({"model": [1]}, "model", "a list"),
@@ -178,7 +190,7 @@ def test_a_yaml_document_is_bounded() -> None:
 def test_every_axis_has_its_discriminator() -> None:
     for spec_model in models():
         no_axis = spec_model.__name__ in ("Data", "Requirements", "Training", "Weighted")
-        if no_axis or spec_model.__module__ in ("core.spec.run.contract", "core.spec.job"):
+        if no_axis or spec_model.__module__ in (orders.__name__, "core.spec.job"):
             continue
         assert issubclass(spec_model, BaseModel)
         if spec_model.__subclasses__():

@@ -11,7 +11,7 @@ import pytest
 
 from core.jobs.admission import oom_backoff
 from core.jobs.lifecycle.finish import Failed, NoRoom, Requeued, Succeeded
-from core.spec.run.contract import EXIT_NO_SPACE
+from core.spec.run.exit_codes import EXIT_NO_SPACE
 from worker.attempt.outcome import read
 
 RESULT = {"type": "result", "result": {"train_loss": 1.0}, "artifacts": [{"path": "a"}]}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from core.hardware import device_mask
-from core.spec.run.contract import SPARE_PADDING, SPARE_READY, SpareOrder
+from core.spec.run.standby import STANDBY_PADDING, STANDBY_READY, StandbyOrder
 from worker.attempt import processes
 from worker.attempt.child import Child, spawn
 
@@ -68,10 +68,10 @@ class StandbyTrainers:
     def take(self, folder: Path, environment: Mapping[str, str]) -> Child | None:
         """The spare as the child of the run in `folder`. None, at once, when there is none that fits and is ready."""
         changes = self._changes(environment)
-        if changes is None or len(os.fsencode(folder)) > SPARE_PADDING:
+        if changes is None or len(os.fsencode(folder)) > STANDBY_PADDING:
             log.error("the spare cannot become the child of %s; started cold", folder)
             return None
-        order = SpareOrder(run_dir=str(folder), environment=changes).model_dump_json().encode() + b"\n"
+        order = StandbyOrder(run_dir=str(folder), environment=changes).model_dump_json().encode() + b"\n"
         with self._lock:
             self._look()
             if not self._is_ready():
@@ -96,7 +96,7 @@ class StandbyTrainers:
     def _spawn(self) -> None:
         try:
             spare = spawn(
-                "core.train.entry.standby", " " * SPARE_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR
+                "core.train.entry.standby", " " * STANDBY_PADDING, self._environment, subprocess.PIPE, WORKERS_STDERR
             )
         except OSError as error:
             self._failed(f"could not be started: {error}")
@@ -122,7 +122,7 @@ class StandbyTrainers:
             log.info("spare trainer %d is ready", spare.pid)
 
     def _is_ready(self) -> bool:
-        return self._spare is not None and self._told.endswith(SPARE_READY)
+        return self._spare is not None and self._told.endswith(STANDBY_READY)
 
     def _failed(self, why: str) -> None:
         wait = RETRY_SECONDS * 2 ** min(self._failures, 6)

@@ -28,7 +28,7 @@ from core.jobs.lifecycle import claims, relay
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.settings import Settings
-from core.spec.run.contract import EVENTS_FILE, LOG_FILE
+from core.spec.run.folder import EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 from core.storage.store import StoreAway
 from worker import orders

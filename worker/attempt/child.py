@@ -14,7 +14,8 @@ from pathlib import Path
 
 from core import HOME
 from core.spec.base import SpecModel
-from core.spec.run.contract import LOG_FILE, ORDER_FILE, heartbeat
+from core.spec.run.folder import LOG_FILE, ORDER_FILE
+from core.spec.run.heartbeat import heartbeat
 from core.storage.layout import fsync_folder
 from worker.attempt import processes
 
@@ -83,7 +84,7 @@ class Child:
         self.started = seen.started
 
     def beat(self, held_at: float) -> None:
-        """The worker is alive, and held the lease at `held_at` (core/spec/run/contract.py)."""
+        """The worker is alive, and held the lease at `held_at` (core/spec/run/heartbeat.py)."""
         with self._lock:
             if self._reaped:
                 return

@@ -7,7 +7,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from core.spec.run.contract import CHECKPOINTS, RANKS, UNFINISHED
+from core.spec.run.folder import CHECKPOINTS, RANKS, UNFINISHED
 
 log = logging.getLogger("eft.worker")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from core.jobs.admission import oom_backoff
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, Succeeded
-from core.spec.run.contract import (
+from core.spec.run.exit_codes import (
     EXIT_CHECKPOINTED,
     EXIT_DATA_ROOT_LOST,
     EXIT_FAILED,

@@ -7,7 +7,6 @@ store has them still.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -19,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from core import removal
 from core.errors import NoSpace
-from core.storage.bucket import MANIFEST, Bucket
+from core.spec.run.manifest import MANIFEST, listed_files
+from core.spec.run.model_cache import PARTIAL
+from core.storage.bucket import Bucket
 from core.storage.layout import Layout, fsync_folder, write_private
 from core.storage.store import ObjectChanged
 
 log = logging.getLogger("eft.worker")
 
-MODEL = "model"
-"""Folder of the files in an entry of the model cache (core/train/hub/model_cache.py)."""
 FETCHING = "fetching"
 
 Halted = Callable[[], None]
@@ -83,7 +82,7 @@ class LocalCache:
                 return True
             try:
                 manifest = self.bucket.read(f"{key}/{MANIFEST}")
-                files = _files(manifest)
+                files = listed_files(manifest)
             except FileNotFoundError:
                 return False
             except (ValueError, KeyError, TypeError) as error:
@@ -135,7 +134,7 @@ class LocalCache:
     def _whole(self, key: str) -> bool:
         folder = self.layout.root / key
         try:
-            files = _files((folder / MANIFEST).read_bytes())
+            files = listed_files((folder / MANIFEST).read_bytes())
             if any((folder / name).stat().st_size != size for name, size, _ in files):
                 return False
             os.utime(folder / MANIFEST)
@@ -200,7 +199,7 @@ class LocalCache:
                 if not over and self._free() >= needed:
                     break
                 if not self._in_use(copy.key):
-                    _remove(self.layout.root / copy.key)
+                    removal.remove(self.layout.root / copy.key, ".old-", ignore_errors=True)
                     total -= copy.bytes
                     gone.append(copy.key)
         if gone:
@@ -222,7 +221,7 @@ class LocalCache:
             with suppress(FileNotFoundError):
                 yield _Copy(f"files/{path.name}", path.stat().st_size, path.stat().st_mtime)
         for manifest in self.layout.models.glob(f"*/**/{MANIFEST}"):
-            if ".partial" not in manifest.parts:
+            if PARTIAL not in manifest.parts:
                 yield _folder(root, manifest.parent, manifest)
         for run in self.layout.runs.glob("*/attempt-*"):
             yield _folder(root, run, run)
@@ -238,26 +237,3 @@ def _folder(root: Path, folder: Path, newest: Path) -> _Copy:
     with suppress(FileNotFoundError):
         used = newest.stat().st_mtime
     return _Copy(str(folder.relative_to(root)), size, used)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        aside = path.with_name(f".old-{uuid.uuid4().hex}")  # never half of one under its name
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _files(manifest: bytes) -> list[tuple[str, int, str]]:
-    """(path in the folder, bytes, SHA-256) of a model's or a checkpoint's manifest. Raises ValueError, KeyError or
-    TypeError for one that is none."""
-    found: Any = json.loads(manifest)["files"]
-    if isinstance(found, dict):
-        files = [(str(name), int(about["bytes"]), str(about["sha256"])) for name, about in found.items()]
-    else:
-        files = [(f"{MODEL}/{one['path']}", int(one["bytes"]), str(one["sha256"])) for one in found]
-    for name, _, _ in files:
-        if name.startswith("/") or ".." in Path(name).parts:
-            raise ValueError(f"{name!r} leads out of its folder")
-    return files

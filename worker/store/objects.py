@@ -17,7 +17,7 @@ from core.jobs.lifecycle import retention
 from core.jobs.lifecycle.retention import DAY, RetentionRules
 from core.jobs.policies import audit, budget, usage
 from core.jobs.policies.budget import Kind
-from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
 from core.storage.bucket import LOG, Bucket
 from core.storage.store import StoredObject
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.spec.run.checkpoint_names import superseded
-from core.spec.run.contract import ARTIFACTS, CHECKPOINTS, LOG_FILE
-from core.storage.bucket import LOG_PART, MANIFEST, Bucket, log_key
+from core.spec.run.checkpoint_names import BEST, superseded
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, LOG_FILE
+from core.spec.run.manifest import MANIFEST
+from core.spec.run.model_cache import MODELS, REFS, entry_of
+from core.storage.bucket import LOG_PART, Bucket, log_key
 from core.storage.store import StoreAway
-from worker.store.staging import REFS, entry_of
 
 log = logging.getLogger("eft.worker")
 
@@ -58,7 +59,7 @@ class Publisher:
         source = self._folder / CHECKPOINTS
         if not self._lay_aside(source / name):
             return  # removed already: one that is further has been told, or will be
-        for best in source.glob("best-*"):
+        for best in source.glob(f"{BEST}*"):
             self._lay_aside(best)
         with self._condition:
             passed, self._waiting = self._waiting, name
@@ -158,7 +159,7 @@ class Publisher:
 
     def _send_one(self, name: str) -> None:
         outgoing = self._folder / OUTGOING
-        best = {path.name for path in outgoing.glob("best-*")}
+        best = {path.name for path in outgoing.glob(f"{BEST}*")}
         for one in sorted(best - self._best):
             self._send_folder(outgoing / one, f"{self._key}/{CHECKPOINTS}/{one}")
             self._best.add(one)
@@ -175,7 +176,7 @@ class Publisher:
         for one in old:
             self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{one}")
             self._published.remove(one)
-        there = {path.name for path in (self._folder / CHECKPOINTS).glob("best-*")}
+        there = {path.name for path in (self._folder / CHECKPOINTS).glob(f"{BEST}*")}
         for gone in sorted(self._best - there):
             self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{gone}")
             self._best.discard(gone)
@@ -220,8 +221,8 @@ def publish_prepared(bucket: Bucket, root: Path, prepared: Mapping[str, Any]) ->
             if path.is_file() and path.name != MANIFEST:
                 bucket.put_file(str(path.relative_to(root)), path)
         bucket.put_file(f"{key}/{MANIFEST}", root / key / MANIFEST)
-    known = {entry.key: entry.modified for entry in bucket.tree(REFS)}
-    for ref in (root / REFS).glob("*.json"):
+    known = {entry.key: entry.modified for entry in bucket.tree(f"{MODELS}/{REFS}")}
+    for ref in (root / MODELS / REFS).glob("*.json"):
         key = str(ref.relative_to(root))
         if key not in known or ref.stat().st_mtime > known[key]:
             bucket.write(key, ref.read_bytes())

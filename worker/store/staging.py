@@ -19,13 +19,12 @@ from core.spec.axes.data import FileSource, HubDataset, singles
 from core.spec.axes.model import GGUFModel, HubModel, LocalModel
 from core.spec.job import JobSpec
 from core.spec.run.checkpoint_names import best_step, progress_of
-from core.spec.run.contract import CHECKPOINTS
-from core.storage.bucket import MANIFEST
-from worker.store.local_cache import MODEL, Halted, LocalCache
+from core.spec.run.folder import CHECKPOINTS
+from core.spec.run.manifest import MANIFEST
+from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key
+from worker.store.local_cache import Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
-
-REFS = "models/refs"
 
 
 class Staging:
@@ -49,7 +48,7 @@ class Staging:
         `halted` raises."""
         spec = JobSpec.model_validate(self._claim.spec)
         if self._claim.kind == Kind.PREPARE:
-            self._hold("models")
+            self._hold(MODELS)
             self._known_models(spec, halted)
         else:
             self._model(self._claim.prepared or {}, halted)
@@ -60,7 +59,7 @@ class Staging:
     # -- before a model is prepared: what other boxes have brought to the store already
 
     def _known_models(self, spec: JobSpec, halted: Halted) -> None:
-        self._copies.small(REFS)
+        self._copies.small(f"{MODELS}/{REFS}")
         data = spec.data
         sources = singles(data.train, "data.train") + ([] if data.eval is None else singles(data.eval, "data.eval"))
         names = [source.id for _, source in sources if isinstance(source, HubDataset)]
@@ -71,7 +70,7 @@ class Staging:
                 names.append(spec.model.id)
             case GGUFModel() | LocalModel():
                 pass  # on this box
-        for ref in (self._copies.layout.root / REFS).glob("*.json"):
+        for ref in (self._copies.layout.models / REFS).glob("*.json"):
             if any(name in unquote(ref.stem) for name in names):
                 for key in self._named(json.loads(ref.read_bytes())):
                     self._copies.folder(key, halted)
@@ -79,11 +78,11 @@ class Staging:
     def _named(self, ref: dict[str, Any]) -> Iterable[str]:
         """Entries of the model cache that a ref leads to."""
         if "key" in ref:
-            return [f"models/{ref['key']}"]
+            return [f"{MODELS}/{ref['key']}"]
         if ref.get("sha256"):
-            found = self._copies.bucket.tree("models/gguf")
-            wanted = f"models/gguf/{ref['sha256']}-"
-            return [entry.key.removesuffix(f"/{MANIFEST}") for entry in found if _manifest_of(entry.key, wanted)]
+            found = [entry.key for entry in self._copies.bucket.tree(f"{MODELS}/{GGUF}")]
+            keys = [key.removesuffix(f"/{MANIFEST}") for key in found if key.endswith(f"/{MANIFEST}")]
+            return [key for key in keys if is_gguf_key(key.removeprefix(f"{MODELS}/"), ref["sha256"])]
         return []
 
     # -- before a run
@@ -140,15 +139,3 @@ class Staging:
         for progress, _, _, key in sorted(found, reverse=True):
             if progress <= here or self._copies.folder(key, halted):
                 return
-
-
-def entry_of(path: str) -> str | None:
-    """Key of the entry of the model cache that a path relative to the data root lies in; None: it is no such path."""
-    parts = PurePosixPath(path).parts
-    if not parts or parts[0] != "models" or MODEL not in parts:
-        return None
-    return str(PurePosixPath(*parts[: parts.index(MODEL)]))
-
-
-def _manifest_of(key: str, start: str) -> bool:
-    return key.startswith(start) and key.endswith(f"/{MANIFEST}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from core.db.engine import Database
 from core.jobs.policies import budget, usage
 from core.jobs.policies.budget import Kind
-from core.spec.run.contract import CHECKPOINTS
+from core.spec.run.folder import CHECKPOINTS
 from core.storage.layout import Layout
 
 

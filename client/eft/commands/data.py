@@ -83,7 +83,7 @@ def preview(
 
 def _show(arguments: list[str], output: Output, draw: Any) -> None:
     """Run the application, and show each of its documents."""
-    call, environment = command(application_home(), "core.train.data", arguments)
+    call, environment = command(application_home(), "core.train.entry.data", arguments)
     with subprocess.Popen(call, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as child:
         assert child.stdout is not None
         for line in child.stdout:

@@ -16,7 +16,7 @@ from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import find
 from core.jobs.policies import audit, usage, volume
-from core.spec.run.contract import ARTIFACTS, CHECKPOINTS
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
 from core.storage.store import StoredObject
 
 DELETED = "job.delete"

@@ -22,7 +22,8 @@ from core.jobs.lifecycle.claims import release
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
 from core.spec.job import JobSpec
-from core.spec.run.contract import EXIT_CHECKPOINTED, FailureClass
+from core.spec.run.events import FailureClass
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED
 
 
 @dataclass(frozen=True, slots=True)

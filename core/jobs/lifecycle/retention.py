@@ -12,8 +12,6 @@ Everything is looked at again under the job's lock before it goes, and renamed t
 from __future__ import annotations
 
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,8 @@ from core.jobs.base.states import FINAL
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import deletion
 from core.jobs.policies import audit
-from core.spec.run.contract import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
+from core.removal import delete_tree, set_aside
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 
 DAY = 86_400.0
@@ -108,7 +107,7 @@ def remove(database: Database, layout: Layout, actor: Actor | None, removal: Rem
         told = {"kind": removal.kind, "bytes": removal.bytes, "why": removal.why}
         audit.record(session, actor, "gc.remove", removal.id, told, project_id=removal.project_id)
     for path in aside:
-        discard(path)
+        delete_tree(path)
     return True
 
 
@@ -133,7 +132,7 @@ def _set_aside(session: Session, layout: Layout, removal: Removal) -> list[Path]
                 session.execute(delete(Event).where(Event.job_id == removal.id, _CHATTER))
             elif session.execute(select(resumed(removal.id, removal.before))).scalar_one():
                 return None
-            return [set_aside(path) for path in removal.paths if path.exists()]
+            return [set_aside(path, ASIDE) for path in removal.paths if path.exists()]
 
 
 def _ended(before: float, kind: str) -> Select[str, str]:
@@ -178,26 +177,12 @@ def _named(session: Session, row: File) -> bool:
     return session.execute(query.limit(1)).first() is not None
 
 
-def set_aside(path: Path) -> Path:
-    """Renamed, so that nobody meets half of it; `sweep` deletes what stays behind."""
-    aside = path.with_name(f"{ASIDE}{uuid.uuid4().hex}")
-    path.rename(aside)
-    return aside
-
-
 def sweep(layout: Layout) -> int:
     """Delete what a process that was killed has set aside and not deleted. Returns how much there was."""
     left = [*layout.runs.glob(f"{ASIDE}*"), *layout.runs.glob(f"*/*/{ASIDE}*")]
     for path in left:
-        discard(path)
+        delete_tree(path)
     return len(left)
-
-
-def discard(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def size(path: Path) -> int:

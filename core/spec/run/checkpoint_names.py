@@ -13,7 +13,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _NAME = re.compile(r"^step-(\d{8,})(?:-micro-(\d{4,}))?(?:-v(\d+))?$")
-_BEST = re.compile(r"^best-(\d{8,})$")
+BEST = "best-"
+"""Prefix of the folders that hold the weights of good evaluations, beside the checkpoints."""
+_BEST = re.compile(rf"^{BEST}(\d{{8,}})$")
 
 
 class Progress(NamedTuple):
@@ -41,7 +43,7 @@ def progress_of(name: str) -> Progress | None:
 
 def best_name(step: int) -> str:
     """Folder name of the weights that did best in the evaluation after `step` optimizer steps."""
-    return f"best-{step:08d}"
+    return f"{BEST}{step:08d}"
 
 
 def best_step(name: str) -> int | None:

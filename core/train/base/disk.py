@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import EftError, NoSpace
-from core.spec.run.contract import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
+from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
 from core.train.base.events import EventWriter, Unheard
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -1,4 +1,4 @@
-"""What a child tells the worker: one JSON object a line in events.jsonl, in the shape core/spec/run/contract.py
+"""What a child tells the worker: one JSON object a line in events.jsonl, in the shape core/spec/run/events.py
 fixes."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core.spec.run.contract import EventType
+from core.spec.run.events import EventType
 from core.train.base.log_lines import LogLines
 
 ALIVE_SECONDS = 20.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import IO, Any
 
-from core.spec.run.contract import EventType
+from core.spec.run.events import EventType
 
 STEP_LINES = 100
 """Lines for the steps of a run whose number is known; the first step and the last one have a line of their own."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core import removal
 from core.spec.run.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
-from core.spec.run.contract import UNFINISHED
+from core.spec.run.folder import UNFINISHED
+from core.spec.run.manifest import MANIFEST
 from core.train.base.files import sha256, sync
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,8 @@ def prune_best(root: Path, keep: Collection[int]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint. It loses its name first, so that a crash leaves no half of one under that name."""
-    aside = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
-    shutil.rmtree(aside)
+    """Remove a checkpoint."""
+    removal.remove(path, UNFINISHED)
 
 
 def newest_first(roots: Iterable[Path]) -> list[Found]:

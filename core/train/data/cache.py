@@ -14,15 +14,16 @@ import hashlib
 import json
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core import caches
+from core import caches, removal
 from core.spec.axes.data import RowFormat
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 from core.train.base.files import remembered_sha256, sha256, sync, write_json
 from core.train.data.dataset import TokenDataset
 
@@ -33,7 +34,7 @@ ABOUT = "about.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenisedRows:
     """All rows of an order as tokens, before truncation."""
 
     dataset: TokenDataset
@@ -69,7 +70,7 @@ class TokenCache:
             return known
         return None
 
-    def load(self, source: str, fingerprint: str) -> Tokens | None:
+    def load(self, source: str, fingerprint: str) -> TokenisedRows | None:
         """A complete entry; None when there is none (any more)."""
         folder = self._folder(source, fingerprint)
         if not folder.is_dir():
@@ -88,17 +89,18 @@ class TokenCache:
             mapped: dict[str, Any] = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
             dataset = TokenDataset(**mapped)
             dataset.held = lease
-            return Tokens(dataset, about["format"], about["cut_prompts"], about["rows"])
+            return TokenisedRows(dataset, about["format"], about["cut_prompts"], about["rows"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not folder.is_dir():
                 return None  # thrown away by somebody else meanwhile
             self.faults.append(f"cached tokens are made anew ({error})")
             if lease is not None:
                 lease.close()
-            _discard(folder)
+            with suppress(OSError):  # another process was faster
+                removal.remove(folder, ".bad-", ignore_errors=True)
             return None
 
-    def keep(self, source: str, fingerprint: str, tokens: Tokens) -> Tokens:
+    def keep(self, source: str, fingerprint: str, tokens: TokenisedRows) -> TokenisedRows:
         """The same tokens, on disk now; those in memory where that did not work."""
         folder = self._folder(source, fingerprint)
         aside = folder.with_name(f".new-{folder.name}-{uuid.uuid4().hex}")
@@ -134,15 +136,6 @@ def _mapped(path: Path, kind: Any) -> Any:
     if path.stat().st_size == 0:
         return np.empty(0, dtype=kind)
     return np.memmap(path, dtype=kind, mode="r")
-
-
-def _discard(folder: Path) -> None:
-    aside = folder.with_name(f".bad-{folder.name}-{uuid.uuid4().hex}")
-    try:
-        folder.rename(aside)
-    except OSError:  # another process was faster
-        return
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _hash(value: Any) -> str:

@@ -40,12 +40,6 @@ class TokenDataset:
         ids, learned = self._row(index)
         return torch.from_numpy(ids.copy()), torch.from_numpy(learned)
 
-    def length(self, index: int) -> int:
-        return self.lengths[index]
-
-    def labels_of(self, index: int) -> int:
-        return self.label_counts[index]
-
     def collate(self, rows: Iterable[int], pad_token_id: int) -> Batch:
         """The rows side by side, padded on the right to the longest."""
         items = [self._row(index) for index in rows]
@@ -119,8 +113,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """All rows once, those of like length together: less padding, the same figures. Batches are those of `spans`. Of
     several ranks each has every `world`-th batch; the batches are those of a run of one."""
-    order: Sequence[int] = sorted(range(len(dataset)), key=dataset.length)
-    found = spans([dataset.length(row) for row in order], batch_size, most_tokens)
+    order: Sequence[int] = sorted(range(len(dataset)), key=dataset.lengths.__getitem__)
+    found = spans([dataset.lengths[row] for row in order], batch_size, most_tokens)
     for start, end in found[rank::world]:
         yield dataset.collate(order[start:end], pad_token_id)
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from core.spec.run.contract import MemoryLimit
-from core.train.entry import memory_limit
-from core.train.entry.fencing import PR_SET_PDEATHSIG
+from core.spec.run.orders import MemoryLimit
+from core.train.base import memory_limit
+from core.train.base.parent_death import die_with_parent
 from core.train.render.options import RenderOptions
 
 _T = TypeVar("_T")
@@ -105,8 +103,7 @@ def _begin(parent: int, options: RenderOptions, model_dir: Path, limit: MemoryLi
     # Whoever ends the trainer means its helpers too; a request to stop is the trainer's to answer.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     from core.train.model.load import load_tokenizer

@@ -28,7 +28,7 @@ POOL_STEPS = 100
 50 of them): enough for little padding, few enough that rows still meet by chance."""
 
 
-class Order(ABC):
+class StepOrder(ABC):
     """See the module. `lengths`: tokens of every row, as far as the order depends on them."""
 
     def __init__(
@@ -191,7 +191,7 @@ def digest(lengths: Sequence[int]) -> str:
 # --- a fixed number of rows ------------------------------------------------------------------------------
 
 
-class BatchOrder(Order):
+class BatchOrder(StepOrder):
     """`batch_size` rows a batch, in random order. The last batch of an epoch may be smaller, and its last accumulation
     window shorter, as with transformers' Trainer; no row is dropped."""
 
@@ -246,7 +246,7 @@ class GroupedOrder(BatchOrder):
 # --- a budget of tokens ----------------------------------------------------------------------------------
 
 
-class _Budget(Order):
+class _Budget(StepOrder):
     """Steps of at most batch × accumulation × world tokens, made from pools of shuffled rows. What a pool leaves over
     goes to the next, so that an epoch has one smaller step at most."""
 
@@ -307,7 +307,7 @@ class PackedOrder(_Budget):
 # --- from the spec ---------------------------------------------------------------------------------------
 
 
-def build_order(spec: JobSpec, lengths: Sequence[int], *, rank: int = 0, world: int = 1) -> Order:
+def build_order(spec: JobSpec, lengths: Sequence[int], *, rank: int = 0, world: int = 1) -> StepOrder:
     """The order that a job asks for over rows of these lengths."""
     training = spec.training
     accumulation, seed = training.gradient_accumulation_steps, training.seed

@@ -1,6 +1,6 @@
 """What training would make of its rows, found out without the model's weights.
 
-The order is a trainer's (core/spec/run/contract.py), and reading, rendering, truncation and batches are the trainer's
+The order is a trainer's (core/spec/run/orders.py), and reading, rendering, truncation and batches are the trainer's
 own code, so that what is said here is what would be done; the tokens are taken from the same cache and kept there. Rows
 that training would refuse are listed, not just the first of them.
 """
@@ -19,7 +19,7 @@ from core.data.ignored import glance
 from core.errors import EftError
 from core.spec.axes.training import Packed
 from core.spec.job import JobSpec
-from core.spec.run.contract import RunOrder
+from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order

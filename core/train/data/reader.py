@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from core.data.checker import RowChecker
@@ -13,7 +13,7 @@ from core.data.rows import Numbered
 from core.data.stream import RowStream, faulty
 from core.errors import DataError
 from core.spec.axes.data import RowFormat
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 
 
 def rows_of(order: DataOrder) -> tuple[RowFormat, Iterator[Numbered]]:
@@ -29,16 +29,6 @@ def rows_of(order: DataOrder) -> tuple[RowFormat, Iterator[Numbered]]:
     except DataError as error:
         raise _whole(order, error) from error
     return min(stream.formats()), _checked(order, stream, itertools.chain([first], passing))
-
-
-def read_rows(order: DataOrder, between: Callable[[], None] = lambda: None) -> tuple[list[Numbered], RowFormat]:
-    """The same with all rows in memory. `between` runs before each row."""
-    row_format, passing = rows_of(order)
-    rows = []
-    for numbered in passing:
-        between()
-        rows.append(numbered)
-    return rows, row_format
 
 
 def count_of(order: DataOrder) -> int | None:

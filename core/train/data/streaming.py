@@ -25,13 +25,13 @@ from core.data.stream import Cursor, RowStream
 from core.spec.axes.data import RowFormat
 from core.spec.axes.training import Packed
 from core.spec.job import JobSpec
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
-from core.train.data.order import Order, build_order
+from core.train.data.order import StepOrder, build_order
 from core.train.data.reader import refuse_mixed
-from core.train.data.tokenise import Part, TokenWriter, render_rows
+from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
 from core.train.data.windows import RowFeed, Window
 from core.train.render.renderer import Renderer
@@ -72,7 +72,7 @@ class StreamFeed:
         slow = time.monotonic() - began >= AHEAD_SECONDS
         self._helpers = Helpers(1, self.renderer.options, model_dir) if slow and model_dir is not None else None
         self._ahead: Future[_Made] | None = None
-        self._block = self._first(_Made(writer.part(), end, False, formats))
+        self._block = self._first(_Made(writer.chunk(), end, False, formats))
 
     @property
     def report(self) -> DataReport:
@@ -183,7 +183,7 @@ class StreamFeed:
             self._told = True
 
 
-def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, world: int = 1) -> Order:
+def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, world: int = 1) -> StepOrder:
     """The order of a block's rows: that of an epoch, with a seed of its own."""
     order = build_order(spec, block.lengths, rank=rank, world=world)
     text = f"block {spec.training.seed} {number}"
@@ -195,7 +195,7 @@ def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, 
 class _Made:
     """The tokens of a block, on their way between processes."""
 
-    part: Part
+    part: TokenChunk
     end: Cursor | None
     anew: bool
     """The stream had come to its end and begins anew with this block."""
@@ -209,7 +209,7 @@ def _made(
     rows, end, formats = _read(data, start, count, between)
     if anew := not rows:
         rows, end, formats = _read(data, None, count, between)
-    return _Made(render_rows(rows, renderer, lambda _: between()).part(), end, anew, formats)
+    return _Made(render_rows(rows, renderer, lambda _: between()).chunk(), end, anew, formats)
 
 
 def _made_ahead(data: DataOrder, start: Cursor | None, count: int) -> _Made:
@@ -249,4 +249,4 @@ class _Block:
     end: Cursor | None
     dataset: TokenDataset
     report: DataReport
-    order: Order
+    order: StepOrder

@@ -35,7 +35,7 @@ RowFault = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenChunk:
     """Some rows' tokens, on their way between processes."""
 
     ids: bytes
@@ -68,7 +68,7 @@ class TokenWriter:
         self._lines.append(line)
         self.cut_prompts += rendered.cut_prompt
 
-    def extend(self, part: Part) -> None:
+    def extend(self, part: TokenChunk) -> None:
         """Rows that another process has rendered."""
         before = len(self._ids)
         self._ids.frombytes(part.ids)
@@ -79,9 +79,9 @@ class TokenWriter:
         self.cut_prompts += part.cut_prompts
         self.faults += part.faults
 
-    def part(self) -> Part:
+    def chunk(self) -> TokenChunk:
         ids, learned = self._ids.tobytes(), bytes(self._learned)
-        return Part(ids, learned, list(self._ends), list(self._lines), self.rows, self.cut_prompts, self.faults)
+        return TokenChunk(ids, learned, list(self._ends), list(self._lines), self.rows, self.cut_prompts, self.faults)
 
     def dataset(self) -> TokenDataset:
         ends = np.array(self._ends, dtype=np.int64)
@@ -144,7 +144,7 @@ def render_rows_in_parallel(
     """The same tokens in the same order from several processes, while this one reads the rows. HelperKilled."""
     writer = TokenWriter()
     pool = Helpers(processes, options, model_dir)
-    waiting: deque[Future[Part]] = deque()
+    waiting: deque[Future[TokenChunk]] = deque()
 
     def take() -> None:
         writer.extend(pool.result(waiting.popleft(), lambda: between(writer.rows)))
@@ -173,9 +173,9 @@ def chunks(rows: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
         yield chunk
 
 
-def _rendered(rows: list[Numbered], listing: bool) -> Part:
+def _rendered(rows: list[Numbered], listing: bool) -> TokenChunk:
     """In a helper."""
-    return render_rows(rows, helpers.renderer(), listing=listing).part()
+    return render_rows(rows, helpers.renderer(), listing=listing).chunk()
 
 
 def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, listing: bool) -> None:

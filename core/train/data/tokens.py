@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.spec.run.contract import DataOrder, RunOrder
-from core.train.data.cache import TokenCache, Tokens
+from core.spec.run.orders import DataOrder, RunOrder
+from core.train.data.cache import TokenCache, TokenisedRows
 from core.train.data.reader import count_of, rows_of
 from core.train.data.tokenise import (
     PARALLEL_ROWS,
@@ -26,7 +26,7 @@ OnRows = Callable[[int, int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    tokens: Tokens
+    tokens: TokenisedRows
     renderer: Renderer
     faults: list[RowFault]
     """With `listing`: the rows that training would refuse. They are not among the tokens."""
@@ -74,4 +74,4 @@ class TokenReader:
             )
         else:
             writer = render_rows(rows, ours, lambda done: self._told(done, total), listing=listing)
-        return Read(Tokens(writer.dataset(), row_format, writer.cut_prompts, writer.rows), ours, writer.faults)
+        return Read(TokenisedRows(writer.dataset(), row_format, writer.cut_prompts, writer.rows), ours, writer.faults)

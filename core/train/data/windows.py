@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
-from core.train.data.order import Order
+from core.train.data.order import StepOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Feed(Protocol):
         ...
 
     def translate(self, step: int, micro_steps: int) -> int | None:
-        """As Order.translate."""
+        """As StepOrder.translate."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -44,7 +44,7 @@ class Feed(Protocol):
 class RowFeed:
     """Batches of rows that are all at hand."""
 
-    def __init__(self, dataset: TokenDataset, order: Order, *, packed: bool, pad_token_id: int) -> None:
+    def __init__(self, dataset: TokenDataset, order: StepOrder, *, packed: bool, pad_token_id: int) -> None:
         self.dataset, self.order, self.packed, self.pad_token_id = dataset, order, packed, pad_token_id
 
     def window(self, step: int) -> Window:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     text: str
     prompt_tokens: int
     new_tokens: int
@@ -30,7 +30,7 @@ def ask(
     system: str | None = None,
     plain: bool = False,
     max_new_tokens: int = 64,
-) -> Answer:
+) -> ModelAnswer:
     """Greedy answer to one user message through the chat template. `plain`, or without a template: to the prompt as it
     stands."""
     tokenizer: Any = AutoTokenizer.from_pretrained(adapter or model_dir, local_files_only=True)
@@ -56,7 +56,7 @@ def ask(
             pad_token_id=tokenizer.eos_token_id,
         )
     new = output[0, ids.shape[1] :].tolist()
-    return Answer(
+    return ModelAnswer(
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
         prompt_tokens=int(ids.shape[1]),
         new_tokens=len(new),

@@ -15,20 +15,23 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from core import HOME
-from core.errors import DataError, EftError, SpecError
+from core.errors import EftError, SpecError
 from core.plan import compatibility
 from core.spec.axes.data import FileSource, HubDataset, PathSource
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
-from core.spec.load import load_yaml, parse_job
+from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run.contract import ARTIFACTS, EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, LOG_FILE, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import ARTIFACTS, EVENTS_FILE, LOG_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
+from core.train.entry.jobfile import document, located, several
 
 POLL_SECONDS = 0.1
 
@@ -74,61 +77,6 @@ def _parser() -> argparse.ArgumentParser:
 # --- from the command line to an order -------------------------------------------------------------------
 
 
-def document(args: argparse.Namespace) -> dict[str, Any]:
-    """The job as a document: the file, then the arguments over it."""
-    document: dict[str, Any] = {}
-    if args.spec is not None:
-        try:
-            loaded = load_yaml(args.spec.read_bytes())
-        except OSError as error:
-            raise SpecError(f"{args.spec} cannot be read: {error.strerror}") from error
-        if not isinstance(loaded, dict):
-            raise SpecError(f"{args.spec} holds no job")
-        document = loaded
-    if args.model is not None:
-        document["model"] = _local(args.model)
-    if args.data is not None:
-        document.setdefault("data", {})
-        _assign(document, "data.train", {"type": "path", "path": str(Path(args.data).absolute())})
-    if args.eval is not None:
-        _assign(document, "data.eval", {"type": "path", "path": str(Path(args.eval).absolute())})
-    if args.method is not None:
-        document["method"] = args.method
-    for assignment in args.set:
-        path, equals, value = assignment.partition("=")
-        if not equals or not path:
-            raise SpecError(f"--set takes PATH=VALUE such as training.max_steps=10, not `{assignment}`")
-        _assign(document, path, load_yaml(value.encode()))
-    return document
-
-
-def several(document: dict[str, Any], gpus: int | None, slots: int | None) -> dict[str, Any]:
-    """The job on so many GPUs of this machine, or so many shares of its CPU."""
-    if gpus is not None and slots is not None:
-        raise SpecError("--gpus are GPUs and --slots shares of the CPU: give one of the two")
-    if (count := gpus if slots is None else slots) is not None:
-        _assign(document, "resources.gpus", count)
-        _assign(document, "resources.accelerator", "gpu" if slots is None else "cpu")
-    return document
-
-
-def _local(model: str) -> str:
-    """A path that exists is a path, also without `./` before it; anything else is a hub id."""
-    return str(Path(model).absolute()) if Path(model).exists() else model
-
-
-def _assign(document: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    place = document
-    for name in parents:
-        inner = place.get(name)
-        if isinstance(inner, str):  # a short form: `method: lora`, `data: rows.jsonl`
-            inner = {"train": inner} if name == "data" else {"type": inner}
-        place[name] = inner if isinstance(inner, dict) else {}
-        place = place[name]
-    place[last] = value
-
-
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
     from core.train.entry.prepare import prepare_model  # reads models: seconds
     from core.train.hub.datasets import prepare_dataset
@@ -157,19 +105,6 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         cache_dir=str(args.models_dir.absolute().parent / "cache"),
         world_size=spec.resources.gpus,
     )
-
-
-def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
-    match source:
-        case PathSource(path=path):
-            absolute = Path(path).expanduser().absolute()
-            if not absolute.is_file():
-                raise DataError(f"{path} is no file", field=field)
-            return [absolute], {}
-        case FileSource() | HubDataset():
-            raise DataError("without a server a data file is named by its path", field=field)
-        case _ as never:
-            assert_never(never)
 
 
 def _write_order(order: RunOrder, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a child is tied to its worker: asked to stop by SIGTERM, ended by silence on stdin (core/spec/run/contract.py).
+"""How a child is tied to its worker: asked to stop by SIGTERM, ended by silence on stdin (core/spec/run/heartbeat.py).
 
 The stdin fence is what keeps two trainers from running one job: a worker that is dead, frozen or cut off from the
 database stops writing heartbeats, and the child is gone before the lease is. A heartbeat says when the lease was held,
@@ -8,7 +8,6 @@ faster messenger.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import select
@@ -23,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from core.spec.run.contract import EXIT_CHECKPOINTED, EXIT_FENCED
+from core.spec.run import heartbeat
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
+from core.train.base.parent_death import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 OOM_SCORE_ADJ = 500
 """The kernel takes the trainer before the worker, the database and the API (proc_pid_oom_score_adj(5))."""
 STDIN = 0
@@ -68,7 +68,7 @@ def arm(
     """Call once, from the main thread, before anything slow is imported.
 
     `fence_seconds` None means that a person runs this by hand: stdin and the parent are left alone. The fence's clock
-    starts at `held_at` (core/spec/run/contract.py), and ends us here and now when that is too long ago. `on_stop` runs
+    starts at `held_at` (core/spec/run/heartbeat.py), and ends us here and now when that is too long ago. `on_stop` runs
     inside the signal handler, for a child whose work may be dropped anywhere; `on_fence` ends what must not live on
     when the fence ends this process; `on_beat` hears of each heartbeat, in the fence's thread. `first_to_go`: the
     kernel should rather take this process for want of memory than others; not one that only holds its children's
@@ -90,7 +90,7 @@ def arm(
         _volunteer_for_oom_kill()
     if fence_seconds is not None:
         parent = os.getppid()
-        _die_with_parent()
+        die_with_parent()
         _raise_fence(fence_seconds, parent, held_at, on_fence, on_beat)
     return stop
 
@@ -110,7 +110,7 @@ def arm_rank(launcher: int | None = None, fence_seconds: float | None = None, he
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _volunteer_for_oom_kill()
-    _die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_FENCED)
     if fence_seconds is not None:
@@ -125,7 +125,7 @@ def await_order() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _volunteer_for_oom_kill()
-    _die_with_parent()
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(EXIT_FENCED)
 
@@ -192,9 +192,8 @@ class _Heart:
             self.on_beat(self.held_at)
 
     def _held_at(self, line: bytes) -> float:
-        """Of a heartbeat (core/spec/run/contract.py): seconds of `boottime`."""
         try:
-            return int(line) / 1000
+            return heartbeat.held_at(line)
         except ValueError:
             _fence(f"this is no heartbeat: {line[:40]!r}", self.on_fence)
 
@@ -209,15 +208,6 @@ def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> NoReturn:
 def boottime() -> float:
     """Seconds that go on while the machine sleeps: the lease in the database does not sleep either."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
-
-
-def _die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
 
 
 def _volunteer_for_oom_kill() -> None:

@@ -1,5 +1,5 @@
 """Bring a model onto this machine before a GPU is held: `python -m core.train.entry.prepare RUN_DIR`
-(core/spec/run/contract.py).
+(core/spec/run).
 
 Torch is imported only when a GGUF file must be converted. SIGTERM ends it at once with EXIT_CHECKPOINTED: whatever is
 complete on the disk stays, and the next try goes on from there.
@@ -20,16 +20,20 @@ from typing import Any, assert_never
 
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.axes.model import GGUFModel, HubModel, LocalModel, Model
-from core.spec.run.contract import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, FailureClass, PrepareOrder
+from core.spec.run.events import FailureClass
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.model_cache import MODEL, gguf_key
+from core.spec.run.orders import PrepareOrder
+from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
-from core.train.entry import memory_limit
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
-from core.train.hub.model_cache import MODEL, Entry, ModelCache
+from core.train.hub.model_cache import CachedModel, ModelCache
 
 OnProgress = Callable[[str, int, int | None], None]
 """(phase, bytes done, bytes in all or None); phase: "downloading", "converting", "waiting" (for another job at it)."""
@@ -122,7 +126,7 @@ def _local_folder(model: LocalModel, roots: list[Path] | None) -> Path:
 
 def _prepare_gguf(
     model: GGUFModel, cache: ModelCache, roots: list[Path] | None, offline: bool, on_progress: OnProgress
-) -> Entry:
+) -> CachedModel:
     def waiting() -> None:
         on_progress("waiting", 0, None)
 
@@ -136,7 +140,7 @@ def _prepare_gguf(
         return _converted(path, source, cache, on_progress, field="model.path")
 
     pinned = download.pin_gguf(model, cache, offline)
-    entry = cache.entry(_gguf_key(pinned["sha256"])) if pinned["sha256"] else None
+    entry = cache.entry(gguf_key(pinned["sha256"], gguf.CONVERTER)) if pinned["sha256"] else None
     if entry is not None:
         entry = _from({"type": "gguf"} | {key: pinned[key] for key in ("id", "file", "commit", "sha256")}, entry)
     if entry is None:
@@ -152,8 +156,10 @@ def _prepare_gguf(
     return entry
 
 
-def _converted(path: Path, source: dict[str, Any], cache: ModelCache, on_progress: OnProgress, *, field: str) -> Entry:
-    key = _gguf_key(source["sha256"])
+def _converted(
+    path: Path, source: dict[str, Any], cache: ModelCache, on_progress: OnProgress, *, field: str
+) -> CachedModel:
+    key = gguf_key(source["sha256"], gguf.CONVERTER)
     if entry := cache.entry(key):
         return _from(source, entry)
     with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
@@ -167,14 +173,10 @@ def _converted(path: Path, source: dict[str, Any], cache: ModelCache, on_progres
         return cache.commit(key, work, source | {"converter": gguf.CONVERTER} | record, summary)
 
 
-def _from(source: dict[str, Any], entry: Entry) -> Entry:
+def _from(source: dict[str, Any], entry: CachedModel) -> CachedModel:
     """The same bytes may have been converted from another place; say where they came from this time."""
     kept = {key: entry.source[key] for key in ("converter", "dtype", "tensor_types", "transformers")}
-    return Entry(entry.model_dir, source | kept, entry.summary)
-
-
-def _gguf_key(digest: str) -> str:
-    return f"gguf/{digest}-c{gguf.CONVERTER}"
+    return CachedModel(entry.model_dir, source | kept, entry.summary)
 
 
 def allowed_path(path: str, roots: list[Path] | None, *, field: str) -> Path:
@@ -193,7 +195,7 @@ def allowed_path(path: str, roots: list[Path] | None, *, field: str) -> Path:
     return real
 
 
-def _prepared(entry: Entry) -> Prepared:
+def _prepared(entry: CachedModel) -> Prepared:
     return Prepared(entry.model_dir, entry.source, entry.summary["parameters"], entry.summary)
 
 

@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from core.spec.run.contract import EVENTS_FILE, EXIT_CHECKPOINTED, EXIT_OK, ORDER_FILE, RunOrder
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
 from core.train.__main__ import importing
+from core.train.base import memory_limit
 from core.train.base.log_lines import LogLines
-from core.train.entry import memory_limit
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 

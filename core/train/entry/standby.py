@@ -1,5 +1,5 @@
 """`python -m core.train.entry.standby`: a trainer that has imported everything and waits for its run
-(core/spec/run/contract.py).
+(core/spec/run/standby.py).
 
 Importing torch, transformers and peft is nearly all of a cold start. The spare is a process of its own, not a fork of
 one that has imported: a parent that ever ran an OpenMP region leaves its forked children hanging in a futex.
@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 from core.hardware import device_mask
-from core.spec.run.contract import EXIT_FENCED, LOG_FILE, SPARE_READY, SpareOrder
+from core.spec.run.exit_codes import EXIT_FENCED
+from core.spec.run.folder import LOG_FILE
+from core.spec.run.standby import STANDBY_READY, StandbyOrder
 from core.train import __main__ as trainer
 from core.train.entry.fencing import STDIN, await_order, leave
 
@@ -23,7 +25,7 @@ STDOUT, STDERR = 1, 2
 
 
 def main() -> int:
-    words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run/contract.py)."
+    words = "Import what a trainer needs, and wait for an order on stdin (core/spec/run/standby.py)."
     parser = argparse.ArgumentParser(prog="python -m core.train.entry.standby", description=words)
     parser.add_argument("padding", nargs="?", help="makes room in the command line for the run's folder (_rename)")
     parser.parse_args()
@@ -31,11 +33,11 @@ def main() -> int:
     with trainer.importing():
         imports()
         gc.collect()  # it has the time
-    os.write(STDOUT, SPARE_READY)
+    os.write(STDOUT, STANDBY_READY)
     line = _read_line()
     if line is None:  # the worker is gone; there is nothing to tidy up, and torch's own goodbye takes a while
         os._exit(EXIT_FENCED)
-    order = SpareOrder.model_validate_json(line)
+    order = StandbyOrder.model_validate_json(line)
     _write_to_log(Path(order.run_dir))
     arguments = [sys.executable, "-m", "core.train", order.run_dir]
     _rename(arguments)

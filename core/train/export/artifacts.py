@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from core.spec.run.contract import ARTIFACTS
+from core.spec.run.folder import ARTIFACTS
 from core.spec.settled import method_of
 from core.train.base.files import sha256, sync
 from core.train.export.card import base_name, model_card

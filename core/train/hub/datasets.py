@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import DataError, ModelError
 from core.spec.axes.data import HubDataset
+from core.spec.run.model_cache import MODEL, dataset_key
 from core.train.hub import download
 from core.train.hub.download import COMMIT, OnProgress
-from core.train.hub.model_cache import MODEL, Entry, ModelCache
+from core.train.hub.model_cache import CachedModel, ModelCache
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
@@ -69,7 +70,7 @@ def prepare_dataset(
         )
     info = _info(source, field)
     commit = str(info.sha)
-    key = f"hub-data/{source.id.replace('/', '--')}/{commit}-{chosen}"
+    key = dataset_key(source.id, commit, chosen)
     entry = cache.entry(key)
     if entry is None:
         with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
@@ -78,7 +79,7 @@ def prepare_dataset(
     return _found(entry)
 
 
-def _found(entry: Entry) -> tuple[list[Path], dict[str, Any]]:
+def _found(entry: CachedModel) -> tuple[list[Path], dict[str, Any]]:
     return sorted(entry.model_dir.iterdir()), entry.source
 
 
@@ -92,7 +93,7 @@ def _info(source: HubDataset, field: str) -> DatasetInfo:
 
 def _download(
     source: HubDataset, field: str, info: DatasetInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
-) -> Entry:
+) -> CachedModel:
     sizes = {file.rfilename: file for file in info.siblings or []}
     card = info.card_data.to_dict() if info.card_data is not None else {}
     names = choose(source, list(sizes), card.get("configs"), field)

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.axes.model import GGUFModel, HubModel
+from core.spec.run.model_cache import MODEL, hub_key, tokenizer_key
 from core.train.base.files import sha256 as file_sha256
 from core.train.hub import model_files
-from core.train.hub.model_cache import MODEL, Entry, ModelCache
+from core.train.hub.model_cache import CachedModel, ModelCache
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -47,13 +48,13 @@ class HubUnreachable(EftError):
     status = 503
 
 
-def prepare_hub(model: HubModel, cache: ModelCache, offline: bool, on_progress: OnProgress) -> Entry:
+def prepare_hub(model: HubModel, cache: ModelCache, offline: bool, on_progress: OnProgress) -> CachedModel:
     """The cache entry of a hub model, downloaded when it is not there. Needs no network when it is and `revision` is a
     commit."""
     field = "model.id"
     commit = model.revision if COMMIT.fullmatch(model.revision) else None
     ref = f"hub/{model.id}@{model.revision}"
-    if commit is not None and (entry := cache.entry(_key(model.id, commit))):
+    if commit is not None and (entry := cache.entry(hub_key(model.id, commit))):
         return entry
     if is_offline(offline):
         known = cache.read_ref(ref)
@@ -62,7 +63,7 @@ def prepare_hub(model: HubModel, cache: ModelCache, offline: bool, on_progress: 
         raise not_cached(f"{model.id} at {model.revision}", field)
     info = _model_info(model.id, model.revision)
     commit = str(info.sha)
-    key = _key(model.id, commit)
+    key = hub_key(model.id, commit)
     entry = cache.entry(key)
     if entry is None:
         with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
@@ -71,14 +72,14 @@ def prepare_hub(model: HubModel, cache: ModelCache, offline: bool, on_progress: 
     return entry
 
 
-def prepare_hub_tokenizer(model: HubModel, cache: ModelCache, offline: bool, on_progress: OnProgress) -> Entry:
+def prepare_hub_tokenizer(model: HubModel, cache: ModelCache, offline: bool, on_progress: OnProgress) -> CachedModel:
     """An entry with all that a hub model has beside its weights: some megabytes. The whole model, if that is there."""
     commit = model.revision if COMMIT.fullmatch(model.revision) else None
     ref = f"tokenizer/{model.id}@{model.revision}"
     if commit is None and is_offline(offline):
         known = cache.read_ref(f"hub/{model.id}@{model.revision}") or cache.read_ref(ref)
         commit = None if known is None else known["commit"]
-    keys = () if commit is None else (_key(model.id, commit), _tokenizer_key(model.id, commit))
+    keys = () if commit is None else (hub_key(model.id, commit), tokenizer_key(model.id, commit))
     for key in keys:
         if entry := cache.entry(key):
             return entry
@@ -86,8 +87,8 @@ def prepare_hub_tokenizer(model: HubModel, cache: ModelCache, offline: bool, on_
         raise not_cached(f"the tokenizer of {model.id} at {model.revision}", "model.id")
     info = _model_info(model.id, model.revision)
     commit = str(info.sha)
-    key = _tokenizer_key(model.id, commit)
-    entry = cache.entry(_key(model.id, commit)) or cache.entry(key)
+    key = tokenizer_key(model.id, commit)
+    entry = cache.entry(hub_key(model.id, commit)) or cache.entry(key)
     if entry is None:
         with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
             entry = cache.entry(key) or _download_tokenizer(model, info, key, cache, work, on_progress)
@@ -97,7 +98,7 @@ def prepare_hub_tokenizer(model: HubModel, cache: ModelCache, offline: bool, on_
 
 def _download_tokenizer(
     model: HubModel, info: ModelInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
-) -> Entry:
+) -> CachedModel:
     commit, folder, field = str(info.sha), work / MODEL, "model.id"
     there = [file.rfilename for file in info.siblings or []]
     names = [name for name in there if is_small_file(name) and name != model_files.INDEX_FILE]
@@ -182,14 +183,6 @@ def not_cached(what: str, field: str) -> ModelError:
     )
 
 
-def _key(repo: str, commit: str) -> str:
-    return f"hub/{repo.replace('/', '--')}/{commit}"
-
-
-def _tokenizer_key(repo: str, commit: str) -> str:
-    return f"tokenizer/{repo.replace('/', '--')}/{commit}"
-
-
 def _model_info(repo: str, revision: str) -> ModelInfo:
     from huggingface_hub import HfApi
 
@@ -200,7 +193,7 @@ def _model_info(repo: str, revision: str) -> ModelInfo:
 
 def _download_model(
     model: HubModel, info: ModelInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
-) -> Entry:
+) -> CachedModel:
     commit, folder, field = str(info.sha), work / MODEL, "model.id"
     files = {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
     small = [name for name in files if is_small_file(name)]

@@ -1,11 +1,7 @@
 """The shared folder of prepared models: an entry is complete or not there at all.
 
-    models/hub/<owner>--<name>/<commit>/    model/ + manifest.json
-    models/gguf/<sha256>-c<converter>/      model/ + manifest.json
-    models/refs/…                           which commit a branch or tag last meant, for work without a network
-    models/.partial/ .locks/ .digests/      work in progress, one lock a key, SHA-256 of local files
-
-An entry is built in .partial and appears by one rename, after its files are on the disk and its manifest is written.
+Its layout is in core/spec/run/model_cache.py. An entry is built in PARTIAL and appears by one rename, after its
+files are on the disk and its manifest is written.
 """
 
 from __future__ import annotations
@@ -25,19 +21,19 @@ from typing import Any
 from urllib.parse import quote
 
 from core.errors import ModelError
+from core.spec.run.manifest import MANIFEST
+from core.spec.run.model_cache import MODEL, PARTIAL, REFS
 from core.train.base.files import remembered_sha256, sync, write_json
 from core.train.base.files import sha256 as file_sha256
 from core.train.hub.model_files import Summary
 
-MANIFEST = "manifest.json"
-MODEL = "model"
 STALE_SECONDS = 7 * 86400
 """Work in progress that nobody has touched this long is thrown away."""
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedModel:
     """A complete model of the cache."""
 
     model_dir: Path
@@ -51,10 +47,10 @@ class ModelCache:
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.root.mkdir(parents=True, exist_ok=True)
-        for name in (".partial", ".locks", ".digests", "refs"):
+        for name in (PARTIAL, ".locks", ".digests", REFS):
             (self.root / name).mkdir(exist_ok=True)
 
-    def entry(self, key: str) -> Entry | None:
+    def entry(self, key: str) -> CachedModel | None:
         """The entry if it is there with every file at its full size, else None."""
         folder = self.root / key
         try:
@@ -62,7 +58,7 @@ class ModelCache:
             sizes = {file["path"]: file["bytes"] for file in manifest["files"]}
             if any((folder / MODEL / name).stat().st_size != size for name, size in sizes.items()):
                 return None
-            return Entry(folder / MODEL, manifest["source"], manifest["summary"])
+            return CachedModel(folder / MODEL, manifest["source"], manifest["summary"])
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -84,7 +80,7 @@ class ModelCache:
                 on_wait()
                 fcntl.flock(fd, fcntl.LOCK_EX)
             os.utime(path)
-            work = self.root / ".partial" / _flat(key)
+            work = self.root / PARTIAL / _flat(key)
             work.mkdir(exist_ok=True)
             os.utime(work)
             try:
@@ -97,7 +93,7 @@ class ModelCache:
 
     def commit(
         self, key: str, work: Path, source: dict[str, Any], summary: Summary, hashes: Mapping[str, str] | None = None
-    ) -> Entry:
+    ) -> CachedModel:
         """Turn `work/model`, a flat folder, into the entry; anything else in `work` is thrown away.
 
         `hashes`: SHA-256 of files that have just been read, by name; the others are read here.
@@ -126,12 +122,12 @@ class ModelCache:
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():  # an entry that lost files: entry() said None, and we hold its lock
             print(f"notice: {final} was damaged and is replaced", file=sys.stderr, flush=True)
-            damaged = self.root / ".partial" / f"{_flat(key)}.damaged-{os.getpid()}"
+            damaged = self.root / PARTIAL / f"{_flat(key)}.damaged-{os.getpid()}"
             final.rename(damaged)
             shutil.rmtree(damaged)
         work.rename(final)
         sync(final.parent)
-        return Entry(final / MODEL, source, summary.as_dict())
+        return CachedModel(final / MODEL, source, summary.as_dict())
 
     def read_ref(self, name: str) -> dict[str, Any] | None:
         path = self._ref(name)
@@ -141,7 +137,7 @@ class ModelCache:
         write_json(self._ref(name), value)
 
     def _ref(self, name: str) -> Path:
-        return self.root / "refs" / f"{_short(quote(name, safe=''))}.json"
+        return self.root / REFS / f"{_short(quote(name, safe=''))}.json"
 
     def digest(self, path: Path) -> str:
         """SHA-256 of a file outside the cache, remembered as long as its size, mtime and inode stay."""
@@ -149,7 +145,7 @@ class ModelCache:
 
     def sweep(self) -> None:
         """Throw away work in progress that is old and that nobody holds."""
-        for work in (self.root / ".partial").iterdir():
+        for work in (self.root / PARTIAL).iterdir():
             if time.time() - _touched(work) < STALE_SECONDS:
                 continue
             fd = os.open(self.root / ".locks" / f"{work.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -11,7 +11,7 @@ from typing import Any
 
 import core
 from core.hardware.tables import faults
-from core.spec.run.contract import DataOrder
+from core.spec.run.orders import DataOrder
 from core.train.base.files import sha256
 from core.train.data.truncate import DataReport
 from core.train.model.placement import Placement

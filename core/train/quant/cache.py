@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from core import caches
+from core import caches, removal
+from core.spec.run.manifest import MANIFEST
 from core.train.base.files import sha256, sync
 from core.train.quant.int8 import INT8_METHOD
 from core.train.quant.targets import QuantOptions
@@ -30,7 +31,6 @@ log = logging.getLogger("eft.train.quant")
 
 VERSION = 1
 """Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
-MANIFEST = "manifest.json"
 STALE_SECONDS = 86400.0
 _held: dict[Path, caches.Lease] = {}
 """Of the entries that this process has read."""
@@ -78,11 +78,9 @@ def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
     if fault is None or not folder.is_dir():
         return None, None  # thrown away by somebody else meanwhile
     log.warning("%s: %s", fault, folder)
-    aside = cache_dir / f".bad-{key}-{uuid.uuid4().hex}"
     try:
-        folder.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:  # another process was faster, or the cache is not ours to write
+        removal.remove(folder, ".bad-", ignore_errors=True)
+    except OSError as error:
         log.warning("it cannot be thrown away: %s", error)
     return None, fault
 

@@ -21,7 +21,7 @@ LAUNCHER = "EFT_LAUNCHER"
 """Its process number: a rank that finds itself with another parent has outlived it."""
 FENCE = "EFT_RANKS_FENCE"
 """Seconds of silence after which a rank ends itself, a space, and when its launcher last heard that the lease is held
-(seconds of CLOCK_BOOTTIME). Heartbeats come on stdin then (core/spec/run/contract.py). Not there: nobody has a
+(seconds of CLOCK_BOOTTIME). Heartbeats come on stdin then (core/spec/run/heartbeat.py). Not there: nobody has a
 lease."""
 STORE = "store"
 

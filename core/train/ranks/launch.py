@@ -31,16 +31,10 @@ from types import FrameType
 from typing import Any
 
 from core import HOME
-from core.spec.run.contract import (
-    EVENTS_FILE,
-    EXIT_CHECKPOINTED,
-    EXIT_FAILED,
-    EXIT_NO_SPACE,
-    EXIT_OK,
-    RANKS,
-    RunOrder,
-    heartbeat,
-)
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.folder import EVENTS_FILE, RANKS
+from core.spec.run.heartbeat import heartbeat
+from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
 from core.train.entry.fencing import arm, boottime
@@ -58,7 +52,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.plat
 
 
 def launch(run_dir: Path, order: RunOrder) -> int:
-    """Run the order's ranks to their end: the exit code (core/spec/run/contract.py). Does not return where a rank was
+    """Run the order's ranks to their end: the exit code (core/spec/run/exit_codes.py). Does not return where a rank was
     ended by a signal: this process is ended by the same one then."""
     gang = Gang(run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at)
     hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}

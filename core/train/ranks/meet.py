@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from core.errors import SpecError
-from core.spec.run.contract import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE, RunOrder
+from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
+from core.spec.run.orders import RunOrder
 from core.train.base.disk import disk_full, print_traceback, tell_failure
 from core.train.base.events import EventWriter
 from core.train.model.placement import Placement

@@ -34,19 +34,6 @@ class Leaf:
     """None for numbers, booleans and nulls, which are written in many ways: an added word speaks for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A value of a row that must come out."""
-
-    kind: Kind
-    message: int | None
-    """Its place in the chat; None for tools."""
-    path: str
-    """Inside the message, or the row."""
-    text: str | None
-    """None for numbers, booleans and nulls, which are written in many ways: an added word speaks for them."""
-
-
 # --- what a row says ---------------------------------------------------------------------------------------
 
 

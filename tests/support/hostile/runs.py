@@ -28,16 +28,9 @@ from core.spec.axes.model import LocalModel
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
-from core.spec.run.contract import (
-    EVENTS_FILE,
-    EXIT_FAILED,
-    EXIT_OK,
-    ORDER_FILE,
-    DataOrder,
-    MemoryLimit,
-    PrepareOrder,
-    RunOrder,
-)
+from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import DataOrder, MemoryLimit, PrepareOrder, RunOrder
 from tests.support.hostile.cases import Case, cases
 from tests.support.trainer import chats, events, write_rows
 from worker.attempt import outcome

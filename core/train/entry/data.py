@@ -1,4 +1,4 @@
-"""`python -m core.train.data check|preview FILE …`: look at data by hand, without a server. JSON on stdout, one
+"""`python -m core.train.entry.data check|preview FILE …`: look at data by hand, without a server. JSON on stdout, one
 document a file; progress on stderr. `eft data` draws it.
 
 `check` reads the file as an upload would. `preview` takes the options of a job (`--set training.max_length=512`,
@@ -106,8 +106,8 @@ def _preview(args: argparse.Namespace) -> dict[str, Any]:
     from core.spec.files import data_orders
     from core.spec.load import parse_job
     from core.spec.resolve import resolve
-    from core.spec.run.contract import RunOrder
-    from core.train.entry.cli import document, located
+    from core.spec.run.orders import RunOrder
+    from core.train.entry.jobfile import document, located
     from core.train.entry.prepare import prepare_tokenizer
 
     spec = resolve(parse_job(document(args)))

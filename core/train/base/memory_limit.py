@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from core.spec.run.contract import MemoryLimit
+from core.spec.run.orders import MemoryLimit
 
 _limit: MemoryLimit | None = None
 _of_helpers: MemoryLimit | None = None

@@ -1,0 +1,12 @@
+"""Names of the files in a run folder (core/spec/run/__init__.py)."""
+
+ORDER_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+LOG_FILE = "log.txt"
+CHECKPOINTS = "checkpoints"
+ARTIFACTS = "artifacts"
+UNFINISHED = "tmp-"
+"""Prefix of a checkpoint that is being written or removed. Once its writer is dead, it is rubbish."""
+RANKS = "ranks-"
+"""Prefix of the private folder in which several ranks find each other (core/train/ranks). Once they are dead, it is
+rubbish."""

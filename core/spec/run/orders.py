@@ -1,0 +1,116 @@
+"""Orders that a worker writes into a run folder for its child: train, prepare a model, preview a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from core.spec.axes.data import Columns, Format, HashSplit, HubDataset
+from core.spec.axes.model import Model
+from core.spec.base import SpecModel
+from core.spec.job import JobSpec
+
+
+class DataFiles(SpecModel):
+    """One source with every path settled: its files are read one after another, as if they were one."""
+
+    field: str = "data.train"
+    """Where the job names it."""
+    paths: list[str]
+    format: Format = "auto"
+    columns: Columns = Field(default={})
+    weight: float | None = None
+    origin: dict[str, Any] = Field(default_factory=dict)
+    """Where the files came from, for the run record: a hub data set's id and commit."""
+
+
+class DataOrder(SpecModel):
+    """The rows of one side of a run (core/data/stream.py reads them)."""
+
+    sources: list[DataFiles]
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """With weights only, as is `seed`."""
+    seed: int = 0
+    part: Literal["all", "train", "eval"] = "all"
+    """Which side of `split` to read; `all` without one."""
+    split: HashSplit | None = None
+
+    @classmethod
+    def of(cls, path: Path, format: Format = "auto") -> DataOrder:
+        """One whole file."""
+        return cls(sources=[DataFiles(paths=[str(path)], format=format)])
+
+
+class MemoryLimit(SpecModel):
+    """What a process may take of the box's memory, beyond what it has when it begins its work."""
+
+    bytes: int
+    setting: str
+    """Whose message it is to name, `EFT_PREPARE_BYTES`, say."""
+
+
+class RunOrder(SpecModel):
+    """What a batch child is to do: `python -m core.train RUN_DIR`."""
+
+    job_id: str
+    attempt: int
+    spec: JobSpec
+    """Resolved: every default is written out."""
+    model_dir: str
+    """Local folder in Hugging Face format, prepared before."""
+    model_source: dict[str, Any] = Field(default_factory=dict)
+    """Where that folder came from (hub id, pinned commit, file hash): goes into the run record and the model card."""
+    train: DataOrder
+    eval: DataOrder | None = None
+    resume_from: list[str] = Field(default_factory=list)
+    """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
+    cache_dir: str | None = None
+    """Folder for what can be made again (packed weights, tokenised rows), shared by all runs of this data root; null:
+    nothing is kept."""
+    fence_seconds: float | None = None
+    """End when stdin is silent this long; null when run by hand, without a worker."""
+    selftest: dict[str, Any] | None = None
+    """What the device's self-test found (core/hardware/selftest.py); null: it was not tried."""
+    settled: dict[str, Any] | None = None
+    """What `method: auto` came to, and why, with `words` for the job's events (core/jobs/admission/auto_method.py);
+    `spec` has it."""
+    memory_bytes: int | None = None
+    """What the run may count on where device and host are one memory; null: what is free."""
+    memory_limit: MemoryLimit | None = None
+    """Beyond which allocations fail; null: no limit."""
+    helper_limit: MemoryLimit | None = None
+    """The same of each process beside it that makes tokens of rows."""
+    world_size: int = Field(default=1, ge=1)
+    """Ranks, one a GPU (or CPU slot) of the claim. With several the child only starts them (core/train/ranks)."""
+    held_at: float | None = None
+    """When the worker last knew that it holds the lease, in seconds of this node's CLOCK_BOOTTIME: the silence that
+    `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""
+
+
+class DatasetOrder(SpecModel):
+    """A hub data set, and where the job names it."""
+
+    field: str
+    source: HubDataset
+
+
+class PrepareOrder(SpecModel):
+    """Bring a model onto this data root: `python -m core.train.entry.prepare RUN_DIR`. Needs no GPU."""
+
+    job_id: str
+    attempt: int
+    model: Model
+    models_dir: str
+    """The shared cache; a model is complete there or not there at all."""
+    model_roots: list[str] = Field(default_factory=list)
+    """Roots below which `local` folders and `gguf` files may lie."""
+    offline: bool = False
+    datasets: list[DatasetOrder] = Field(default_factory=list)
+    weights: bool = True
+    """False: tokenizer and configuration are enough, for a preview."""
+    memory_limit: MemoryLimit | None = None
+    """Beyond which allocations fail; null: no limit."""
+    fence_seconds: float | None = None
+    held_at: float | None = None
