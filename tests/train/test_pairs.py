@@ -4,6 +4,7 @@ tuned model, asked by plain transformers with the prompt alone, writes exactly t
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,26 @@ def written(folder: Path, way: Way, rows: list[dict[str, str]]) -> float:
     return right / len(rows)
 
 
+def inside_a_word(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The same texts with the border three characters later, where tokens merge unless the two are tokenised apart."""
+    return [{"prompt": f"{row['prompt']} {row['completion'][:3]}", "completion": row["completion"][3:]} for row in rows]
+
+
 @pytest.mark.parametrize("way", ["newline", "chat"])
 def test_exact_match_is_what_the_model_writes(small: Path, tmp_path: Path, way: Way) -> None:
-    held_out = intents("heldout.jsonl")
-    train = write_rows(tmp_path / "train.jsonl", intents("train.jsonl"))
+    """By default: `newline` is that of a model without a chat template. With `joined` the two figures differ."""
+    model, train_rows, held_out = small, intents("train.jsonl"), intents("heldout.jsonl")
+    if way == "newline":
+        model = Path(shutil.copytree(small, tmp_path / "base"))
+        (model / "chat_template.jinja").unlink()
+        train_rows, held_out = inside_a_word(train_rows), inside_a_word(held_out)
+    train = write_rows(tmp_path / "train.jsonl", train_rows)
     held = write_rows(tmp_path / "held.jsonl", held_out)
     run_dir = write_run(
         tmp_path / "run",
-        small,
+        model,
         train,
-        data={"train": str(train), "eval": str(held), "rendering": {"type": "model", "pairs": way}},
+        data={"train": str(train), "eval": str(held)},
         method="full",
         optimizer={"learning_rate": 3e-3},
         training={"num_train_epochs": 20, "max_length": 96, "precision": "fp32"},

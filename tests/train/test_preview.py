@@ -137,6 +137,19 @@ def test_every_row_that_would_be_refused_is_listed(tiny_dir: Path, tokenizer: An
     assert found["rows"]["used"] == 4 and len(found["samples"]) == 4
 
 
+def test_one_cause_of_many_rows_is_told_once_with_their_lines(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    strict = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no bad words') }}{% endif %}"
+    strict += "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    rows = chats(30)
+    for line in (2, 3, 4, 9, 30):
+        rows[line - 1]["messages"][0]["content"] = f"bad {line}"
+    data = {"train": str(tmp_path / "preview.jsonl"), "rendering": {"type": "given", "template": strict}}
+    found = look(tmp_path / "preview", tiny_dir, tokenizer, rows, data=data)
+    (fault,) = found["faults"]
+    assert (fault["field"], fault["line"], fault["times"]) == ("lines 2 to 4, 9 and 30", 2, 5)
+    assert "no bad words" in fault["message"] and found["fault_count"] == found["rows"]["refused"] == 5
+
+
 def test_too_long_for_a_policy_that_refuses(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
     training = {"truncation": "refuse", "max_length": 16}
     found = look(tmp_path / "preview", tiny_dir, tokenizer, pairs(6), training=training)

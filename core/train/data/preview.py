@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from core.data.faults import Faults
 from core.data.ignored import glance
-from core.errors import EftError
+from core.errors import EftError, Fault
 from core.spec.axes.training import Packed
 from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
+from core.train.data.tokenise import RowFault
 from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import cut_rows, truncate
 
@@ -30,6 +32,7 @@ SAMPLES = 10
 SHOWN_HEAD, SHOWN_TAIL = 400, 200
 """Tokens of a sample that are shown; what lies between is counted."""
 SHOWN_FAULTS = 20
+"""Causes that are shown; each is told once, with the lines that have it."""
 SHOWN_DUPLICATES = 10
 FIRST_BIN = 16
 """Tokens; each further bin of the histogram is twice as wide as the one before."""
@@ -60,7 +63,7 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
         used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
         batches = _batches(spec, used, whole)
     except EftError as error:
-        limit_fault = {"line": None, "field": error.field, "message": error.message}
+        limit_fault = Fault(error.code, error.message, error.field)
     document: dict[str, Any] = {
         "format": tokens.format,
         "ok": not faults and limit_fault is None,
@@ -92,11 +95,19 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
             **batches,
         }
         document["samples"] = _samples(used, whole, tokenizer)
-    return document | _told([*([limit_fault] if limit_fault else []), *faults])
+    return document | _told(faults, limit_fault)
 
 
-def _told(faults: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"faults": faults[:SHOWN_FAULTS], "fault_count": len(faults)}
+def _told(rows: Iterable[RowFault], limit: Fault | None = None) -> dict[str, Any]:
+    """The first causes, each with the lines that have it, and the number of all faults; `limit` comes first."""
+    faults = Faults()
+    for row in rows:
+        faults.add(row.code, row.message, row.place, number=row.line)
+    told = ([] if limit is None else [limit]) + faults.kept
+    return {
+        "faults": [fault.as_dict() for fault in told[:SHOWN_FAULTS]],
+        "fault_count": faults.count + (limit is not None),
+    }
 
 
 # --- figures -----------------------------------------------------------------------------------------------

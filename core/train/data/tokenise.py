@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,21 @@ PARALLEL_ROWS = 30_000
 """Rows from which on processes of their own pay: each takes some seconds of processor time to start."""
 PARALLEL_CHUNK = 512
 
-RowFault = dict[str, Any]
-"""{"line", "field", "message"} of a row that cannot be rendered."""
+
+class RowFault(NamedTuple):
+    """Why a row cannot be rendered."""
+
+    line: int
+    code: str
+    message: str
+    place: str
+    """Path inside the row, such as `messages[1]`, or in the job; empty for the whole row."""
+
+    @classmethod
+    def of(cls, line: int, error: EftError) -> RowFault:
+        """The fault that the renderer raised for the row of this line."""
+        place = (error.field or "").removeprefix(f"line {line}").removeprefix(": ")
+        return cls(line, error.code, error.message, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +208,7 @@ def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, 
         try:
             parts = list(_parts(numbered, renderer))
         except EftError as error:
-            writer.faults.append({"line": numbered.line, "field": error.field, "message": error.message})
+            writer.faults.append(RowFault.of(numbered.line, error))
         else:
             for part in parts:
                 writer.add(numbered.line, part)
