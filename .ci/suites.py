@@ -1,7 +1,8 @@
 """Run the test suites one after another and hold each to its row of minutes.
 
 `python .ci/suites.py [SUITE …]` runs them; with CI=true a suite that outgrows its row fails the run, elsewhere
-(a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores.
+(a slower machine) it is only told. A suite is a set of folders under tests/; its row is its budget on 2 cores. Each
+suite ends with a list of its slowest files and tests.
 
 A failed test of whole services, or of processes that are stopped and killed (AGAIN), is run once more, alone. Such a
 test races with real processes, and among hundreds of them there is always one more race than anybody has found; to
@@ -51,6 +52,8 @@ AGAIN = (
 )
 """Of the tests in these folders and files at most MOST of a suite are run again."""
 MOST = 3
+SLOWEST = 10
+"""Tests and files of a suite that its end names."""
 BROKEN = "an invariant was broken"
 """In what a storm of tests/chaos says: seen once is enough."""
 
@@ -66,11 +69,13 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """Of one run of pytest."""
+    """What one run of pytest came to."""
 
     code: int
     passed: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    took: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds and CPU seconds by node id."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,22 @@ def pytest(*arguments: str, quietly: bool = False) -> tuple[Outcome, str]:
         if not path.exists():  # it did not come to its end
             return Outcome(ended.returncode), ended.stdout or ""
         told = json.loads(path.read_text())
-        return Outcome(ended.returncode, told["passed"], [Fault(**one) for one in told["faults"]]), ended.stdout or ""
+        faults = [Fault(**one) for one in told["faults"]]
+        return Outcome(ended.returncode, told["passed"], faults, told["took"]), ended.stdout or ""
+
+
+def slowest(took: dict[str, list[float]], count: int = SLOWEST) -> list[str]:
+    """Lines that name the slowest tests and files with their seconds and CPU seconds."""
+    of_files: dict[str, list[float]] = {}
+    for test, (seconds, cpu) in took.items():
+        both = of_files.setdefault(test.partition("::")[0], [0.0, 0.0])
+        both[0], both[1] = both[0] + seconds, both[1] + cpu
+    whole = sum(cpu for _, cpu in took.values())
+    lines = [f"{'seconds':>9}{'CPU':>8}   the slowest files and tests, {whole:.0f} s of CPU in all"]
+    for found in (of_files, took):
+        dearest = sorted(found.items(), key=lambda one: -one[1][0])[:count]
+        lines += [f"{seconds:>9.1f}{cpu:>8.1f}   {name}" for name, (seconds, cpu) in dearest]
+    return lines
 
 
 def run_again(outcome: Outcome) -> list[Unsteady] | None:
@@ -165,6 +185,7 @@ def main() -> int:
         print(f"\n=== {name}: {len(present)} files", flush=True)
         began, busy_before, all_before = time.monotonic(), *ticks()
         outcome, _ = pytest(*options, *present)
+        print("\n".join(slowest(outcome.took)), flush=True)
         took = (time.monotonic() - began) / 60
         busy, all_of_it = (now - before for now, before in zip(ticks(), (busy_before, all_before), strict=True))
         verdict = "over its row" if took > minutes else "passed"

@@ -72,8 +72,10 @@ def test_only_a_test_that_has_run_and_passed_is_unsteady(suites: ModuleType) -> 
 
 
 TESTS = """
-import os, pytest
+import os, pytest, subprocess, sys
 def test_good(): pass
+BUSY = "import time\\nwhile time.process_time() < 0.4: pass"
+def test_busy(): subprocess.run([sys.executable, "-c", BUSY])
 def test_bad(): assert 1 == 2, "as it should"
 def test_left_out(): pytest.skip("not here")
 @pytest.fixture
@@ -98,10 +100,15 @@ def test_what_pytest_tells(suites: ModuleType, there: Path) -> None:
     (there / "test_these.py").write_text(TESTS)
     found, printed = suites.pytest("-n", "2", "test_these.py", quietly=True)
     names = {test.rpartition("::")[2] for test in found.passed}
-    assert (found.code, names) == (1, {"test_good", "test_untidy"}), printed
+    assert (found.code, names) == (1, {"test_good", "test_busy", "test_untidy"}), printed
     told = {fault.test.rpartition("::")[2]: fault for fault in found.faults}
     assert {name: fault.when for name, fault in told.items()} == {"test_bad": "call", "test_untidy": "teardown"}
     assert "as it should" in told["test_bad"].text and "afterwards" in told["test_untidy"].text
+    seconds, cpu = found.took["test_these.py::test_busy"]
+    assert seconds >= 0.3 and cpu >= 0.3, "a child's CPU seconds count with the test that waited for it"
+    lines = suites.slowest(found.took, 2)
+    assert [line.split()[-1] for line in lines[1:3]] == ["test_these.py", "test_these.py::test_busy"]
+    assert len(lines) == 1 + 1 + 2
 
 
 def test_a_crash_is_told_from_a_failure(suites: ModuleType, there: Path) -> None:
