@@ -31,6 +31,7 @@ from core.jobs.lifecycle.relay import EventBatch, relay
 from core.jobs.lifecycle.submit import Actor, cancel
 from core.storage.layout import Layout
 from tests.support.ports import held_port
+from tests.support.selection import EVERYTHING
 
 NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0, "rate_public_per_minute": 0}
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -204,18 +205,51 @@ def _wait(api: Api) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
-def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """One API for all tests of a process, on each database."""
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else None
-    with _running(tmp_path_factory.mktemp(f"api-{request.param}"), url) as running:
-        yield running
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_databases: run on PostgreSQL too, not on SQLite alone")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test runs on SQLite; one that is marked `both_databases`, on PostgreSQL too.
+
+    The mark is for what the databases do differently: races, locks, ordering, pages, JSON, numbers and texts that one
+    of them refuses. What claims, leases and the queue ask of them is tested on both in tests/db.
+    """
+    if "database_kind" in metafunc.fixturenames:
+        both = EVERYTHING or metafunc.definition.get_closest_marker("both_databases") is not None
+        kinds = ["sqlite", "postgresql"] if both else ["sqlite"]
+        metafunc.parametrize("database_kind", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def database_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def database_url(request: pytest.FixtureRequest, database_kind: str) -> str:
+    """A new database of this kind; "" is the SQLite file of the data root."""
+    return "" if database_kind == "sqlite" else request.getfixturevalue("postgres_databases")()
+
+
+@pytest.fixture(scope="module")
+def api(request: pytest.FixtureRequest, database_kind: str) -> Api:
+    """The API of this kind of database that all tests of a process share."""
+    found: Api = request.getfixturevalue(f"{database_kind}_api")
+    return found
 
 
 @pytest.fixture(scope="session")
 def sqlite_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """For what has nothing to do with the database."""
-    with _running(tmp_path_factory.mktemp("api")) as running:
+    """Ask for `api`."""
+    with _running(tmp_path_factory.mktemp("api-sqlite")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def postgresql_api(tmp_path_factory: pytest.TempPathFactory, postgres_databases: Callable[[], str]) -> Iterator[Api]:
+    """Ask for `api`."""
+    with _running(tmp_path_factory.mktemp("api-postgresql"), postgres_databases()) as running:
         yield running
 
 

@@ -38,10 +38,9 @@ KEY = re.compile(r"eft_[0-9a-z]{8}_[0-9A-Za-z]{46}")
 DAY = 86400
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("access") / "data", url) as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("access") / "data", database_url) as made:
         yield made
 
 
@@ -103,6 +102,7 @@ def test_who_may_hold_gpus_and_for_how_long(here: World, member: Caller, admin: 
 # -- keys
 
 
+@pytest.mark.both_databases
 def test_a_key_allows_what_its_user_and_its_scope_both_do(here: World, member: Caller) -> None:
     made = ok(here.ask("POST", "/keys", member.key, json={"name": "ci", "scope": "read"}), 201)
     assert KEY.fullmatch(made["key"]) and made["key"].split("_")[1] == made["prefix"]
@@ -176,6 +176,7 @@ def test_admins_of_the_box_make_the_first_key_of_a_project(here: World, boss: Ca
     assert here.ask("GET", "/projects", key["key"]).json()["data"][0]["id"] == made["id"]
 
 
+@pytest.mark.both_databases
 def test_a_key_ends_when_it_said_it_would(here: World, member: Caller) -> None:
     made = ok(here.ask("POST", "/keys", member.key, json={"expires_in_days": 2}), 201)
     assert abs(seconds(made["expires_at"]) - time.time() - 2 * DAY) < 60
@@ -194,6 +195,7 @@ def test_a_key_ends_when_it_said_it_would(here: World, member: Caller) -> None:
     assert (states[made["id"]], states[child["id"]]) == ("expired", "works")
 
 
+@pytest.mark.both_databases
 def test_rotation_leaves_time_to_change_over(here: World, member: Caller) -> None:
     old = ok(here.ask("POST", "/keys", member.key, json={"name": "ci", "scope": "read", "expires_in_days": 90}), 201)
     assert code(here.ask("POST", f"/keys/{old['id']}/rotate", old["key"]), 403) == "missing_right"
@@ -224,6 +226,7 @@ def test_rotation_leaves_time_to_change_over(here: World, member: Caller) -> Non
     assert code(here.ask("GET", "/jobs", at_once["key"]), 401) == "invalid_api_key"
 
 
+@pytest.mark.both_databases
 def test_last_use_is_noted_without_a_write_a_request(here: World, member: Caller) -> None:
     uses: LastUse = here.app.state.eft.last_use
 
@@ -246,6 +249,7 @@ def test_last_use_is_noted_without_a_write_a_request(here: World, member: Caller
     assert last() > first, "a refusal is a use, too"
 
 
+@pytest.mark.both_databases
 def test_a_database_that_is_away_costs_no_last_use(here: World, member: Caller, tmp_path: Path) -> None:
     from core.db.engine import Database
 
@@ -369,6 +373,7 @@ def test_somebody_always_looks_after_it(here: World, boss: Caller) -> None:
     ok(here.ask("PATCH", "/users/root", boss.key, json={"box_admin": True}))
 
 
+@pytest.mark.both_databases
 def test_two_admins_cannot_remove_one_another(here: World) -> None:
     """At the same moment, in two connections: one of them stays."""
     with here.database.write() as session:
@@ -404,6 +409,7 @@ def test_a_disabled_user_is_out_and_can_come_back(here: World, boss: Caller, mem
 # -- audit
 
 
+@pytest.mark.both_databases
 def test_every_change_is_in_the_audit_and_in_its_transaction(here: World, admin: Caller, boss: Caller) -> None:
     name = here.fresh("audited")
     mine = here.caller(name, Role.MEMBER, Scope.WRITE)
@@ -461,6 +467,7 @@ def test_every_change_is_in_the_audit_and_in_its_transaction(here: World, admin:
     assert shown == {"key.create", "key.rotate", "key.revoke"}
 
 
+@pytest.mark.both_databases
 def test_the_audits_filters_and_pages(here: World, admin: Caller, boss: Caller) -> None:
     who = here.fresh("filtered")
     ok(here.ask("POST", "/users", boss.key, json={"name": who}), 201)
@@ -507,6 +514,7 @@ def test_the_audits_filters_and_pages(here: World, admin: Caller, boss: Caller) 
 # -- lists
 
 
+@pytest.mark.both_databases
 def test_no_list_tells_of_another_projects_things(here: World, admin: Caller, boss: Caller) -> None:
     """Of every list that the application has: with jobs of the other project that wait, run and are over."""
     rivals = here.rivals
@@ -543,17 +551,17 @@ def test_no_list_tells_of_another_projects_things(here: World, admin: Caller, bo
 # -- by the command
 
 
-def test_by_the_command(sqlite_api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_the_command(api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("EFT_URL", sqlite_api.url)
+    monkeypatch.setenv("EFT_URL", api.url)
 
-    def run(*arguments: str, key: str = sqlite_api.key, status: int = 0) -> Any:
+    def run(*arguments: str, key: str = api.key, status: int = 0) -> Any:
         """In this process: a start of the command costs more than all it does."""
         done = CliRunner().invoke(app, arguments, env={"EFT_API_KEY": key or None})
         assert done.exit_code == status, done.output
         return done
 
-    said = eft(sqlite_api, "whoami").stdout
+    said = eft(api, "whoami").stdout
     assert said.startswith("ada (admin of the box), admin in project lab; key key-") and "scope box" in said
     assert run("users", "create", "grace").stdout.startswith("user-")
     assert run("projects", "add", "grace", "--role", "viewer").stdout == "grace viewer\n"
@@ -565,7 +573,7 @@ def test_by_the_command(sqlite_api: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(run("whoami", "--json", key=key).stdout)["role"] == "viewer"
     assert "admins of the box" in run("projects", "create", "more", key=key, status=5).stderr
     # A key in the file of `eft login` is rotated in place.
-    path = write_config(sqlite_api.url, key)
+    path = write_config(api.url, key)
     assert "EFT_API_KEY goes before it" in run("keys", "rotate", "--save", status=2).stderr
     assert run("keys", "rotate", "--save", "--overlap-hours", "0", key="").stdout == ""
     assert path.stat().st_mode & 0o777 == 0o600 and key not in path.read_text()
@@ -577,4 +585,4 @@ def test_by_the_command(sqlite_api: Any, tmp_path: Path, monkeypatch: pytest.Mon
     entries = run("audit", "--action", "key.", "-n", "3", "--json").stdout
     assert [row["action"] for row in json.loads(entries)["data"]] == ["key.revoke", "key.rotate", "key.create"]
     assert run("users", "change", "grace", "--disable").stdout == "grace disabled\n"
-    assert key not in sqlite_api.log() and sqlite_api.key not in sqlite_api.log()
+    assert key not in api.log() and api.key not in api.log()

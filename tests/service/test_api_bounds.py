@@ -25,10 +25,9 @@ from tests.support.world import MODEL, Caller, World, world
 HALF, NUL, ESC, BIDI = "\ud800", "a\x00b", "\u009b31m", "a\u202eb"
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("bounds") / "data", url) as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("bounds") / "data", database_url) as made:
         yield made
 
 
@@ -64,6 +63,7 @@ def put(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     return [put(inner, path[1:], value) if number == path[0] else inner for number, inner in enumerate(document)]
 
 
+@pytest.mark.both_databases
 def test_no_field_of_any_body_takes_what_cannot_be_kept(here: World, boss: Caller) -> None:
     """Every route that reads JSON, from the application itself, and every field of its example."""
     tried = 0
@@ -88,6 +88,7 @@ def test_no_field_of_any_body_takes_what_cannot_be_kept(here: World, boss: Calle
     assert tried > 60
 
 
+@pytest.mark.both_databases
 def test_no_parameter_of_any_query_takes_nul(here: World, boss: Caller) -> None:
     things = objects(here, here.lab, fresh=False)
     for path, methods in here.app.openapi()["paths"].items():
@@ -152,6 +153,7 @@ def test_names_of_one_script_are_taken(here: World, boss: Caller) -> None:
         "/nodes/box/drain?reason=%C2%9B31m",
     ],
 )
+@pytest.mark.both_databases
 def test_times_and_reasons_of_queries_are_bounded(here: World, boss: Caller, path: str) -> None:
     method = "POST" if "drain" in path else "GET"
     reply = here.ask(method, path, boss.key)
@@ -183,6 +185,7 @@ def test_an_error_comes_out_whatever_it_holds() -> None:
     assert json.loads(bytes(reply.body))["error"]["message"] == "?"
 
 
+@pytest.mark.both_databases
 def test_nothing_is_done_that_cannot_be_answered(here: World, boss: Caller) -> None:
     """A reply is made before the commit."""
     name = here.fresh("unsaid")
@@ -206,6 +209,7 @@ def test_nothing_is_done_that_cannot_be_answered(here: World, boss: Caller) -> N
         assert session.execute(select(User).where(User.name == name)).all() == []
 
 
+@pytest.mark.both_databases
 def test_a_project_has_so_many_webhooks_also_at_once(here: World, boss: Caller) -> None:
     with here.database.read() as session:
         principal = auth.authenticate(session, boss.key)

@@ -28,6 +28,7 @@ def ended(api: Any, outcome: Any = None, **spec: Any) -> tuple[str, Path]:
     return job_id, api.layout.job(job_id)
 
 
+@pytest.mark.both_databases
 def test_it_is_gone_and_says_what_that_freed(api: Any) -> None:
     job_id, folder = ended(api)
     running, token = api.start_job()
@@ -46,6 +47,7 @@ def test_it_is_gone_and_says_what_that_freed(api: Any) -> None:
     assert api.client("strangers").delete(f"/jobs/{job_id}").status_code == 404
 
 
+@pytest.mark.both_databases
 def test_a_key_that_made_a_deleted_job(api: Any) -> None:
     """It neither brings the job back nor makes another one."""
     body = {"model": "team/tiny", "data": api.upload(b'{"text": "a"}\n')["id"]}
@@ -57,9 +59,9 @@ def test_a_key_that_made_a_deleted_job(api: Any) -> None:
     assert job_id in reply.json()["error"]["message"]
 
 
-def test_from_the_command_line(sqlite_api: Any) -> None:
+def test_from_the_command_line(api: Any) -> None:
     """A retry goes before what it is a retry of, however they are named."""
-    api = sqlite_api
+    api = api
     first, _ = ended(api, Failed("user", "x", "y"))
     second = api.http.post(f"/jobs/{first}/retry").json()["id"]
     refused = eft(api, "delete", second)

@@ -156,6 +156,7 @@ def test_wrong_keys(api: Any) -> None:
         assert reply.status_code in (200, 503), path
 
 
+@pytest.mark.both_databases
 def test_a_revoked_key_stops_at_once(api: Any) -> None:
     client = api.client("revoked")
     assert client.get("/jobs").status_code == 200
@@ -167,6 +168,7 @@ def test_a_revoked_key_stops_at_once(api: Any) -> None:
     shape(client.get("/jobs"), 401)
 
 
+@pytest.mark.both_databases
 def test_pause_resume_retry(api: Any) -> None:
     job = api.submit(data=api.upload(PAIR)["id"])
 
@@ -250,9 +252,9 @@ def test_the_key_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/jobs", "/files?filename=a"])
-def test_a_refusal_in_mid_upload_reaches_a_client_that_only_writes(sqlite_api: Any, path: str) -> None:
+def test_a_refusal_in_mid_upload_reaches_a_client_that_only_writes(api: Any, path: str) -> None:
     """httpx sends the whole body before it looks: 12 MiB without a key must end in a 401, not in a broken pipe."""
     body = b"x" * (12 << 20)
     headers = {"content-type": "application/jsonl"}
-    reply = httpx.post(f"{sqlite_api.url}{path}", content=body, headers=headers)
+    reply = httpx.post(f"{api.url}{path}", content=body, headers=headers)
     shape(reply, 401)

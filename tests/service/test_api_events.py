@@ -69,6 +69,7 @@ def parse(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             event[name] = json.loads(value) if name == "data" else value
 
 
+@pytest.mark.both_databases
 def test_replay_follow_and_end(api: Any) -> None:
     job_id, token = start(api)
     early = Stream(api, job_id)
@@ -107,6 +108,7 @@ def test_replay_follow_and_end(api: Any) -> None:
     assert [event["event"] for event in beyond.events] == ["end"]
 
 
+@pytest.mark.both_databases
 def test_pages_of_events(api: Any) -> None:
     job_id, token = start(api)
     api.tell(token, *[NOTICE] * 20)

@@ -272,6 +272,7 @@ def test_stale_parts_are_removed(tmp_path: Path) -> None:
     asyncio.run(start())
 
 
+@pytest.mark.both_databases
 def test_lists_and_deletion(api: Any) -> None:
     client = api.client("files-list")
     ids = [api.upload(PAIR, f"{number}.jsonl", client=client)["id"] for number in range(3)]
@@ -320,8 +321,8 @@ def test_the_rows_are_what_was_sent(api: Any) -> None:
     assert (file["rows"], file["format"]) == (2, "instruction")
 
 
-def test_a_large_upload_takes_no_memory(sqlite_api: Any) -> None:
-    api = sqlite_api
+def test_a_large_upload_takes_no_memory(api: Any) -> None:
+    api = api
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     data = row * 48_000
     process = Path(f"/proc/{api.process.pid}")
@@ -340,6 +341,7 @@ def test_a_large_upload_takes_no_memory(sqlite_api: Any) -> None:
         assert memory("VmHWM") - before < 24, "MiB, for a file of 46"
 
 
+@pytest.mark.both_databases
 def test_deleting_and_submitting_at_once(api: Any) -> None:
     """Either the job has its file, or the file is gone and there is no job; and sharing files is no deadlock."""
     client = api.client("files-race")
@@ -372,7 +374,7 @@ def test_deleting_and_submitting_at_once(api: Any) -> None:
         assert (client.get(f"/files/{file}").status_code == 404) == (deleted == [200])
 
 
-def test_other_containers_and_columns_answer_with_a_report(sqlite_api: Any) -> None:
+def test_other_containers_and_columns_answer_with_a_report(api: Any) -> None:
     table = pa.table({"question": ["a", "b"], "answer": ["c", "d"]})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
@@ -384,7 +386,7 @@ def test_other_containers_and_columns_answer_with_a_report(sqlite_api: Any) -> N
     }
     for container, data in files.items():
         form = {"columns": json.dumps(columns)}
-        reply = sqlite_api.http.post("/files", files={"file": ("rows", data)}, data=form)
+        reply = api.http.post("/files", files={"file": ("rows", data)}, data=form)
         assert reply.status_code == 201, reply.text
         file = reply.json()
         report = file["report"]
@@ -392,12 +394,12 @@ def test_other_containers_and_columns_answer_with_a_report(sqlite_api: Any) -> N
         formulas = ["formula"] if container == "csv" else []
         assert [notice["code"] for notice in report["notices"]] == [*formulas, "pairs"]
         job = {"model": "team/tiny", "data": {"train": [file["id"], {"type": "hub", "id": "team/rows"}]}}
-        spec = sqlite_api.http.post("/jobs?dry_run=true", json=job).json()["spec"]
+        spec = api.http.post("/jobs?dry_run=true", json=job).json()["spec"]
         first, second = (one["source"] for one in spec["data"]["train"]["sources"])
         assert (first["format"], first["columns"]) == ("prompt_completion", columns)
         assert second["type"] == "hub"
-    refused = error(sqlite_api.http.post("/files", files={"file": ("rows", files["parquet"])}), 422)
+    refused = error(api.http.post("/files", files={"file": ("rows", files["parquet"])}), 422)
     assert (refused["faults"][0]["code"], refused["report"]["container"]) == ("unknown_format", "parquet")
     wrong = {"columns": '{"question": "prompt"}'}
-    assert error(sqlite_api.http.post("/files", files={"file": ("rows", b"")}, data=wrong), 422)["field"] == "columns"
-    assert not list(sqlite_api.layout.uploads.iterdir())
+    assert error(api.http.post("/files", files={"file": ("rows", b"")}, data=wrong), 422)["field"] == "columns"
+    assert not list(api.layout.uploads.iterdir())

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import httpx
+import pytest
 from sqlalchemy import select
 
 from core.db.tables import IdempotencyKey
@@ -23,6 +24,7 @@ def post(client: httpx.Client, key: str | bytes, data: str, **spec: Any) -> http
     )
 
 
+@pytest.mark.both_databases
 def test_the_same_answer_again(api: Any) -> None:
     data = api.upload(ROW)["id"]
     first, second = post(api.http, "k-1", data), post(api.http, "k-1", data)
@@ -43,6 +45,7 @@ def test_another_body_is_refused(api: Any) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "idempotency_key_reused")
 
 
+@pytest.mark.both_databases
 def test_bodies_are_compared_as_json(api: Any) -> None:
     """White space, the order of fields and the notation make no other request."""
     data = api.upload(ROW)["id"]
@@ -100,6 +103,7 @@ def test_malformed_keys(api: Any) -> None:
         assert (reply.status_code, reply.json()["error"]["field"]) == (422, "idempotency-key"), key
 
 
+@pytest.mark.both_databases
 def test_many_at_once_make_one_job(api: Any) -> None:
     client = api.client("idempotency-race")
     data = api.upload(ROW, client=client)["id"]

@@ -38,6 +38,7 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.both_databases
 def test_short_forms_are_resolved_and_the_job_waits(api: Any, chat: str) -> None:
     held_out = api.upload(PAIRS)["id"]
     spec = {"name": "lamps", "model": MODEL, "data": {"train": chat, "eval": held_out}, "method": "full"}
@@ -242,6 +243,7 @@ def test_a_missing_and_a_foreign_file_read_the_same(api: Any) -> None:
     assert found["field"] == "data.eval"
 
 
+@pytest.mark.both_databases
 def test_lists_are_filtered_and_paged(api: Any) -> None:
     client = api.client("pages")
     data = api.upload(CHAT, client=client)["id"]
@@ -276,6 +278,7 @@ def test_lists_are_filtered_and_paged(api: Any) -> None:
         assert error(client.get("/jobs", params=params), 422)["field"] == next(iter(params))
 
 
+@pytest.mark.both_databases
 def test_lists_leave_specs_out(api: Any) -> None:
     """A page of them is small, whatever people have written into their specs."""
     client = api.client("long specs")
@@ -291,6 +294,7 @@ def test_lists_leave_specs_out(api: Any) -> None:
     assert page.json()["data"] == [shown | {"spec": None, "queue": None}]
 
 
+@pytest.mark.both_databases
 def test_cancel_is_idempotent_and_final(api: Any) -> None:
     job = api.submit()
     first = api.http.post(f"/jobs/{job['id']}/cancel")

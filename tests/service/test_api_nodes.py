@@ -35,6 +35,7 @@ def _somebody(session: Any) -> tuple[str, str]:
     return row.owner_id, row.project_id
 
 
+@pytest.mark.both_databases
 def test_drain_and_undrain(api: Any, box: str) -> None:
     job_id, token = api.start_job()
     shown = api.http.get(f"/nodes/{box}").json()
@@ -68,6 +69,7 @@ def test_drain_and_undrain(api: Any, box: str) -> None:
     assert api.http.post(f"/jobs/{job_id}/cancel").json()["status"] == "cancelled"
 
 
+@pytest.mark.both_databases
 def test_states_of_a_node(api: Any, box: str) -> None:
     with api.database.write() as session:
         session.execute(update(Node).where(Node.name == "box-2").values(heartbeat_at=db_now() - 3600))

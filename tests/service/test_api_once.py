@@ -15,10 +15,9 @@ from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, Caller, World, world
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("once") / "data", url) as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("once") / "data", database_url) as made:
         yield made
 
 
@@ -65,6 +64,7 @@ def test_every_post_states_it(here: World) -> None:
         assert "idempotency-key" in headers, f"{path}: give it `once: Asked` and answer by `answer` (api/http/once.py)"
 
 
+@pytest.mark.both_databases
 def test_every_post_is_done_once(here: World, boss: Caller) -> None:
     used: list[str] = []
     for number, path in enumerate(posts(here)):

@@ -116,9 +116,9 @@ def test_the_examples_are_jobs() -> None:
     assert parse_job(load_yaml(SPEC_YAML.encode())).optimizer.learning_rate == 1e-4
 
 
-def test_it_is_served(sqlite_api: Any, document: dict[str, Any]) -> None:
-    assert sqlite_api.http.get("/openapi.json").json() == document
-    page = sqlite_api.http.get("/docs")
+def test_it_is_served(api: Any, document: dict[str, Any]) -> None:
+    assert api.http.get("/openapi.json").json() == document
+    page = api.http.get("/docs")
     for name, operation in operations(document):
         method, path = name.split(" ")
         assert f"<code>{method} {path}</code> {escape(operation['summary'])}" in page.text
@@ -127,7 +127,7 @@ def test_it_is_served(sqlite_api: Any, document: dict[str, Any]) -> None:
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any]) -> None:
+def test_replies_keep_to_the_document(api: Any, document: dict[str, Any]) -> None:
     """Replies are made by hand for speed; here they are held to the models that the document is made of."""
     from api.auth.schemas import (
         AuditPage,
@@ -150,10 +150,10 @@ def test_replies_keep_to_the_document(sqlite_api: Any, document: dict[str, Any])
     from api.jobs.schemas import ArtifactList, DryRun, JobPage, JobView
     from api.nodes.schemas import NodeList, NodeView
 
-    http = sqlite_api.http
-    file = sqlite_api.upload(b'{"text": "a"}\n')
-    job = sqlite_api.submit(data=file["id"])
-    with sqlite_api.database.write() as session:
+    http = api.http
+    file = api.upload(b'{"text": "a"}\n')
+    job = api.submit(data=file["id"])
+    with api.database.write() as session:
         nodes.register(session, "shown", "worker-x", "0.1.0", [{"id": "cpu", "kind": "cpu"}], [])
     user = http.post("/users", json={"name": "shown"}).json()
     key = http.post("/keys", json={"expires_in_days": 1}).json()

@@ -28,12 +28,6 @@ PREPARE = {"id": "prepare-0", "kind": "prepare"}
 
 
 @pytest.fixture
-def api(sqlite_api: Any) -> Any:
-    """What lies below runs on both databases in tests/db."""
-    return sqlite_api
-
-
-@pytest.fixture
 def box(api: Any) -> Iterator[str]:
     """A node `qbox` with two GPUs, one of them used by somebody; nothing waits, nobody has a quota."""
 

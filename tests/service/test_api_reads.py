@@ -54,6 +54,7 @@ def run(api: Any) -> tuple[str, Path]:
     return job_id, folder
 
 
+@pytest.mark.both_databases
 def test_the_latest_attempt_wins_per_step(api: Any, run: tuple[str, Path]) -> None:
     job_id, _ = run
     found = api.http.get(f"/jobs/{job_id}/metrics").json()
@@ -75,6 +76,7 @@ def test_metrics_as_csv(api: Any, run: tuple[str, Path]) -> None:
         assert rows[-1] == {"name": "loss", "step": "4", "value": "6.5"}
 
 
+@pytest.mark.both_databases
 def test_metrics_thinned_out_keep_the_spikes(api: Any) -> None:
     job_id, token = api.start_job(data=api.upload(ROW)["id"])
     loss = {step: 2 + math.sin(step / 50) / 10 for step in range(1, 2001)}

@@ -44,10 +44,9 @@ BOX_LEVEL = {"name", "user"}
 """Parameters whose objects belong to no project."""
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("world") / "data", url) as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("world") / "data", database_url) as made:
         yield made
 
 
@@ -237,6 +236,7 @@ def test_who_may_not_is_told_what_is_missing_and_changes_nothing(here: World, ca
         assert session.execute(select(func.count()).select_from(Job)).scalar_one() == jobs
 
 
+@pytest.mark.both_databases
 def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, Caller]) -> None:
     for who in callers.values():
         for route in guarded(here):
@@ -298,6 +298,7 @@ def _own_key(here: World, who: Caller) -> str:
 # -- ways round
 
 
+@pytest.mark.both_databases
 def test_nothing_of_another_project_shines_through(here: World, callers: dict[str, Caller]) -> None:
     key, lab, rivals = callers["member"].key, here.lab, here.rivals
     missing = "file-01" + "0" * 24  # one of zeros alone stands for a file that is not sent yet

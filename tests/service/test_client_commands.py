@@ -36,18 +36,18 @@ EXAMPLE_JOB = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 
 
 @pytest.fixture
-def eft(sqlite_api: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def eft(api: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command in this process, which takes milliseconds; its environment as `tests.support.client` has it."""
     for name in [name for name in os.environ if name.startswith("EFT_") or name == "COLUMNS"]:
         monkeypatch.delenv(name)
-    told = environment(sqlite_api)
+    told = environment(api)
     for name in ("EFT_URL", "EFT_API_KEY", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, told[name])
     return lambda *arguments: CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 @pytest.fixture(scope="module")
-def jobs(sqlite_api: Any) -> tuple[str, str, str]:
+def jobs(api: Any) -> tuple[str, str, str]:
     """Two that succeeded, with other results, and one that failed."""
     made = []
     outcomes = [
@@ -56,10 +56,10 @@ def jobs(sqlite_api: Any) -> tuple[str, str, str]:
         Failed("user", "bad_rows", "row 3 is bad", "data.train"),
     ]
     for number, outcome in enumerate(outcomes):
-        job_id, token = sqlite_api.start_job(name=f"run {number}", method={"type": "lora", "r": 8 * (number + 1)})
+        job_id, token = api.start_job(name=f"run {number}", method={"type": "lora", "r": 8 * (number + 1)})
         loss = [{"type": "metrics", "step": n, "values": {"loss": 3.0 - n - number, "lr": 0.1}} for n in (1, 2)]
-        sqlite_api.tell(token, *loss)
-        sqlite_api.end(token, outcome)
+        api.tell(token, *loss)
+        api.end(token, outcome)
         made.append(job_id)
     return made[0], made[1], made[2]
 
@@ -146,7 +146,7 @@ def test_flat_specs() -> None:
 # --- conditions --------------------------------------------------------------------------------------
 
 
-def test_check(eft: Any, jobs: tuple[str, str, str], sqlite_api: Any) -> None:
+def test_check(eft: Any, jobs: tuple[str, str, str], api: Any) -> None:
     good, better, failed = jobs
     assert eft("check", good).exit_code == 0 and eft("check", failed, "--fail-if", "eval_loss > 1").exit_code == 1
     done = eft("check", good, "--fail-if", "eval_loss > 0.8", "--fail-if", "train_loss>=0.8")
@@ -157,9 +157,9 @@ def test_check(eft: Any, jobs: tuple[str, str, str], sqlite_api: Any) -> None:
     missing = eft("check", good, "--fail-if", "f1 < 0.9")
     assert missing.exit_code == 2 and "eval_after.eval_loss" in missing.stderr
     assert eft("check", good, "--fail-if", "eval_loss above 1").exit_code == 2
-    waiting = sqlite_api.submit()["id"]
+    waiting = api.submit()["id"]
     assert eft("check", waiting).exit_code == 2
-    sqlite_api.http.post(f"/jobs/{waiting}/cancel")
+    api.http.post(f"/jobs/{waiting}/cancel")
     assert eft("check", waiting, "--wait", "--fail-if", "eval_loss > 1").exit_code == 3
 
 
@@ -188,19 +188,19 @@ def test_an_upload_prints_the_notices_of_its_check(eft: Any, tmp_path: Path) -> 
     assert notices and all(notice["message"].split("`")[0] in done.stderr.replace("\n", " ") for notice in notices)
 
 
-def test_open_brings_the_file(eft: Any, sqlite_api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_brings_the_file(eft: Any, api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert eft("open").stdout == f"{sqlite_api.url}/docs\n"
-    job_id, token = sqlite_api.start_job()
-    folder = sqlite_api.layout.artifacts(job_id, token.attempt)
+    assert eft("open").stdout == f"{api.url}/docs\n"
+    job_id, token = api.start_job()
+    folder = api.layout.artifacts(job_id, token.attempt)
     folder.mkdir(parents=True)
     (folder / "loss.png").write_bytes(b"png")
     sha256 = hashlib.sha256(b"png").hexdigest()
-    sqlite_api.end(token, Succeeded({}, [{"path": "loss.png", "kind": "plot", "bytes": 3, "sha256": sha256}]))
+    api.end(token, Succeeded({}, [{"path": "loss.png", "kind": "plot", "bytes": 3, "sha256": sha256}]))
     target = Path(eft("open", job_id).stdout.strip())
     assert target.read_bytes() == b"png" and target.parent.parent.stat().st_mode & 0o777 == 0o700
     assert eft("open", job_id, "adapter").exit_code == 2
-    shown, there = json.loads(eft("nodes", "--json").stdout), sqlite_api.http.get("/nodes").json()
+    shown, there = json.loads(eft("nodes", "--json").stdout), api.http.get("/nodes").json()
     assert [node["name"] for node in shown["data"]] == [node["name"] for node in there["data"]]
 
 
@@ -295,7 +295,7 @@ def offered(eft: Any) -> Any:
     return lambda *words: {value for value, _ in offers(root, words)[1]}
 
 
-def test_what_completion_offers(offered: Any, eft: Any, sqlite_api: Any, jobs: tuple[str, str, str]) -> None:
+def test_what_completion_offers(offered: Any, eft: Any, api: Any, jobs: tuple[str, str, str]) -> None:
     assert (
         {"submit", "watch", "worker", "whoami", "webhooks"} >= offered("w") == {"watch", "worker", "whoami", "webhooks"}
     )
@@ -307,7 +307,7 @@ def test_what_completion_offers(offered: Any, eft: Any, sqlite_api: Any, jobs: t
     assert "--name" not in offered("ls", "--name", "x", "--") and "--set" in offered("submit", "--set", "a=1", "--s")
     assert offered("completion", "") == {"bash", "zsh", "fish"}
     assert offers(tree(), ["submit", ""]) == (True, []) and offers(tree(), ["ls", ""]) == (False, [])
-    file_id = sqlite_api.http.get("/files").json()["data"][0]["id"]
+    file_id = api.http.get("/files").json()["data"][0]["id"]
     assert file_id in offered("files", "get", "") and "--key-file" in offered("up", "--k")
     assert not offered("nonsense", "")
 
@@ -337,11 +337,9 @@ def shells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("shell", "script"), shells())
-def test_a_shell_completes(
-    sqlite_api: Any, jobs: tuple[str, str, str], shell: list[str], script: str, tmp_path: Path
-) -> None:
+def test_a_shell_completes(api: Any, jobs: tuple[str, str, str], shell: list[str], script: str, tmp_path: Path) -> None:
     (tmp_path / "my job.yaml").touch()
-    variables = environment(sqlite_api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}", HOME=str(tmp_path))
+    variables = environment(api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}", HOME=str(tmp_path))
     for words, current, wanted in (
         ("eft show", jobs[0][:-2], jobs[0]),
         ("eft submit", "my", "my job.yaml"),
@@ -353,8 +351,8 @@ def test_a_shell_completes(
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
-def test_zsh_reads_its_script(sqlite_api: Any) -> None:
-    variables = environment(sqlite_api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}")
+def test_zsh_reads_its_script(api: Any) -> None:
+    variables = environment(api, PATH=f"{Path(EFT).parent}:{os.environ['PATH']}")
     script = "autoload -Uz compinit; compinit -D -u; source <(eft completion zsh); print $_comps[eft]"
     done = subprocess.run(["zsh", "-f", "-c", script], env=variables, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "_eft_complete", done.stderr

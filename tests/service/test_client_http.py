@@ -51,12 +51,12 @@ def job_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
         (None, 3, "cancelled"),
     ],
 )
-def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, words: str) -> None:
-    job_id, token = sqlite_api.start_job()
+def test_watch_ends_as_the_job_does(api: Any, outcome: Any, code: int, words: str) -> None:
+    job_id, token = api.start_job()
     watcher = subprocess.Popen(
-        [EFT, "watch", job_id], env=environment(sqlite_api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [EFT, "watch", job_id], env=environment(api), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    sqlite_api.tell(
+    api.tell(
         token,
         {"type": "metrics", "step": 1, "values": {"loss": 1.25}},
         {"type": "progress", "step": 1, "total_steps": 2, "epoch": 0.5, "seconds_left": 61},
@@ -68,9 +68,9 @@ def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, wo
         assert line, told
         told += line
     if outcome is None:
-        assert eft(sqlite_api, "cancel", job_id).returncode == 0
+        assert eft(api, "cancel", job_id).returncode == 0
         outcome = Requeued("cancelled by its owner")
-    sqlite_api.end(token, outcome)
+    api.end(token, outcome)
     stdout, rest = watcher.communicate(timeout=120)
     stderr = told + rest
     assert watcher.returncode == code, stderr
@@ -78,102 +78,102 @@ def test_watch_ends_as_the_job_does(sqlite_api: Any, outcome: Any, code: int, wo
     assert re.search(r"step 1/2 +loss 1\.250 +1m 01s left", stderr), stderr
 
 
-def test_submit_twice_is_one_job_and_one_file(sqlite_api: Any, job_file: Path) -> None:
+def test_submit_twice_is_one_job_and_one_file(api: Any, job_file: Path) -> None:
     command = ["submit", str(job_file), "--idempotency-key", f"ci-{os.urandom(8).hex()}", "--json"]
-    first, second = eft(sqlite_api, *command), eft(sqlite_api, *command)
+    first, second = eft(api, *command), eft(api, *command)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert json.loads(first.stdout)["id"] == json.loads(second.stdout)["id"]
     sha256 = hashlib.sha256((job_file.parent / "rows.jsonl").read_bytes()).hexdigest()
-    listed = json.loads(eft(sqlite_api, "files", "ls", "--json").stdout)["data"]
+    listed = json.loads(eft(api, "files", "ls", "--json").stdout)["data"]
     assert [file["sha256"] for file in listed].count(sha256) == 1
 
 
-def test_a_dry_run_leaves_nothing_behind_and_a_typo_is_told_before_the_upload(sqlite_api: Any, job_file: Path) -> None:
+def test_a_dry_run_leaves_nothing_behind_and_a_typo_is_told_before_the_upload(api: Any, job_file: Path) -> None:
     rows = job_file.parent / "rows.jsonl"
     sha256 = hashlib.sha256(rows.read_bytes()).hexdigest()
 
     def left() -> tuple[Any, set[Path]]:
         """Rows of the table, and all that lies on the disk."""
-        there = {path for name in ("files", "uploads") for path in (sqlite_api.root / name).rglob("*")}
-        return client(sqlite_api).find_file(sha256), there
+        there = {path for name in ("files", "uploads") for path in (api.root / name).rglob("*")}
+        return client(api).find_file(sha256), there
 
     before = left()
     assert before[0] is None
-    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--eval", str(rows), "--json")
+    done = eft(api, "submit", str(job_file), "--dry-run", "--eval", str(rows), "--json")
     assert done.returncode == 2 and "same_rows" in done.stderr  # found without either of them
-    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json")
+    done = eft(api, "submit", str(job_file), "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["training"]["max_length"] == 1024
     assert "rows.jsonl would be uploaded" in done.stderr
     for setting in ("metod=lora", "training.max_length=1", "method=qlora", "data.format=text"):
         refused = ["--set", setting, *(["--set", "quantization=none"] if setting == "method=qlora" else [])]
         for command in ("submit", "plan"):
-            done = eft(sqlite_api, command, str(job_file), *refused)
+            done = eft(api, command, str(job_file), *refused)
             assert done.returncode == 2, (command, setting, done.stdout)
             assert "rows.jsonl is file-" not in done.stderr
     assert left() == before
-    assert eft(sqlite_api, "submit", str(job_file)).returncode == 0
+    assert eft(api, "submit", str(job_file)).returncode == 0
     assert left()[0] is not None
-    done = eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json")  # of a file that is there it says its format
+    done = eft(api, "submit", str(job_file), "--dry-run", "--json")  # of a file that is there it says its format
     assert json.loads(done.stdout)["data"]["train"]["format"] == "prompt_completion"
     unsent = {"model": "a/b", "data": f"file-{'0' * 26}"}
-    assert sqlite_api.http.post("/jobs", json=unsent).json()["error"]["code"] == "file_not_found"
+    assert api.http.post("/jobs", json=unsent).json()["error"]["code"] == "file_not_found"
 
 
-def test_stdout_has_json_and_nothing_else(sqlite_api: Any, job_file: Path) -> None:
-    resolved = json.loads(eft(sqlite_api, "submit", str(job_file), "--dry-run", "--json").stdout)
+def test_stdout_has_json_and_nothing_else(api: Any, job_file: Path) -> None:
+    resolved = json.loads(eft(api, "submit", str(job_file), "--dry-run", "--json").stdout)
     assert resolved["method"] == {**resolved["method"], "type": "lora", "r": 32}
-    job = json.loads(eft(sqlite_api, "submit", str(job_file), "--set", "method.r=4", "--json").stdout)
+    job = json.loads(eft(api, "submit", str(job_file), "--set", "method.r=4", "--json").stdout)
     assert job["spec"]["method"]["r"] == 4
-    assert json.loads(eft(sqlite_api, "show", job["id"], "--json").stdout)["id"] == job["id"]
-    assert job["id"] in {j["id"] for j in json.loads(eft(sqlite_api, "ls", "-n", "500", "--json").stdout)["data"]}
-    assert json.loads(eft(sqlite_api, "metrics", job["id"], "--json").stdout) == {}
-    assert json.loads(eft(sqlite_api, "download", job["id"], "--list", "--json").stdout) == {"data": []}
-    assert [json.loads(x)["status"] for x in eft(sqlite_api, "cancel", job["id"], "--json").stdout.splitlines()] == [
+    assert json.loads(eft(api, "show", job["id"], "--json").stdout)["id"] == job["id"]
+    assert job["id"] in {j["id"] for j in json.loads(eft(api, "ls", "-n", "500", "--json").stdout)["data"]}
+    assert json.loads(eft(api, "metrics", job["id"], "--json").stdout) == {}
+    assert json.loads(eft(api, "download", job["id"], "--list", "--json").stdout) == {"data": []}
+    assert [json.loads(x)["status"] for x in eft(api, "cancel", job["id"], "--json").stdout.splitlines()] == [
         "cancelled"
     ]
-    watched = eft(sqlite_api, "watch", job["id"], "--json")
+    watched = eft(api, "watch", job["id"], "--json")
     assert watched.returncode == 3
     assert [json.loads(line)["seq"] for line in watched.stdout.splitlines()] == [1, 2]
-    again = json.loads(eft(sqlite_api, "retry", job["id"], "--json").stdout)
+    again = json.loads(eft(api, "retry", job["id"], "--json").stdout)
     assert again["spec"] == job["spec"] and again["id"] != job["id"]
-    paused = json.loads(eft(sqlite_api, "pause", again["id"], "--json").stdout)["status"]
-    resumed = json.loads(eft(sqlite_api, "resume", again["id"], "--json").stdout)["status"]
+    paused = json.loads(eft(api, "pause", again["id"], "--json").stdout)["status"]
+    resumed = json.loads(eft(api, "resume", again["id"], "--json").stdout)["status"]
     assert (paused, resumed) == ("paused", "queued")
-    assert eft(sqlite_api, "cancel", again["id"]).stdout == f"{again['id']} cancelled\n"
+    assert eft(api, "cancel", again["id"]).stdout == f"{again['id']} cancelled\n"
 
 
-def test_errors_name_what_to_do(sqlite_api: Any, job_file: Path) -> None:
-    done = eft(sqlite_api, "submit", str(job_file), "--set", "metod=lora", "--set", "training.num_train_epochs=-1")
+def test_errors_name_what_to_do(api: Any, job_file: Path) -> None:
+    done = eft(api, "submit", str(job_file), "--set", "metod=lora", "--set", "training.num_train_epochs=-1")
     assert (done.returncode, done.stdout) == (2, "")
     for words in ("invalid_spec", "did you mean `method`?", "training.num_train_epochs", "request id: req-"):
         assert words in done.stderr
-    told = json.loads(eft(sqlite_api, "submit", str(job_file), "--set", "metod=lora", "--json").stderr.splitlines()[-1])
+    told = json.loads(eft(api, "submit", str(job_file), "--set", "metod=lora", "--json").stderr.splitlines()[-1])
     assert told["error"]["faults"][0]["field"] == "metod" and told["error"]["request_id"].startswith("req-")
 
     (job_file.parent / "rows.jsonl").write_text(ROW % 1 + "{broken\n")
-    done = eft(sqlite_api, "submit", str(job_file))
+    done = eft(api, "submit", str(job_file))
     assert done.returncode == 2 and "line 2" in done.stderr
 
-    assert eft(sqlite_api, "show", f"job-{'0' * 26}").returncode == 6
-    assert eft(sqlite_api, "show", "../files").returncode == 2
-    assert eft(sqlite_api, "ls", EFT_API_KEY="eft_wrong").returncode == 5
-    assert eft(sqlite_api, "ls", "--no-such-option").returncode == 2
-    assert eft(sqlite_api, "submit", "/nonexistent.yaml").returncode == 7
-    assert eft(sqlite_api, "ls", EFT_URL="not-an-url").returncode == 2
-    full = subprocess.run(f"{EFT} ls --json > /dev/full", shell=True, env=environment(sqlite_api), check=False)
+    assert eft(api, "show", f"job-{'0' * 26}").returncode == 6
+    assert eft(api, "show", "../files").returncode == 2
+    assert eft(api, "ls", EFT_API_KEY="eft_wrong").returncode == 5
+    assert eft(api, "ls", "--no-such-option").returncode == 2
+    assert eft(api, "submit", "/nonexistent.yaml").returncode == 7
+    assert eft(api, "ls", EFT_URL="not-an-url").returncode == 2
+    full = subprocess.run(f"{EFT} ls --json > /dev/full", shell=True, env=environment(api), check=False)
     assert full.returncode == 7
     gone = subprocess.run(
-        f"{EFT} watch {sqlite_api.submit()['id']} --json | true", shell=True, env=environment(sqlite_api), timeout=120,
+        f"{EFT} watch {api.submit()['id']} --json | true", shell=True, env=environment(api), timeout=120,
         capture_output=True, check=False,
     )  # fmt: skip
     assert gone.stderr == b""
 
 
-def test_a_job_of_another_project_is_not_there(sqlite_api: Any) -> None:
-    with sqlite_api.client("elsewhere") as other:
-        job_id = sqlite_api.submit(client=other)["id"]
-    assert eft(sqlite_api, "show", job_id).returncode == 6
+def test_a_job_of_another_project_is_not_there(api: Any) -> None:
+    with api.client("elsewhere") as other:
+        job_id = api.submit(client=other)["id"]
+    assert eft(api, "show", job_id).returncode == 6
 
 
 def test_nobody_there() -> None:
@@ -221,29 +221,29 @@ def test_something_else_on_that_port() -> None:
     assert refused.value.code == "http_302"  # and the key did not follow
 
 
-def test_login_keeps_a_key_that_works(sqlite_api: Any, tmp_path: Path) -> None:
-    there = environment(sqlite_api, XDG_CONFIG_HOME=str(tmp_path), EFT_API_KEY="")
+def test_login_keeps_a_key_that_works(api: Any, tmp_path: Path) -> None:
+    there = environment(api, XDG_CONFIG_HOME=str(tmp_path), EFT_API_KEY="")
 
     def login(key: str) -> int:
-        command = [EFT, "login", "--key-stdin", "--url", sqlite_api.url]
+        command = [EFT, "login", "--key-stdin", "--url", api.url]
         return subprocess.run(
             command, env=there, input=key + "\n", text=True, capture_output=True, check=False
         ).returncode
 
     assert login("eft_wrong") == 5 and not (tmp_path / "eft").exists()
-    assert login(sqlite_api.key) == 0
+    assert login(api.key) == 0
     assert (tmp_path / "eft" / "config.toml").stat().st_mode & 0o777 == 0o600
     done = subprocess.run([EFT, "ls"], env=there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_a_narrow_terminal(sqlite_api: Any, no_color: bool) -> None:
-    job_id = sqlite_api.submit(name="a rather long name of a job longer than the terminal is wide")["id"]
+def test_a_narrow_terminal(api: Any, no_color: bool) -> None:
+    job_id = api.submit(name="a rather long name of a job longer than the terminal is wide")["id"]
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     more = {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
-    process = subprocess.Popen([EFT, "ls", "-n", "1"], env=environment(sqlite_api, **more), stdout=slave, stderr=slave)
+    process = subprocess.Popen([EFT, "ls", "-n", "1"], env=environment(api, **more), stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     with contextlib.suppress(OSError):  # EIO: the other side is closed
@@ -300,19 +300,19 @@ def test_watching_survives_a_kill_of_the_server(start_api: Any) -> None:
 
 
 @pytest.fixture
-def cutter(sqlite_api: Any) -> Iterator[Cutter]:
-    proxy = Cutter(sqlite_api.url)
+def cutter(api: Any) -> Iterator[Cutter]:
+    proxy = Cutter(api.url)
     yield proxy
     proxy.close()
 
 
-def test_every_event_once_over_a_bad_line(sqlite_api: Any, cutter: Cutter) -> None:
-    job_id, token = sqlite_api.start_job()
-    sqlite_api.tell(token, *[{"type": "notice", "code": "n", "message": "ü\u2028" * n} for n in range(40)])
-    sqlite_api.end(token, Succeeded({}))
+def test_every_event_once_over_a_bad_line(api: Any, cutter: Cutter) -> None:
+    job_id, token = api.start_job()
+    api.tell(token, *[{"type": "notice", "code": "n", "message": "ü\u2028" * n} for n in range(40)])
+    api.end(token, Succeeded({}))
     cutter.cuts = [0, 300, 700, 1500, 2900, 1, 4000]
     gaps: list[Exception] = []
-    with client(sqlite_api, cutter.url) as behind:
+    with client(api, cutter.url) as behind:
         events = list(behind.events(job_id, on_gap=gaps.append))
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         assert [e.data["message"] for e in events if e.type == "notice"] == ["ü\u2028" * n for n in range(40)]
@@ -320,13 +320,13 @@ def test_every_event_once_over_a_bad_line(sqlite_api: Any, cutter: Cutter) -> No
         assert [e.seq for e in behind.events(job_id, after=41)] == [e.seq for e in events if e.seq > 41]
 
 
-def test_interrupted_watching_leaves_the_job_alone(sqlite_api: Any) -> None:
-    job_id = sqlite_api.submit()["id"]
-    watcher = subprocess.Popen([EFT, "watch", job_id], env=environment(sqlite_api), stderr=subprocess.PIPE, text=True)
+def test_interrupted_watching_leaves_the_job_alone(api: Any) -> None:
+    job_id = api.submit()["id"]
+    watcher = subprocess.Popen([EFT, "watch", job_id], env=environment(api), stderr=subprocess.PIPE, text=True)
     assert watcher.stderr is not None
     watcher.stderr.readline()
     watcher.send_signal(signal.SIGINT)
     _, stderr = watcher.communicate(timeout=120)
     assert watcher.returncode == 130 and f"eft watch {job_id}" in stderr
-    with client(sqlite_api) as here:
+    with client(api) as here:
         assert here.get(job_id).status == "queued"

@@ -172,17 +172,15 @@ def test_an_address_that_cannot_be_one(url: str, eft: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_strange_names_against_the_service(
-    name: str, eft: Any, sqlite_api: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EFT_API_KEY", sqlite_api.key)
+def test_strange_names_against_the_service(name: str, eft: Any, api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFT_API_KEY", api.key)
     command = ASKED[name]
     places = [one for one in command.params if one.required and not any(o.startswith("-") for o in one.opts)]
     if not places:
         return
     options = [word for word in arguments_of(command) if word.startswith("--") or word in ("5", "2h")]
     for value in ("nix", "../x", "\udcff", "a?b#c", "x" * 3000):
-        code, _, err = eft(*name.split(" "), *options, *[value] * len(places), "--url", sqlite_api.url)
+        code, _, err = eft(*name.split(" "), *options, *[value] * len(places), "--url", api.url)
         assert code in {0, 2, 5, 6, 7} and (code == 0 or err.strip()), (name, value, code, err)
 
 
@@ -265,18 +263,16 @@ def test_another_web_server_is_no_eft(elsewhere: str, eft: Any) -> None:
     assert code == 4 and "not_eft" in err
 
 
-def test_without_a_key_the_login_is_named(
-    sqlite_api: Any, eft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_key_the_login_is_named(api: Any, eft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EFT_API_KEY")
-    code, _, err = eft("ls", "--url", sqlite_api.url)
-    assert code == 5 and f"`eft login --url {sqlite_api.url}`" in err and "kept" not in err
+    code, _, err = eft("ls", "--url", api.url)
+    assert code == 5 and f"`eft login --url {api.url}`" in err and "kept" not in err
     (tmp_path / "eft").mkdir()
     path = tmp_path / "eft" / "config.toml"
     path.write_text('url = "http://other.lab:8321"\napi_key = "eft_other"\n')
     path.chmod(0o600)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    code, _, err = eft("ls", "--url", sqlite_api.url)
+    code, _, err = eft("ls", "--url", api.url)
     assert code == 5 and "The key that is kept is for http://other.lab:8321" in err and "eft_other" not in err
 
 
@@ -301,13 +297,13 @@ def test_one_fault_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file has a fault" in err and "data: this field is required" in err
 
 
-def test_a_result_is_told_in_words(sqlite_api: Any, eft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_told_in_words(api: Any, eft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from core.jobs.lifecycle.finish import Succeeded
 
-    monkeypatch.setenv("EFT_API_KEY", sqlite_api.key)
-    monkeypatch.setenv("EFT_URL", sqlite_api.url)
-    job_id, token = sqlite_api.start_job(name="words")
-    sqlite_api.tell(token, {"type": "metrics", "step": 1, "values": {"loss": 3.0}})
+    monkeypatch.setenv("EFT_API_KEY", api.key)
+    monkeypatch.setenv("EFT_URL", api.url)
+    job_id, token = api.start_job(name="words")
+    api.tell(token, {"type": "metrics", "step": 1, "values": {"loss": 3.0}})
     result = {
         "train_loss": 0.7,
         "eval_after": None,
@@ -315,7 +311,7 @@ def test_a_result_is_told_in_words(sqlite_api: Any, eft: Any, monkeypatch: pytes
         "best": {"step": 3, "restored": True},
         "export": [{"type": "merged", "checked": {"max_difference": 0.001}}, {"type": "gguf"}],
     }
-    sqlite_api.end(token, Succeeded(result))
+    api.end(token, Succeeded(result))
     shown = eft("show", job_id)[1]
     assert not re.search(r"True|False|None|[\[{'\"]", shown), shown
     assert "merged" in shown and "restored yes" in shown
@@ -326,13 +322,13 @@ def test_a_result_is_told_in_words(sqlite_api: Any, eft: Any, monkeypatch: pytes
     assert json.loads(eft("metrics", job_id, "--names", "loss", "--json")[1])
 
 
-def test_ctrl_c_says_what_goes_on(sqlite_api: Any) -> None:
-    job_id = sqlite_api.submit()["id"]
+def test_ctrl_c_says_what_goes_on(api: Any) -> None:
+    job_id = api.submit()["id"]
     come_back = f"the job goes on; come back with: eft watch {job_id}"
     for words, said in (((job_id,), come_back), ((job_id, "--json"), come_back), (("--json",), "the jobs go on")):
         child = subprocess.Popen(
             [EFT, "watch", *words],
-            env=environment(sqlite_api),
+            env=environment(api),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,8 +20,8 @@ from tests.support.client import Cutter, client, eft, environment
 
 
 @pytest.fixture
-def cutter(sqlite_api: Any) -> Iterator[Cutter]:
-    proxy = Cutter(sqlite_api.url)
+def cutter(api: Any) -> Iterator[Cutter]:
+    proxy = Cutter(api.url)
     yield proxy
     proxy.close()
 
@@ -31,10 +31,10 @@ SMALL = b'{"r": 8}\n'
 
 
 @pytest.fixture(scope="module")
-def done(sqlite_api: Any) -> tuple[str, Path]:
+def done(api: Any) -> tuple[str, Path]:
     """A finished job with artifacts, and where they lie on the server."""
-    job_id, token = sqlite_api.start_job()
-    folder = sqlite_api.layout.artifacts(job_id, token.attempt)
+    job_id, token = api.start_job()
+    folder = api.layout.artifacts(job_id, token.attempt)
     listed = []
     for path, data in {
         "adapter/weights.safetensors": BLOB,
@@ -44,7 +44,7 @@ def done(sqlite_api: Any) -> tuple[str, Path]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
         listed.append({"path": path, "kind": "adapter", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    sqlite_api.end(token, Succeeded({}, listed))
+    api.end(token, Succeeded({}, listed))
     return job_id, folder
 
 
@@ -52,66 +52,64 @@ def part_of(folder: Path) -> Path:
     return folder / "adapter" / f".weights.safetensors.{hashlib.sha256(BLOB).hexdigest()[:12]}.part"
 
 
-def test_download_all_and_some(sqlite_api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
+def test_download_all_and_some(api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
     job_id, _ = done
-    first = eft(sqlite_api, "download", job_id, "-o", str(tmp_path / "all"), "--json")
+    first = eft(api, "download", job_id, "-o", str(tmp_path / "all"), "--json")
     assert first.returncode == 0, first.stderr
     names = sorted(str(p.relative_to(tmp_path / "all")) for p in (tmp_path / "all").rglob("*") if p.is_file())
     assert names == ["a b ü.txt", "adapter/adapter_config.json", "adapter/weights.safetensors"]
     assert (tmp_path / "all" / "adapter" / "weights.safetensors").read_bytes() == BLOB
     assert {f["sha256"] for f in json.loads(first.stdout)["files"]} >= {hashlib.sha256(BLOB).hexdigest()}
-    some = eft(sqlite_api, "download", job_id, "adapter/adapter_config.json", "-o", str(tmp_path / "some"))
+    some = eft(api, "download", job_id, "adapter/adapter_config.json", "-o", str(tmp_path / "some"))
     assert some.stdout.splitlines() == [str(tmp_path / "some" / "adapter" / "adapter_config.json")]
-    assert eft(sqlite_api, "download", job_id, "nothing").returncode == 2
+    assert eft(api, "download", job_id, "nothing").returncode == 2
 
 
 @pytest.mark.parametrize("left", ["half", "garbage", "too long", "whole"])
-def test_a_download_goes_on_where_it_broke_off(
-    sqlite_api: Any, done: tuple[str, Path], tmp_path: Path, left: str
-) -> None:
+def test_a_download_goes_on_where_it_broke_off(api: Any, done: tuple[str, Path], tmp_path: Path, left: str) -> None:
     job_id, _ = done
     parts = {"half": BLOB[:700_001], "garbage": b"x" * 700_001, "too long": BLOB + b"x", "whole": BLOB}
     part_of(tmp_path).parent.mkdir()
     part_of(tmp_path).write_bytes(parts[left])
-    logged = len(sqlite_api.log())
+    logged = len(api.log())
     counted: list[int] = []
-    with client(sqlite_api) as here:
+    with client(api) as here:
         here.download(job_id, into=tmp_path, advance=counted.append)
     assert (tmp_path / "adapter" / "weights.safetensors").read_bytes() == BLOB
     assert not part_of(tmp_path).exists()
     assert sum(counted) == len(BLOB) + len(SMALL)
-    gets = re.findall(r"GET \S+/weights\.safetensors (\d+)", sqlite_api.log()[logged:])
+    gets = re.findall(r"GET \S+/weights\.safetensors (\d+)", api.log()[logged:])
     assert gets == {"half": ["206"], "garbage": ["206", "200"], "too long": ["200"], "whole": []}[left]
 
 
-def test_a_download_over_a_bad_line(sqlite_api: Any, done: tuple[str, Path], tmp_path: Path, cutter: Cutter) -> None:
+def test_a_download_over_a_bad_line(api: Any, done: tuple[str, Path], tmp_path: Path, cutter: Cutter) -> None:
     job_id, _ = done
-    with client(sqlite_api, cutter.url) as here:
+    with client(api, cutter.url) as here:
         artifacts = here.artifacts(job_id)
         here.close()
     cutter.cuts = [200_000, 0, 400_000, 10, 500_000]
-    with client(sqlite_api, cutter.url) as here:
+    with client(api, cutter.url) as here:
         here.download(job_id, artifacts, into=tmp_path)
     assert (tmp_path / "adapter" / "weights.safetensors").read_bytes() == BLOB and cutter.cuts == []
 
 
-def test_a_damaged_file_does_not_arrive(sqlite_api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_arrive(api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
     job_id, folder = done
     stored = folder / "adapter" / "weights.safetensors"
     try:
         stored.write_bytes(BLOB[:-1] + bytes([BLOB[-1] ^ 1]))
-        failed = eft(sqlite_api, "download", job_id, "adapter/weights.safetensors", "-o", str(tmp_path))
+        failed = eft(api, "download", job_id, "adapter/weights.safetensors", "-o", str(tmp_path))
     finally:
         stored.write_bytes(BLOB)
     assert failed.returncode == 7 and "SHA-256" in failed.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    with client(sqlite_api) as here, pytest.raises(DownloadError):
+    with client(api) as here, pytest.raises(DownloadError):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "adapter").symlink_to("/tmp")
         here.download(job_id, into=tmp_path / "out")
 
 
-def test_an_upload_never_lies_in_memory(sqlite_api: Any, tmp_path: Path) -> None:
+def test_an_upload_never_lies_in_memory(api: Any, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     with big.open("w") as stream:
         for number in range(1500):
@@ -124,15 +122,15 @@ def test_an_upload_never_lies_in_memory(sqlite_api: Any, tmp_path: Path) -> None
         "    print(file.rows, peak() - before)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program, big], env=environment(sqlite_api), capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, big], env=environment(api), capture_output=True, text=True, check=True
     )
     rows, grown = map(int, ran.stdout.split())
     assert rows == 1500 and grown < 16, f"{grown} MiB more for a file of {big.stat().st_size >> 20} MiB"
 
 
-def test_a_project_is_exported_whole_or_not_at_all(sqlite_api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_project_is_exported_whole_or_not_at_all(api: Any, done: tuple[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "lab.tar"
-    first = eft(sqlite_api, "project", "export", "lab", "--out", str(target), "--json")
+    first = eft(api, "project", "export", "lab", "--out", str(target), "--json")
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout) == {"path": str(target), "bytes": target.stat().st_size, "missing": []}
     whole = target.read_bytes()

@@ -116,40 +116,38 @@ def test_a_server_that_is_killed_and_comes_back(start_api: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_one_job_to_its_end(sqlite_api: Any, terminals: list[Terminal], no_color: bool) -> None:
-    job_id, token = sqlite_api.start_job(name="one job")
-    sqlite_api.tell(token, *steps(33), {"type": "evaluation", "step": 33, "values": {"eval_loss": 0.83}})
-    sqlite_api.tell(token, {"type": "notice", "code": "n", "message": "clear \x1b[2J this"})
+def test_one_job_to_its_end(api: Any, terminals: list[Terminal], no_color: bool) -> None:
+    job_id, token = api.start_job(name="one job")
+    api.tell(token, *steps(33), {"type": "evaluation", "step": 33, "values": {"eval_loss": 0.83}})
+    api.tell(token, {"type": "notice", "code": "n", "message": "clear \x1b[2J this"})
     more = {"NO_COLOR": "1"} if no_color else {}
-    screen = Terminal([EFT, "watch", job_id], environment(sqlite_api, **more))
+    screen = Terminal([EFT, "watch", job_id], environment(api, **more))
     terminals.append(screen)
     shown = "\n".join(screen.see("eval_loss 0.83 at step 33"))
     assert "33/66  1m 01s left" in shown and "loss 1.350 █" in shown and "\x1b[2J" not in screen.raw
-    sqlite_api.end(token, Failed("user", "bad_rows", "row 3 is bad", "data.train"))
+    api.end(token, Failed("user", "bad_rows", "row 3 is bad", "data.train"))
     assert screen.end() == 1
     after = screen.raw[screen.raw.rfind("\x1b[?1049l") :]
     assert "row 3 is bad" in after, "the last word stays on the terminal"
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", screen.raw)) is not no_color
 
 
-def test_leaving_gives_the_terminal_back(sqlite_api: Any, terminals: list[Terminal]) -> None:
-    job_id = sqlite_api.submit(name="goes on")["id"]
+def test_leaving_gives_the_terminal_back(api: Any, terminals: list[Terminal]) -> None:
+    job_id = api.submit(name="goes on")["id"]
     for leave, code in ((lambda one: one.press("\x03"), 130), (lambda one: one.process.terminate(), 143)):
-        screen = Terminal([EFT, "watch", job_id], environment(sqlite_api))
+        screen = Terminal([EFT, "watch", job_id], environment(api))
         terminals.append(screen)
         screen.see("goes on")
         leave(screen)
         assert screen.end() == code
-    assert sqlite_api.http.get(f"/jobs/{job_id}").json()["status"] == "queued"
-    sqlite_api.http.post(f"/jobs/{job_id}/cancel")
+    assert api.http.get(f"/jobs/{job_id}").json()["status"] == "queued"
+    api.http.post(f"/jobs/{job_id}/cancel")
 
 
-def test_in_a_pipe_it_is_lines(sqlite_api: Any) -> None:
-    job_id, token = sqlite_api.start_job()
-    sqlite_api.tell(token, *steps(33), {"type": "notice", "code": "n", "message": "be\nwarned"})
-    watcher = subprocess.Popen(
-        [EFT, "watch"], env=environment(sqlite_api, FORCE_COLOR="1"), stdout=subprocess.PIPE, text=True
-    )
+def test_in_a_pipe_it_is_lines(api: Any) -> None:
+    job_id, token = api.start_job()
+    api.tell(token, *steps(33), {"type": "notice", "code": "n", "message": "be\nwarned"})
+    watcher = subprocess.Popen([EFT, "watch"], env=environment(api, FORCE_COLOR="1"), stdout=subprocess.PIPE, text=True)
     assert watcher.stdout is not None
     told = ""
     while not ("step 33/66  loss 1.350  1m 01s left".replace("  ", " ") in told and "notice: be warned" in told):
@@ -160,7 +158,7 @@ def test_in_a_pipe_it_is_lines(sqlite_api: Any) -> None:
     assert watcher.wait(60) == 130
     assert "\x1b" not in told and all(re.match(r"\d\d:\d\d:\d\d ", line) for line in told.splitlines())
     assert f"{job_id} running: runs on box" in told
-    sqlite_api.end(token, Succeeded({}))
+    api.end(token, Succeeded({}))
 
 
 # --- frames ------------------------------------------------------------------------------------------

@@ -55,10 +55,10 @@ def test_what_is_in_the_wheel(built: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eft"}
 
 
-def test_the_wheels_own_tests(sqlite_api: Any, programs: Path, tmp_path: Path) -> None:
+def test_the_wheels_own_tests(api: Any, programs: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [programs / "python", "-m", "pytest", "-p", "no:cacheprovider", ROOT / "client" / "tests"],
-        env=clean(programs, sqlite_api), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=clean(programs, api), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     check = subprocess.run([programs / "pip", "check"], capture_output=True, text=True, check=False)
@@ -113,7 +113,7 @@ def play_worker(api: Any, result: dict[str, Any], stop: threading.Event) -> None
     ("system", "loss", "code"), [("github-actions", 0.8, 0), ("github-actions", 1.5, 8), ("gitlab-ci", 0.8, 0)]
 )
 def test_the_examples_for_ci(
-    sqlite_api: Any, programs: Path, built: Path, tmp_path: Path, system: str, loss: float, code: int
+    api: Any, programs: Path, built: Path, tmp_path: Path, system: str, loss: float, code: int
 ) -> None:
     """Every shell line of both files, as their systems run them: submit, wait, fail on a metric."""
     file = ROOT / "examples" / "ci" / f"{system}.yml"
@@ -124,14 +124,14 @@ def test_the_examples_for_ci(
     told, after, run = tmp_path / "env", tmp_path / "summary", str(tmp_path)
     told.touch()
     variables = clean(
-        programs, sqlite_api, EFT_CLIENT=str(built), PIP_NO_INDEX="1", CI="true", FORCE_COLOR="1", GITHUB_ENV=str(told),
+        programs, api, EFT_CLIENT=str(built), PIP_NO_INDEX="1", CI="true", FORCE_COLOR="1", GITHUB_ENV=str(told),
         GITHUB_STEP_SUMMARY=str(after), GITHUB_REPOSITORY="lab/voice", GITHUB_RUN_ID=run, GITHUB_RUN_ATTEMPT="1",
         CI_PROJECT_PATH="lab/voice", CI_PIPELINE_ID=run, CI_JOB_ID="1",
     )  # fmt: skip
-    sqlite_api.clear_line()
+    api.clear_line()
     stop = threading.Event()
     result = {"eval_after": {"eval_loss": loss, "eval_exact_match": 0.9}}
-    worker = threading.Thread(target=play_worker, args=(sqlite_api, result, stop))
+    worker = threading.Thread(target=play_worker, args=(api, result, stop))
     worker.start()
     status, output = 0, ""
     try:
@@ -155,13 +155,13 @@ def test_the_examples_for_ci(
     assert ("fails: eval_loss > 1.2" in output) is (code == 8)
 
 
-def test_of_a_job_that_was_refused_nothing_is_asked(sqlite_api: Any, programs: Path, tmp_path: Path) -> None:
+def test_of_a_job_that_was_refused_nothing_is_asked(api: Any, programs: Path, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "job.yaml").write_text(f"model: {MODEL}\ndata: rows.jsonl\n")  # which is not there
     told = tmp_path / "env"
     told.touch()
     repository = {"GITHUB_REPOSITORY": "lab/voice", "GITHUB_RUN_ID": str(tmp_path), "GITHUB_RUN_ATTEMPT": "1"}
-    variables = clean(programs, sqlite_api, GITHUB_ENV=str(told), **repository)
+    variables = clean(programs, api, GITHUB_ENV=str(told), **repository)
     _, submit, *rest = github(ROOT / "examples" / "ci" / "github-actions.yml")
     done = subprocess.run(
         ["/bin/bash", "-e", "-c", submit[1]], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -173,18 +173,18 @@ def test_of_a_job_that_was_refused_nothing_is_asked(sqlite_api: Any, programs: P
     assert due(cancelled.replace("cancelled()", "always()"), True, variables) is False
 
 
-def test_who_cancels_the_pipeline_cancels_the_job(sqlite_api: Any, programs: Path, tmp_path: Path) -> None:
+def test_who_cancels_the_pipeline_cancels_the_job(api: Any, programs: Path, tmp_path: Path) -> None:
     lines = {
         "github": next(run for when, run in github(ROOT / "examples/ci/github-actions.yml") if "cancelled" in when),
         "gitlab": next(run for when, run in gitlab(ROOT / "examples/ci/gitlab-ci.yml") if when == "always()"),
     }
     for system in lines:
-        job_id = sqlite_api.submit()["id"]
+        job_id = api.submit()["id"]
         (tmp_path / "job-id").write_text(f"{job_id}\n")
-        variables = clean(programs, sqlite_api, JOB=job_id, CI_JOB_STATUS="canceled")
+        variables = clean(programs, api, JOB=job_id, CI_JOB_STATUS="canceled")
         done = subprocess.run(
             ["/bin/bash", "-e", "-c", lines[system]], env=variables, cwd=tmp_path, capture_output=True, text=True,
             timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert sqlite_api.http.get(f"/jobs/{job_id}").json()["status"] == "cancelled", system
+        assert api.http.get(f"/jobs/{job_id}").json()["status"] == "cancelled", system

@@ -150,24 +150,24 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(body.read_body(Request(scope, never), 100))
 
 
-def test_two_lengths_are_refused_and_the_connection_is_closed(sqlite_api: Api) -> None:
+def test_two_lengths_are_refused_and_the_connection_is_closed(api: Api) -> None:
     head = b"POST /jobs HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-    answer = said(sqlite_api, head + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+    answer = said(api, head + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
     assert b"Transfer-Encoding" in answer and b"connection: close" in answer
 
 
-def test_nobody_is_sent_where_the_host_header_says(sqlite_api: Api) -> None:
-    reply = sqlite_api.http.get("/jobs/", headers={"host": "evil.example"})
+def test_nobody_is_sent_where_the_host_header_says(api: Api) -> None:
+    reply = api.http.get("/jobs/", headers={"host": "evil.example"})
     assert reply.status_code == 404 and "location" not in reply.headers
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_the_reference_is_made_once(sqlite_api: Api, path: str) -> None:
-    first, second = sqlite_api.http.get(path), sqlite_api.http.get(path)
+def test_the_reference_is_made_once(api: Api, path: str) -> None:
+    first, second = api.http.get(path), api.http.get(path)
     assert first.status_code == 200 and first.content == second.content
     assert first.headers["etag"] == second.headers["etag"]
-    again = sqlite_api.http.get(path, headers={"if-none-match": first.headers["etag"]})
+    again = api.http.get(path, headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 

@@ -22,10 +22,9 @@ from core.storage.store import Folder
 from tests.support.world import Project, World, world
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("export") / "data", url) as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("export") / "data", database_url) as made:
         yield made
 
 
@@ -58,6 +57,7 @@ def rows(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
+@pytest.mark.both_databases
 def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
     boss = here.caller("boss", Role.ADMIN, Scope.ADMIN)
     here.webhook(here.lab)

@@ -1,4 +1,5 @@
-"""Some hundred requests made of the OpenAPI document: no 5xx, no status that it lacks. More of them: bench/fuzz.py."""
+"""Some hundred requests made of the OpenAPI document: no 5xx, no status that it lacks. The commit decides on which
+database. More of them: bench/fuzz.py."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.fuzz import fuzz
+from tests.support.selection import one_a_commit
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", one_a_commit("sqlite", "postgresql"))
 def test_nothing_that_the_document_offers_breaks_it(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
     url = f"sqlite:///{tmp_path / 'eft.db'}"
     if kind == "postgresql":

@@ -25,11 +25,10 @@ from tests.support.world import Caller, World, world
 DAY = 86400
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("families") / "data"
-    with world(folder, url, key_longest_days=100, keys_per_member=12) as made:
+    with world(folder, database_url, key_longest_days=100, keys_per_member=12) as made:
         yield made
 
 
@@ -69,6 +68,7 @@ def audited(here: World, action: str, target: str) -> list[dict[str, Any]]:
         return list(session.execute(query).scalars())
 
 
+@pytest.mark.both_databases
 def test_what_was_made_with_a_key_ends_with_it(here: World, member: Caller) -> None:
     stolen = made(here, member.key)
     child = made(here, stolen["key"])
@@ -111,6 +111,7 @@ def test_the_command_on_the_box_ends_a_family_too(
     assert works(here, parent, child) == [False, False]
 
 
+@pytest.mark.both_databases
 def test_a_key_that_was_rotated_away_ends_its_family_when_it_comes_back(here: World, member: Caller) -> None:
     first = made(here, member.key)
     child = made(here, first["key"])
@@ -189,6 +190,7 @@ def test_rights_are_handed_down_and_never_widened(here: World, member: Caller) -
     assert here.ask("DELETE", f"/keys/{turning['id']}", turning["key"]).status_code in (200, 401)
 
 
+@pytest.mark.both_databases
 def test_a_user_has_so_many_keys_in_a_project(here: World, member: Caller) -> None:
     boss = here.caller(here.fresh("boss"), Role.MEMBER, Scope.BOX, box_admin=True)
     admin = here.caller(here.fresh("admin"), Role.ADMIN, Scope.ADMIN)
@@ -218,6 +220,7 @@ def _attempt(here: World, member: Caller) -> bool:
     return True
 
 
+@pytest.mark.both_databases
 def test_a_key_that_is_being_revoked_makes_no_more(here: World, member: Caller) -> None:
     """It was let in, and revoked before its request came to its transaction."""
     parent = made(here, member.key)

@@ -72,11 +72,10 @@ def _whole(name: str, samples: dict[str, Series]) -> None:
         assert values[-1] == samples[f"{name}_count"][labels]
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """`lab`: one job has succeeded, one runs on a GPU, two wait for their model; `rivals`: one has succeeded."""
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("metrics") / "data", url) as made:
+    with world(tmp_path_factory.mktemp("metrics") / "data", database_url) as made:
         with made.database.write() as session:
             live = {"busy_percent": 97, "used_bytes": 5}
             slots: list[dict[str, Any]] = [
@@ -123,6 +122,7 @@ def value(families: dict[str, tuple[str, dict[str, Series]]], name: str, **label
 _ENDINGS = ("_bucket", "_sum", "_count")
 
 
+@pytest.mark.both_databases
 def test_it_says_what_there_is(here: World) -> None:
     seen = scraped(here)
     assert value(seen, "eft_jobs", project="lab", status="succeeded") == 1

@@ -67,17 +67,6 @@ class World:
 
 @pytest.fixture
 def world(api: Any) -> Iterator[World]:
-    """On both databases."""
-    yield from _world(api)
-
-
-@pytest.fixture
-def one_world(sqlite_api: Any) -> Iterator[World]:
-    """For what has nothing to do with the database."""
-    yield from _world(sqlite_api)
-
-
-def _world(api: Any) -> Iterator[World]:
     world = World(api)
     yield world
     with api.database.write() as session:
@@ -92,17 +81,17 @@ def test_an_unknown_model_has_no_plan_and_is_accepted(world: World) -> None:
     assert world.submit(method="full").status_code == 201
 
 
-def test_a_plan_tells_what_of_its_file_is_not_trained_on(one_world: World) -> None:
-    one_world.learn()
+def test_a_plan_tells_what_of_its_file_is_not_trained_on(world: World) -> None:
+    world.learn()
     rows = b"text,intent\nlights on,lights.on\nlights off,lights.off\n"
-    file = one_world.http.post("/files", files={"file": ("labels.csv", rows)}).json()
+    file = world.http.post("/files", files={"file": ("labels.csv", rows)}).json()
     assert file["report"]["ignored_columns"] == ["intent"]
     told = [notice["code"] for notice in file["report"]["notices"]]
     assert told == ["label_ignored", "columns_ignored"]
-    found = one_world.plan(method="lora", data=file["id"])["plan"]["notices"]
+    found = world.plan(method="lora", data=file["id"])["plan"]["notices"]
     assert [(one["code"], one["field"]) for one in found] == [(code, "data.train") for code in told]
     mapped = {"type": "file", "id": file["id"], "columns": {"prompt": "text", "completion": "intent"}}
-    assert one_world.plan(method="lora", data={"train": mapped})["plan"]["notices"] == []
+    assert world.plan(method="lora", data={"train": mapped})["plan"]["notices"] == []
 
 
 def test_a_plan_of_every_kind_of_slot(world: World) -> None:
@@ -138,6 +127,7 @@ def test_without_nodes_there_are_still_bytes(world: World) -> None:
     assert world.submit(method="full").status_code == 201
 
 
+@pytest.mark.both_databases
 def test_rows_and_times_are_from_what_was_counted_and_run(world: World) -> None:
     world.learn()
     world.node("plan-small", gpu("small", 24))
@@ -190,8 +180,8 @@ def test_what_fits_no_node_is_refused_at_submit(world: World) -> None:
     assert again.status_code == 200 and again.json()["settled"]["rung"] == "full"
 
 
-def test_modules_that_are_not_there_are_refused_at_submit(one_world: World) -> None:
-    world = one_world
+def test_modules_that_are_not_there_are_refused_at_submit(world: World) -> None:
+    world = world
     world.learn()
     world.node("plan-large", gpu("large", 192))
     for path in ("/jobs", "/jobs?dry_run=true"):
@@ -200,8 +190,8 @@ def test_modules_that_are_not_there_are_refused_at_submit(one_world: World) -> N
         assert error["field"] == "method.target_modules" and "q_proj" in error["message"]
 
 
-def test_who_runs_it_can_switch_the_check_off(one_world: World, models: Path) -> None:
-    world, local = one_world, str(models / "tiny")  # a folder that the API can see: nobody has to have prepared it
+def test_who_runs_it_can_switch_the_check_off(world: World, models: Path) -> None:
+    world, local = world, str(models / "tiny")  # a folder that the API can see: nobody has to have prepared it
     world.node("plan-small", gpu("small", 0.001))
     row = _row(world, world.submit().json()["id"])
     actor = Actor(row.owner_id, row.project_id)
@@ -216,8 +206,8 @@ def test_who_runs_it_can_switch_the_check_off(one_world: World, models: Path) ->
     assert lenient.create(actor, sent).status == 201
 
 
-def test_eft_plan(one_world: World, tmp_path: Path) -> None:
-    world = one_world
+def test_eft_plan(world: World, tmp_path: Path) -> None:
+    world = world
     world.learn()
     world.node("plan-small", gpu("small", 8))
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
@@ -253,6 +243,7 @@ def _row(world: World, job_id: str) -> Job:
         return row
 
 
+@pytest.mark.both_databases
 def test_what_is_told_of_a_job_before_it_runs(world: World) -> None:
     """At a dry run and at submit the same: how pairs become tokens, few steps, a rate of another method."""
     world.learn()

@@ -113,10 +113,10 @@ def test_a_model_that_cannot_be_read_is_the_previews_failure(box: Any, tiny: Pat
     assert box.http.post(f"/files/{file_id}/preview", json={"model": str(empty)}).json()["id"] != preview["id"]
 
 
-def test_of_another_project_there_is_nothing(sqlite_api: Any) -> None:
-    file_id, other = sqlite_api.upload(jsonl(ROWS))["id"], sqlite_api.upload(jsonl(ROWS[:3]))["id"]
-    preview = sqlite_api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).json()
-    stranger = sqlite_api.client("elsewhere", "bob")
+def test_of_another_project_there_is_nothing(api: Any) -> None:
+    file_id, other = api.upload(jsonl(ROWS))["id"], api.upload(jsonl(ROWS[:3]))["id"]
+    preview = api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).json()
+    stranger = api.client("elsewhere", "bob")
     for method, path in (
         ("POST", f"/files/{file_id}/preview"),
         ("GET", f"/files/{file_id}/previews"),
@@ -124,9 +124,9 @@ def test_of_another_project_there_is_nothing(sqlite_api: Any) -> None:
     ):
         reply = stranger.request(method, path, **({"json": {"model": "a/b"}} if method == "POST" else {}))
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found"), path
-    assert sqlite_api.http.get(f"/files/{other}/previews/{preview['id']}").status_code == 404
-    assert sqlite_api.http.get(f"/files/{file_id}/previews/preview-nope").status_code == 404
-    with sqlite_api.database.read() as session:
+    assert api.http.get(f"/files/{other}/previews/{preview['id']}").status_code == 404
+    assert api.http.get(f"/files/{file_id}/previews/preview-nope").status_code == 404
+    with api.database.read() as session:
         assert session.execute(select(Job.project_id).where(Job.id == preview["id"])).scalar_one() != ""
 
 
@@ -141,42 +141,42 @@ def test_of_another_project_there_is_nothing(sqlite_api: Any) -> None:
         ({"model": "/etc"}, "model.path"),
     ],
 )
-def test_bad_options_are_named(sqlite_api: Any, body: dict[str, Any], field: str) -> None:
-    file_id = sqlite_api.upload(jsonl(ROWS))["id"]
-    reply = sqlite_api.http.post(f"/files/{file_id}/preview", json=body)
+def test_bad_options_are_named(api: Any, body: dict[str, Any], field: str) -> None:
+    file_id = api.upload(jsonl(ROWS))["id"]
+    reply = api.http.post(f"/files/{file_id}/preview", json=body)
     assert reply.status_code == 422, reply.text
     assert reply.json()["error"]["field"] == field
-    assert sqlite_api.http.get(f"/files/{file_id}/previews").json() == {"data": []}
+    assert api.http.get(f"/files/{file_id}/previews").json() == {"data": []}
 
 
-def test_rows_of_stages_to_come_can_be_previewed_not_trained_on(sqlite_api: Any) -> None:
+def test_rows_of_stages_to_come_can_be_previewed_not_trained_on(api: Any) -> None:
     rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}]
-    file_id = sqlite_api.upload(jsonl(rows))["id"]
-    reply = sqlite_api.http.post("/jobs", json={"model": "a/b", "data": file_id})
+    file_id = api.upload(jsonl(rows))["id"]
+    reply = api.http.post("/jobs", json={"model": "a/b", "data": file_id})
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "rows_of_another_stage")
-    assert sqlite_api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).status_code == 202
+    assert api.http.post(f"/files/{file_id}/preview", json={"model": "a/b"}).status_code == 202
 
 
-def test_samples_stand_beside_the_base(sqlite_api: Any) -> None:
-    job_id, token = sqlite_api.start_job()
+def test_samples_stand_beside_the_base(api: Any) -> None:
+    job_id, token = api.start_job()
     path = f"/jobs/{job_id}/samples"
-    assert sqlite_api.http.get(path).json() == {"steps": [], "step": None, "data": []}
+    assert api.http.get(path).json() == {"steps": [], "step": None, "data": []}
 
     def told(step: int, answer: str) -> dict[str, Any]:
         one = {"row": 0, "prompt": "hi", "reference": "ho", "completion": answer, "new_tokens": 1, "finished": True}
         return {"type": "samples", "step": step, "samples": [one]}
 
-    sqlite_api.tell(token, told(0, "base"), told(5, "better"), told(10, "worse"))
-    found = sqlite_api.http.get(path).json()
+    api.tell(token, told(0, "base"), told(5, "better"), told(10, "worse"))
+    found = api.http.get(path).json()
     assert (found["steps"], found["step"]) == ([0, 5, 10], 10)
     (one,) = found["data"]
     assert (one["prompt"], one["reference"], one["base"], one["tuned"]) == ("hi", "ho", "base", "worse")
     best = {"step": 5, "metric": "eval_loss", "value": 1.0, "restored": True}
-    sqlite_api.end(token, Succeeded({"steps": 10, "best": best}))
-    assert sqlite_api.http.get(path).json()["step"] == 5  # what is handed back
-    assert sqlite_api.http.get(path, params={"step": 10}).json()["data"][0]["tuned"] == "worse"
-    missing = sqlite_api.http.get(path, params={"step": 7})
+    api.end(token, Succeeded({"steps": 10, "best": best}))
+    assert api.http.get(path).json()["step"] == 5  # what is handed back
+    assert api.http.get(path, params={"step": 10}).json()["data"][0]["tuned"] == "worse"
+    missing = api.http.get(path, params={"step": 7})
     assert (missing.status_code, missing.json()["error"]["field"]) == (404, "step")
-    assert sqlite_api.client("elsewhere", "bob").get(path).status_code == 404
-    drawn = eft(sqlite_api, "samples", job_id)
+    assert api.client("elsewhere", "bob").get(path).status_code == 404
+    drawn = eft(api, "samples", job_id)
     assert drawn.returncode == 0 and "better" in drawn.stdout and "base" in drawn.stdout

@@ -56,31 +56,31 @@ def checks(api: Api) -> list[int]:
     return [pid for pid, parent in processes().items() if parent == own]
 
 
-def test_others_are_answered_while_a_file_is_checked(sqlite_api: Api) -> None:
+def test_others_are_answered_while_a_file_is_checked(api: Api) -> None:
     data, answers = slow_parquet(1000), list[httpx.Response]()
     sending = threading.Thread(
         target=lambda: answers.append(
             httpx.post(
-                f"{sqlite_api.url}/files?filename=slow.parquet",
+                f"{api.url}/files?filename=slow.parquet",
                 content=data,
-                headers={"authorization": f"Bearer {sqlite_api.key}", "content-type": "application/octet-stream"},
+                headers={"authorization": f"Bearer {api.key}", "content-type": "application/octet-stream"},
                 timeout=300,
             )
         )
     )
     sending.start()
-    (pid,) = wait_for(lambda: checks(sqlite_api), 120, "the check to begin")
+    (pid,) = wait_for(lambda: checks(api), 120, "the check to begin")
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert f"Max cpu time              {apart.CPU_SECONDS} " in limits
     assert str(apart.MAX_BYTES) in limits
     answered = 0
     while sending.is_alive():
-        assert sqlite_api.http.get("/me").status_code == 200
+        assert api.http.get("/me").status_code == 200
         answered += 1
     sending.join()
     assert answers[0].status_code == 201 and answers[0].json()["rows"] == 1000, answers[0].text
     assert answered >= 10
-    wait_for(lambda: not checks(sqlite_api), 60, "the check to be gone")
+    wait_for(lambda: not checks(api), 60, "the check to be gone")
 
 
 def send_and_leave(api: Api, data: bytes) -> socket.socket:
@@ -93,27 +93,27 @@ def send_and_leave(api: Api, data: bytes) -> socket.socket:
     return one
 
 
-def test_a_check_ends_when_its_client_leaves(sqlite_api: Api) -> None:
-    with send_and_leave(sqlite_api, slow_parquet(8000)):
-        wait_for(lambda: checks(sqlite_api), 120, "the check to begin")
-        assert checks(sqlite_api)
-    wait_for(lambda: not checks(sqlite_api), 60, "the check to be ended")
-    wait_for(lambda: not list(sqlite_api.layout.uploads.iterdir()), 60, "nothing to be kept")
-    assert "left.parquet" not in sqlite_api.http.get("/files?limit=200").text
-    assert sqlite_api.upload(jsonl(ROWS))["rows"] == len(ROWS)
+def test_a_check_ends_when_its_client_leaves(api: Api) -> None:
+    with send_and_leave(api, slow_parquet(8000)):
+        wait_for(lambda: checks(api), 120, "the check to begin")
+        assert checks(api)
+    wait_for(lambda: not checks(api), 60, "the check to be ended")
+    wait_for(lambda: not list(api.layout.uploads.iterdir()), 60, "nothing to be kept")
+    assert "left.parquet" not in api.http.get("/files?limit=200").text
+    assert api.upload(jsonl(ROWS))["rows"] == len(ROWS)
 
 
-def test_a_check_that_reaches_its_bound_is_told_and_costs_nobody_else(sqlite_api: Api) -> None:
+def test_a_check_that_reaches_its_bound_is_told_and_costs_nobody_else(api: Api) -> None:
     """The kernel ends it, as here somebody does."""
-    with send_and_leave(sqlite_api, slow_parquet(8000)) as client:
-        (pid,) = wait_for(lambda: checks(sqlite_api), 120, "the check to begin")
+    with send_and_leave(api, slow_parquet(8000)) as client:
+        (pid,) = wait_for(lambda: checks(api), 120, "the check to begin")
         os.kill(pid, signal.SIGXCPU)
         told = client.recv(1 << 16)
     assert told.startswith(b"HTTP/1.1 413 ") and b"processor time" in told, told
-    own = source(sqlite_api)
+    own = source(api)
     assert own is not None
     os.kill(own, signal.SIGKILL)
-    assert sqlite_api.upload(jsonl(ROWS))["rows"] == len(ROWS), "there is another one"
+    assert api.upload(jsonl(ROWS))["rows"] == len(ROWS), "there is another one"
 
 
 def test_faults_without_end_stop_a_check_within_one_piece() -> None:

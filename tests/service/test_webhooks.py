@@ -39,10 +39,9 @@ from tests.support.world import MODEL, World, world
 QUICK = {"webhook_retry_seconds": (0.05, 0.05), "webhook_timeout_seconds": 3.0, "webhook_allow": ("127.0.0.1",)}
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = request.getfixturevalue("postgres_databases")() if request.param == "postgresql" else ""
-    with world(tmp_path_factory.mktemp("hooks") / "data", url, **QUICK, public_url="https://eft.lab/") as made:
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("hooks") / "data", database_url, **QUICK, public_url="https://eft.lab/") as made:
         made.boss = made.caller("admin", Role.ADMIN, Scope.ADMIN)  # type: ignore[attr-defined]
         yield made
 
@@ -108,6 +107,7 @@ def document(got: Got) -> dict[str, Any]:
 # -- what is sent
 
 
+@pytest.mark.both_databases
 def test_a_job_tells_who_wants_to_know(
     here: World, there: Target, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +149,7 @@ def test_a_job_tells_who_wants_to_know(
     assert mine["secret"] not in shown and "/all" not in shown
 
 
+@pytest.mark.both_databases
 def test_a_change_that_is_taken_back_tells_nobody(here: World, there: Target, sender: Sender) -> None:
     made = hook(here, there.url("/x"), events=["job.cancelled"])
     job_id = submitted(here)
@@ -167,6 +168,7 @@ def test_a_change_that_is_taken_back_tells_nobody(here: World, there: Target, se
     assert [row["type"] for row in deliveries(here, made)] == ["job.cancelled"]
 
 
+@pytest.mark.both_databases
 def test_a_webhook_may_be_deleted_while_a_job_changes(here: World, there: Target, sender: Sender) -> None:
     """Whichever is first: the job's change goes through, and nothing is left for a webhook that is gone."""
     for delete_first in (False, True):
@@ -221,6 +223,7 @@ def test_a_job_cannot_name_somebody_elses_webhook(here: World, sender: Sender) -
 # -- tried again, given up
 
 
+@pytest.mark.both_databases
 def test_failures_are_tried_again_with_the_same_id_and_body(here: World, there: Target, sender: Sender) -> None:
     made = hook(here, there.url("/flaky"))
     there.plan["/flaky"].extend([500, "drip"])
@@ -245,6 +248,7 @@ def test_a_target_may_ask_for_more_time(here: World, there: Target, sender: Send
     assert row["state"] == "pending" and 3599 < waits.total_seconds() < 3605
 
 
+@pytest.mark.both_databases
 def test_dead_letters_are_seen_and_sent_again(here: World, sender: Sender) -> None:
     with held_port() as port:
         made = hook(here, f"http://127.0.0.1:{port}/later")
@@ -327,6 +331,7 @@ def test_a_target_that_does_not_answer_is_not_waited_for(here: World, there: Tar
     assert "no answer within 3 s" in deliveries(here, made)[0]["last_error"]
 
 
+@pytest.mark.both_databases
 def test_of_several_processes_one_sends(here: World, there: Target, sender: Sender) -> None:
     made = hook(here, there.url("/once"))
     other = Sender(here.database, here.settings)
@@ -481,6 +486,7 @@ def test_discord_takes_another_form() -> None:
 # -- nothing is lost
 
 
+@pytest.mark.both_databases
 def test_an_api_that_is_killed_sends_again_with_the_same_id(
     start_api: Callable[..., Any], tmp_path: Path, there: Target
 ) -> None:
