@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from core.jobs.lifecycle.finish import Failed, Succeeded
 from tests.support.client import eft
 
@@ -61,7 +63,6 @@ def test_a_key_that_made_a_deleted_job(api: Any) -> None:
 
 def test_from_the_command_line(api: Any) -> None:
     """A retry goes before what it is a retry of, however they are named."""
-    api = api
     first, _ = ended(api, Failed("user", "x", "y"))
     second = api.http.post(f"/jobs/{first}/retry").json()["id"]
     refused = eft(api, "delete", second)

@@ -322,7 +322,6 @@ def test_the_rows_are_what_was_sent(api: Any) -> None:
 
 
 def test_a_large_upload_takes_no_memory(api: Any) -> None:
-    api = api
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     data = row * 48_000
     process = Path(f"/proc/{api.process.pid}")
