@@ -19,6 +19,7 @@ from core.train.loss.linear_cross_entropy import (
     token_figures,
     token_logprobs,
 )
+from tests.support.selection import pairwise
 from tests.support.whole_logits import OPTIONS, row_losses
 
 ROWS, WIDTH, VOCABULARY = 64, 128, 1000
@@ -175,10 +176,10 @@ def test_a_product_in_parts_is_the_whole_product(monkeypatch: pytest.MonkeyPatch
 # --- figures -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype", "backend", "biased"),
+    pairwise(OPTIONS[:3], [torch.float32, torch.bfloat16], BACKENDS, [False, True]),
+)
 def test_figures_are_those_of_whole_logits(
     options: HeadOptions, dtype: torch.dtype, backend: Backend, biased: bool
 ) -> None:

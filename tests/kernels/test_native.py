@@ -16,6 +16,7 @@ from core.train.kernels import interface, native, portable
 from core.train.loss.linear_cross_entropy import linear_cross_entropy
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.nf4 import quantize_nf4
+from tests.support.selection import pairwise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +25,14 @@ def test_a_machine_with_a_compiler_uses_it() -> None:
     assert interface.describe(torch.device("cpu")) == {"backend": "native"}
 
 
-@pytest.mark.parametrize("n", [64 * 300, 64 * 257 + 37, 1, 33])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("quantise", ["nf4", "nf4-single", "nf4-256", "int8"])
+@pytest.mark.parametrize(
+    ("quantise", "dtype", "n"),
+    pairwise(
+        ["nf4", "nf4-single", "nf4-256", "int8"],
+        [torch.bfloat16, torch.float32, torch.float16],
+        [64 * 300, 64 * 257 + 37, 1, 33],
+    ),
+)
 def test_same_bits_as_portable_and_bitsandbytes(quantise: str, dtype: torch.dtype, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     values = torch.randn(n, generator=generator) * torch.rand(n, generator=generator).pow(8)

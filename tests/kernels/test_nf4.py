@@ -10,6 +10,7 @@ from core.errors import ModelError
 from core.train.quant.int8 import dequantize_int8, int8_from_state, quantize_int8
 from core.train.quant.layout import dynamic_map, nf4_from_state, nf4_map
 from core.train.quant.nf4 import dequantize_nf4, quantize_nf4
+from tests.support.selection import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64), (576, 192), (3, 64 * 257), (50, 100), (7, 9), (1, 1), (130, 64))
@@ -28,9 +29,7 @@ def test_tables_are_those_of_bitsandbytes() -> None:
     assert torch.equal(nf4_map(torch.device("cpu")), bnb.get_4bit_type("nf4", device="cpu"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "double", "dtype"), pairwise(SHAPES, [True, False], DTYPES))
 def test_equal_to_bitsandbytes(shape: tuple[int, int], double: bool, dtype: torch.dtype) -> None:
     weight = _weight(shape, dtype)
     packed, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")

@@ -16,6 +16,7 @@ from core.train.quant.int8 import quantize_int8
 from core.train.quant.layout import dynamic_map
 from core.train.quant.nf4 import quantize_nf4
 from tests.support.interpreter import Run
+from tests.support.selection import pairwise
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOATS = st.sampled_from([0.0, -0.0, 1e-45, 3e-39, 1.2e-38, 1e-8, 0.02, 1.0, 6e4, 7e4, 3e30, 3.3e38])
@@ -38,18 +39,23 @@ def _same(ours: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 33, 64, 2047, 2048, 2049, 64 * 257 + 37, 64 * 256 * 2])
-@pytest.mark.parametrize("quantised", ["nf4", "nf4-single", "nf4-32", "nf4-4096", "int8"])
-def test_same_bits_as_portable(interpreted: Run, quantised: str, n: int) -> None:
+@pytest.mark.parametrize(
+    ("quantised", "n", "dtype"),
+    pairwise(
+        ["nf4", "nf4-single", "nf4-32", "nf4-4096", "int8"],
+        [1, 2, 33, 64, 2047, 2048, 2049, 64 * 257 + 37, 64 * 256 * 2],
+        DTYPES,
+    ),
+)
+def test_same_bits_as_portable(interpreted: Run, quantised: str, n: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(n)
     values = torch.randn(n, generator=generator) * torch.rand(n, generator=generator).pow(8)
     values[: n // 4] = 0.0
     format, _, form = quantised.partition("-")
     block = int(form) if form.isdigit() else 64
     weight: Any = quantize_int8(values) if format == "int8" else quantize_nf4(values, block, double=form != "single")
-    for dtype in DTYPES:
-        ours = _unpacked(interpreted, weight.packed, weight.scales, format, block, n, dtype)
-        _same(ours, _portable(weight.packed, weight.scales, format, block, n, dtype))
+    ours = _unpacked(interpreted, weight.packed, weight.scales, format, block, n, dtype)
+    _same(ours, _portable(weight.packed, weight.scales, format, block, n, dtype))
 
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from core.train.quant.int8 import dequantize_int8, quantize_int8
 from core.train.quant.nf4 import dequantize_nf4, quantize_nf4
 from tests.support.interpreter import Run
+from tests.support.selection import pairwise
 
 EXACT = {torch.float32: 1e-6, torch.float16: 3e-4, torch.bfloat16: 3e-3}
 DENSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -46,18 +47,24 @@ def _off(ours: Tensor, wanted: Tensor) -> float:
     return ((ours.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-single", "nf4-256", "int8"])
-@pytest.mark.parametrize("k", [2, 64, 96, 1000, 2304, 4096])
-def test_is_the_product(interpreted: Run, k: int, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "k", "rows"),
+    pairwise(
+        ["nf4", "nf4-single", "nf4-256", "int8"],
+        [2, 64, 96, 1000, 2304, 4096],
+        [(1, torch.bfloat16), (3, torch.float32), (4, torch.float16), (8, torch.bfloat16)],
+    ),
+)
+def test_is_the_product(interpreted: Run, form: str, k: int, rows: tuple[int, torch.dtype]) -> None:
     """Widths that blocks do not divide, columns that programs do not, with a bias and without."""
     weight, dense = _weight(form, 7, k)
     generator = torch.Generator().manual_seed(k)
-    for m, dtype in ((1, torch.bfloat16), (3, torch.float32), (4, torch.float16), (8, torch.bfloat16)):
-        x = torch.randn(m, k, generator=generator).to(dtype)
-        bias = torch.randn(7, generator=generator) if m % 2 else torch.zeros(7)
-        y = _product(interpreted, x, weight, form, bias if m % 2 else None)
-        assert _off(y, torch.nn.functional.linear(x.double(), dense.double(), bias.double())) < EXACT[dtype]
-        assert _off(y, torch.nn.functional.linear(x, dense.to(dtype), bias.to(dtype))) < DENSE[dtype]
+    m, dtype = rows
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    bias = torch.randn(7, generator=generator) if m % 2 else torch.zeros(7)
+    y = _product(interpreted, x, weight, form, bias if m % 2 else None)
+    assert _off(y, torch.nn.functional.linear(x.double(), dense.double(), bias.double())) < EXACT[dtype]
+    assert _off(y, torch.nn.functional.linear(x, dense.to(dtype), bias.to(dtype))) < DENSE[dtype]
 
 
 @settings(max_examples=30, deadline=None)

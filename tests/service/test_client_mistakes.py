@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import http.server
-import io
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from eft.terminal.astray import COMMANDS, OPTIONS
 from eft.terminal.output import Output, print_error
 from eft.times import point
 
-from tests.support.client import EFT, environment
+from tests.support.client import EFT, environment, run
 
 JOB = f"job-{'0' * 26}"
 BAD = ("", "1e999", "\udcff \u2603=")
@@ -79,17 +77,12 @@ def eft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     (tmp_path / "job.yaml").write_text("model: a/b\ndata: /data/rows.jsonl\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-            TREE.main(list(arguments), "eft")
-        for stream in (out, err):
-            stream.flush()
-        said, told = (stream.buffer.getvalue().decode() for stream in (out, err))
-        assert "Traceback" not in told and "error internal" not in told, (arguments, told)
-        return int(ended.value.code or 0), said, told
+    def ended(*arguments: str) -> tuple[int, str, str]:
+        done = run(*arguments)
+        assert "error internal" not in done.stderr, (arguments, done.stderr)
+        return done.returncode, done.stdout, done.stderr
 
-    return run
+    return ended
 
 
 def arguments_of(command: Any) -> list[str]:

@@ -67,6 +67,8 @@ class World:
 
 @pytest.fixture
 def world(api: Any) -> Iterator[World]:
+    with api.database.write() as session:
+        session.execute(delete(Node))  # of other files' tests
     world = World(api)
     yield world
     with api.database.write() as session:

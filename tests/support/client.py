@@ -1,18 +1,23 @@
-"""For tests of the client: the `eft` command as a process, and a bad line between it and the API."""
+"""For tests of the client: the `eft` command, and a bad line between it and the API."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import os
 import select
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from eft import Client
+from eft.cli import tree
 
 EFT = str(Path(sys.executable).parent / "eft")
 
@@ -22,12 +27,39 @@ def environment(api: Any, **more: str) -> dict[str, str]:
     return clean | {"EFT_URL": api.url, "EFT_API_KEY": api.key, "XDG_CONFIG_HOME": "/nonexistent"} | more
 
 
+def run(*arguments: str, given: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`eft` in this process: starting the command costs more than most of what it does.
+
+    Exit codes, standard output and standard error are the command's own. For signals, pipes and terminals start EFT.
+    `given`: its whole environment, if not this process's.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    code: object = 0
+    with (
+        mock.patch.dict(os.environ, os.environ if given is None else given, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            _tree().main(list(arguments), "eft")
+        except SystemExit as ended:
+            code = ended.code or 0
+    for stream in (out, err):
+        stream.flush()
+    said, told = (stream.buffer.getvalue().decode() for stream in (out, err))
+    assert isinstance(code, int) and "Traceback" not in told, (arguments, told)
+    return subprocess.CompletedProcess(["eft", *arguments], code, said, told)
+
+
+@functools.cache
+def _tree() -> Any:
+    """Built once, which takes longer than most commands."""
+    return tree()
+
+
 def eft(api: Any, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [EFT, *arguments], env=environment(api, **more), capture_output=True, text=True, check=False, timeout=200
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+    """`eft` with this API and its first key, in this process."""
+    return run(*arguments, given=environment(api, **more))
 
 
 def client(api: Any, url: str | None = None, **more: Any) -> Client:

@@ -145,8 +145,11 @@ def test_raw_text_behind_chats_is_refused_as_without_streaming(tmp_path: Path, t
             feed.window(5)
 
 
-@pytest.mark.parametrize("barren", [[4], [0, 1, 4]], ids=["the last block", "the first two blocks and the last"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["here", "ahead"])
+@pytest.mark.parametrize(
+    ("ahead", "barren"),
+    [(False, [4]), (False, [0, 1, 4]), (True, [0, 1, 4])],  # a helper that makes blocks ahead starts slowly: once
+    ids=["here, the last block", "here, the first two and the last", "ahead, the first two and the last"],
+)
 def test_a_block_with_nothing_to_learn_is_skipped(
     tmp_path: Path, tiny_dir: Path, barren: list[int], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

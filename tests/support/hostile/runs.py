@@ -31,7 +31,7 @@ from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import DataOrder, MemoryLimit, PrepareOrder, RunOrder
-from tests.support.hostile.cases import Case, cases
+from tests.support.hostile.cases import Case, chosen
 from tests.support.trainer import chats, events, write_rows
 from worker.attempt import outcome
 from worker.attempt.attempt import LAST_WORDS
@@ -187,7 +187,7 @@ def main(folder: Path, tiny: Path, part: int, of: int) -> None:
     print((work / "told.json").read_text(), file=answers, flush=True)
     gc.collect()
     gc.freeze()
-    for number, case in enumerate(cases()):
+    for number, case in enumerate(chosen()):
         if number % of == part:
             print(json.dumps(supervise(case, tiny, folder / str(number))), file=answers, flush=True)
 
