@@ -33,16 +33,32 @@ LONGEST_FIRST = ["--dist", "loadfile", "--no-loadscope-reorder"]
 
 SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
-    # Services mostly wait for one another, so that three processes fit two cores.
+    # Services mostly wait for one another, and storms and boxes for leases, so that four processes fit two cores.
     "service": (
-        18,
-        ["service/test_boxes.py", "service/test_up.py", "service/test_life.py", "service"],
-        ["-n", "3", *LONGEST_FIRST],
+        9,
+        [
+            *("chaos/test_crash.py", "chaos/test_seeded.py", "e2e/test_docs.py", "service/test_up.py"),
+            *("service/test_boxes.py", "service/test_worker_agent.py", "e2e/test_gang.py", "e2e/test_failures.py"),
+            *(
+                "service/test_life.py",
+                "service/test_worker_spare.py",
+                "service/test_fuzz.py",
+                "e2e",
+                "chaos",
+                "service",
+            ),
+        ],
+        ["-n", "4", *LONGEST_FIRST],
     ),
-    "train": (13, ["resume", "oracle", "train", "render"], ["-n", "2", *LONGEST_FIRST]),
-    "chaos": (7, ["chaos/test_seeded.py", "chaos"], ["-n", "2", *LONGEST_FIRST]),
-    "kernels": (3, ["kernels"], ["-n", "2"]),
-    "rest": (20, ["e2e/test_docs.py", "e2e", "unit", "db"], ["-n", "3", *LONGEST_FIRST]),
+    "train": (
+        7.5,
+        [
+            *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
+            *("train", "kernels", "render"),
+        ],
+        ["-n", "2", *LONGEST_FIRST],
+    ),
+    "rest": (3.5, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
 }
 
 AGAIN = (
@@ -50,7 +66,7 @@ AGAIN = (
     *("tests/train/test_lifeline.py", "tests/train/test_ranks_launcher.py", "tests/train/test_train_cli.py"),
     *("tests/train/test_selftest.py", "tests/db/test_backup.py"),
 )
-"""Of the tests in these folders and files at most MOST of a suite are run again."""
+"""Folders and files whose failed tests are run again, at most MOST of a suite."""
 MOST = 3
 SLOWEST = 10
 """Tests and files of a suite that its end names."""

@@ -145,7 +145,7 @@ StartApi = Callable[..., AbstractContextManager[Api]]
 
 
 @contextlib.contextmanager
-def _running(
+def running_api(
     folder: Path,
     database_url: str | None = None,
     *,
@@ -242,18 +242,18 @@ def api(request: pytest.FixtureRequest, database_kind: str) -> Api:
 @pytest.fixture(scope="session")
 def sqlite_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """Ask for `api`."""
-    with _running(tmp_path_factory.mktemp("api-sqlite")) as running:
+    with running_api(tmp_path_factory.mktemp("api-sqlite")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def postgresql_api(tmp_path_factory: pytest.TempPathFactory, postgres_databases: Callable[[], str]) -> Iterator[Api]:
     """Ask for `api`."""
-    with _running(tmp_path_factory.mktemp("api-postgresql"), postgres_databases()) as running:
+    with running_api(tmp_path_factory.mktemp("api-postgresql"), postgres_databases()) as running:
         yield running
 
 
 @pytest.fixture
 def start_api(tmp_path: Path) -> StartApi:
     """An API of the test's own: `with start_api(max_upload_bytes=1000) as api`."""
-    return lambda **settings: _running(tmp_path, **settings)
+    return lambda **settings: running_api(tmp_path, **settings)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
+import pytest
 
 from api.errors import RateLimited
 from api.http.body_limits import REMEMBERED, Buckets, RequestLimits
 from core.settings import Settings
-from tests.service.conftest import StartApi
+from tests.service.conftest import Api, StartApi, running_api
 
 WRONG = "eft_00000000_" + "0" * 40
 
@@ -26,19 +27,26 @@ def refused(reply: httpx.Response) -> int:
     return seconds
 
 
-def test_a_key_has_a_burst_and_then_its_rate(start_api: StartApi) -> None:
-    with start_api(rate_per_minute=60, rate_burst=5) as api:
-        other = api.client("lab", "bob")
-        replies = [api.http.get("/jobs")]
-        while replies[-1].status_code == 200 and len(replies) < 300:  # as long as it takes faster than one a second
-            replies.append(api.http.get("/jobs"))
-        assert [reply.status_code for reply in replies[:5]] == [200] * 5
-        wait = refused(replies[-1])
-        assert other.get("/jobs").status_code == 200, "another key, even of the same project, has its own"
-        assert api.with_key(None).get("/healthz").status_code == 200, "probes need no key and have no limit"
-        time.sleep(wait)
-        assert api.http.get("/jobs").status_code == 200
-        assert api.http.post("/jobs", json={}).status_code in (422, 429)
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """60 requests a minute and key, five at once; six a minute for strangers."""
+    folder = tmp_path_factory.mktemp("limits")
+    with running_api(folder, rate_per_minute=60, rate_burst=5, rate_strangers_per_minute=6) as api:
+        yield api
+
+
+def test_a_key_has_a_burst_and_then_its_rate(limited: Api) -> None:
+    one, other = limited.client("lab", "eve"), limited.client("lab", "bob")
+    replies = [one.get("/jobs")]
+    while replies[-1].status_code == 200 and len(replies) < 300:  # as long as it takes faster than one a second
+        replies.append(one.get("/jobs"))
+    assert [reply.status_code for reply in replies[:5]] == [200] * 5
+    wait = refused(replies[-1])
+    assert other.get("/jobs").status_code == 200, "another key, even of the same project, has its own"
+    assert limited.with_key(None).get("/healthz").status_code == 200, "probes need no key and have no limit"
+    time.sleep(wait)
+    assert one.get("/jobs").status_code == 200
+    assert one.post("/jobs", json={}).status_code in (422, 429)
 
 
 def test_a_stream_counts_once_however_long_it_is(start_api: StartApi) -> None:
@@ -53,23 +61,21 @@ def test_a_stream_counts_once_however_long_it_is(start_api: StartApi) -> None:
             assert next(lines).startswith("event:"), "the stream goes on"
 
 
-def test_wrong_keys_are_slowed_down_by_address_and_a_good_one_is_not_locked_out(start_api: StartApi) -> None:
-    with start_api(rate_strangers_per_minute=6) as api:
-        assert api.http.get("/jobs").status_code == 200
-        stranger, nobody = api.with_key(WRONG), api.with_key(None)
-        replies = [client.get("/jobs") for client in (stranger, nobody) * 3]
-        assert [reply.status_code for reply in replies] == [401] * 6
-        assert refused(stranger.get("/jobs")) <= 10
-        refused(nobody.get("/jobs"))
-        assert api.http.get("/jobs").status_code == 200, "this key worked from here before"
-        late = api.client("lab", "carol")
-        refused(late.get("/jobs"))  # whether this one is right is not told now
-        assert api.with_key(None).get("/version").status_code == 200
+def test_wrong_keys_are_slowed_down_by_address_and_a_good_one_is_not_locked_out(limited: Api) -> None:
+    assert limited.http.get("/jobs").status_code == 200
+    stranger, nobody = limited.with_key(WRONG), limited.with_key(None)
+    replies = [client.get("/jobs") for client in (stranger, nobody) * 3]
+    assert [reply.status_code for reply in replies] == [401] * 6
+    assert refused(stranger.get("/jobs")) <= 10
+    refused(nobody.get("/jobs"))
+    assert limited.http.get("/jobs").status_code == 200, "this key worked from here before"
+    late = limited.client("lab", "carol")
+    refused(late.get("/jobs"))  # whether this one is right is not told now
+    assert limited.with_key(None).get("/version").status_code == 200
 
 
-def test_no_limit_where_none_is_set(start_api: StartApi) -> None:
-    with start_api() as api:
-        assert {api.http.get("/jobs").status_code for _ in range(250)} == {200}
+def test_no_limit_where_none_is_set(api: Api) -> None:
+    assert {api.http.get("/jobs").status_code for _ in range(250)} == {200}
 
 
 def ticking() -> tuple[Callable[[], float], Callable[[float], None]]:

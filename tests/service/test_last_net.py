@@ -30,7 +30,7 @@ SECONDS = 90
 """Far more than a slow machine needs, and far less than a lease."""
 
 
-class Lab:
+class Neighbours:
     """A service with two projects, and the faults of its worker.
 
     The uploads of both (but `kept`) are gone from the disk, so that each job ends in words once it has got all the way
@@ -102,7 +102,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Neighbours]:
     folder = tmp_path_factory.mktemp("net")
     for made in (faults := folder / "faults", hostile := folder / "hostile"):
         made.mkdir()
@@ -116,7 +116,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Lab]
     }
     with serving() as hub:
         for service in running(folder, environment | {"HF_ENDPOINT": hub.url, "no_proxy": "*"}):
-            lab = Lab(service, faults, models / "tiny", hostile, hub)
+            lab = Neighbours(service, faults, models / "tiny", hostile, hub)
             yield lab
             lab.database.dispose()
             lab.neighbour.close()
@@ -145,7 +145,7 @@ GONE, TOLD = "invalid_spec", "worker_error"
         ("finish.train", 2, GONE),
     ],
 )
-def test_the_next_job_of_another_project_has_the_slot(lab: Lab, place: str, times: int, ends: str) -> None:
+def test_the_next_job_of_another_project_has_the_slot(lab: Neighbours, place: str, times: int, ends: str) -> None:
     phase = place.partition(".")[2]
     (lab.faults / place).write_text(str(times))
     struck = lab.submit(lab.service.client, phase)
@@ -160,7 +160,7 @@ def test_the_next_job_of_another_project_has_the_slot(lab: Lab, place: str, time
     wait_for(lambda: not lab.held(), SECONDS, "all slots to be free", lambda: str(lab.held()))
 
 
-def test_a_stray_allocation_is_ended(lab: Lab) -> None:
+def test_a_stray_allocation_is_ended(lab: Neighbours) -> None:
     """As a job left it whose end was never written whole: the database says that the slot is taken."""
     over = lab.submit(lab.service.client, "train")
     lab.end(over)
@@ -173,7 +173,7 @@ def test_a_stray_allocation_is_ended(lab: Lab) -> None:
     assert not lab.held()
 
 
-def test_what_another_worker_holds_is_left_to_its_lease(lab: Lab) -> None:
+def test_what_another_worker_holds_is_left_to_its_lease(lab: Neighbours) -> None:
     other = lab.submit(lab.service.client, "train")
     lab.end(other)
     with lab.database.write() as session:
@@ -191,7 +191,7 @@ def test_what_another_worker_holds_is_left_to_its_lease(lab: Lab) -> None:
     assert lab.service.client.post(f"/jobs/{other}/cancel").status_code == 200
 
 
-def test_a_job_that_cannot_be_claimed_lets_others_go_first(lab: Lab) -> None:
+def test_a_job_that_cannot_be_claimed_lets_others_go_first(lab: Neighbours) -> None:
     """Its next attempt is there already: every claim of it fails, and it is the oldest of the line."""
     poison = lab.submit(lab.service.client, "train")
     lab.end(poison)
@@ -211,7 +211,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_hostile_model_is_refused_at_submit(lab: Lab, name: str) -> None:
+def test_a_hostile_model_is_refused_at_submit(lab: Neighbours, name: str) -> None:
     asked = {"model": lab.build(name), "data": lab.files[lab.service.client]}
     reply = lab.service.client.post("/jobs", json=asked)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "model_unreadable"), reply.text
@@ -235,7 +235,7 @@ def test_a_hostile_model_is_refused_at_submit(lab: Lab, name: str) -> None:
         ("tokenizer.json null", "user", "model_unreadable"),
     ],
 )
-def test_the_next_job_has_the_slot_of_a_hostile_model(lab: Lab, name: str, failure: str, code: str) -> None:
+def test_the_next_job_has_the_slot_of_a_hostile_model(lab: Neighbours, name: str, failure: str, code: str) -> None:
     """It comes from a hub, so that nobody has seen it before it is prepared, and the last one not before it trains."""
     folder = Path(lab.build(f"{name} of the hub"))
     lab.hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}

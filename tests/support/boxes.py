@@ -85,7 +85,7 @@ def run(*command: str) -> None:
 def process(
     log: Path, *command: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Of the test's: it ends with it, whatever becomes of that."""
+    """Start a process that ends with the test's, however that one ends."""
     with log.open("ab") as output:
         started = subprocess.Popen(
             command, cwd=HOME, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -176,7 +176,7 @@ def object_store(folder: Path, *buckets: str) -> Iterator[int]:
 
 
 @dataclass
-class Lab:
+class Cluster:
     """One installation: an API here, workers in the namespaces."""
 
     folder: Path
@@ -185,7 +185,7 @@ class Lab:
     broker_port: int
     database_url: URL
     store_port: int | None
-    """Of the object store; None: the data root is a folder."""
+    """Port of the object store; None: the data root is a folder."""
     hub: str
     """Port of the hub that models come from."""
     database: Database = field(init=False)
@@ -207,7 +207,7 @@ class Lab:
         )
 
     def settings(self, box: int | None) -> dict[str, str]:
-        """Of the API (None) or a worker: database, broker, data root; all else is for the speed of the test."""
+        """Settings of the API (None) or of a box's worker: database, broker, data root, and short waits."""
         address = "127.0.0.1" if box is None else self.net.here[box]
         mine = self.folder / ("api" if box is None else f"box-{box}")
         url = self.database_url

@@ -11,7 +11,7 @@ from jsonschema.protocols import Validator
 
 
 def validator(schema: str) -> Validator:
-    """Of `compose-spec`, `github-workflows`, `gitlab-ci`, …"""
+    """Return the validator of `compose-spec`, `github-workflows`, `gitlab-ci`, …"""
     package = importlib.util.find_spec("check_jsonschema")
     assert package is not None and package.origin is not None
     path = Path(package.origin).parent / "builtin_schemas" / "vendor" / f"{schema}.json"

@@ -30,7 +30,7 @@ NEEDS = {
 class Block:
     page: Path
     line: int
-    """Of its fence."""
+    """Line of the opening fence."""
     language: str
     text: str
     mark: tuple[str, str] | None
@@ -90,7 +90,7 @@ def indented(page: Path) -> list[int]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Anchors of the page's headings, as GitHub makes them."""
     found: dict[str, int] = {}
     names = set()
     for heading in re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE):

@@ -33,7 +33,7 @@ class Target:
         self.got: list[Got] = []
         self.plan: dict[str, deque[int | Literal["hang", "drip"]]] = defaultdict(deque)
         self.headers: dict[str, str] = {}
-        """Of every answer."""
+        """Headers of every answer."""
         self.over = threading.Event()
         target = self
 

@@ -32,7 +32,7 @@ def row_losses(logits: Tensor, labels: Tensor, bias: Tensor | None, options: Hea
 def loss_and_gradients(
     hidden: Tensor, head: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions, chunk_rows: int
 ) -> list[Tensor]:
-    """Of the chunked loss, by the backend that the process has: the sum, and its gradients for hidden and head."""
+    """Return the chunked loss by the process's backend: the sum, and its gradients for hidden and head."""
     hidden, head = hidden.detach().requires_grad_(), head.detach().requires_grad_()
     loss = linear_cross_entropy(hidden, head, labels, bias=bias, options=options, chunk_rows=chunk_rows)
     return [loss.detach(), *torch.autograd.grad(loss, [hidden, head])]
@@ -41,7 +41,7 @@ def loss_and_gradients(
 def logprobs_and_gradients(
     hidden: Tensor, head: Tensor, labels: Tensor, options: HeadOptions, upstream: Tensor, chunk_rows: int
 ) -> list[Tensor]:
-    """Of the tokens' log-probabilities, likewise."""
+    """Return the tokens' log-probabilities and their gradients."""
     hidden, head = hidden.detach().requires_grad_(), head.detach().requires_grad_()
     found = token_logprobs(hidden, head, labels, options=options, chunk_rows=chunk_rows)
     return [found.detach(), *torch.autograd.grad(found, [hidden, head], upstream)]

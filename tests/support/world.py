@@ -32,7 +32,7 @@ from core.spec.resolve import resolve
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHA = "5" * 64
-"""Of every file here, whosever it is."""
+"""SHA-256 of every file here, in both projects."""
 
 
 @dataclass(frozen=True)

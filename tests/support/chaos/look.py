@@ -70,7 +70,7 @@ class Trainer:
     """A living child of a worker with all that it has started: a session."""
 
     pid: int
-    """Of its leader, which gives the session its number."""
+    """Process of the session's leader, which gives the session its number."""
     job_id: str
     attempt: int
 
@@ -90,7 +90,7 @@ def ranks(data: Path) -> list[Trainer]:
 
 
 def launchers(data: Path) -> list[Trainer]:
-    """Of gangs whose ranks live: the process that started them."""
+    """The launchers of gangs whose ranks live."""
     found = {Trainer(session, *run) for run, _, session, module in _processes(data) if module == "core.train.ranks"}
     return sorted(found, key=lambda launcher: (launcher.job_id, launcher.attempt, launcher.pid))
 
@@ -116,8 +116,7 @@ def _processes(data: Path) -> Iterator[tuple[tuple[str, int], int, int, str]]:
 
 
 def _session(pid: int) -> int | None:
-    """Of a living process; None for one that is gone, waits to be reaped, or is stopped: what that does, it does when
-    it goes on."""
+    """The session of a living process; None for one that is gone, waits to be reaped, or is stopped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

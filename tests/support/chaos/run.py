@@ -31,7 +31,7 @@ TICK_SECONDS = 0.05
 MOST_OPEN = 12
 """Jobs that are not over; more are not submitted, so that the end comes in a bounded time."""
 MOST_KILLS = 4
-"""Of the trainers of one job: the wait before its next try doubles with each."""
+"""Kills of one job's trainers at most: the wait before its next try doubles with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class Run:
         return self._count(action.kind, True, f"{what} {one.pid} of {one.job_id}, attempt {one.attempt}")
 
     def _freeze_launcher(self, action: Action) -> str:
-        """Of a gang, until its ranks must have ended by themselves: they hear nothing, though the lease is renewed."""
+        """Stop a gang's launcher until its ranks must have ended: they hear nothing, though the lease is renewed."""
         there = look.launchers(self.inst.data)
         if not there:
             return self._count(action.kind, False, "a launcher")

@@ -39,7 +39,7 @@ from worker.orders import with_shape
 
 CPU_SECONDS = 20
 WALL_SECONDS = 90
-"""Of a machine with other things to do."""
+"""Seconds, generous for a machine with other things to do."""
 MEMORY = MemoryLimit(bytes=1 << 30, setting="EFT_TEST_BYTES")
 
 
