@@ -22,6 +22,15 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Commands of ours that a test calls in its process set one; the next test has the first one again."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def postgres_databases() -> Iterator[Callable[[], str]]:
     """Call it for the URL of a new, empty database (tests/support/postgres.py)."""
