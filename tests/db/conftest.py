@@ -1,4 +1,7 @@
-"""Every test of this suite runs on SQLite and on PostgreSQL."""
+"""Tests of this suite run on SQLite and on PostgreSQL: claims, leases, races, ordering, JSON, locks, migrations.
+
+A test that is marked `one_database` asks nothing of the database in which the two differ, and runs on SQLite alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,21 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support.lab import Lab
+from tests.support.selection import EVERYTHING
 
 ADA = Actor("user-ada", "proj-lab")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_database: run on SQLite alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if EVERYTHING:
+        return
+    again = {item for item in items if item.get_closest_marker("one_database") and "postgresql" in item.name}
+    config.hook.pytest_deselected(items=list(again))
+    items[:] = [item for item in items if item not in again]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

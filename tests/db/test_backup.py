@@ -128,6 +128,7 @@ def test_all_of_it_comes_back(
             restore(another("wrong", "sqlite"), store)
 
 
+@pytest.mark.one_database
 def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store: BackupStore) -> None:
     upload(lab, layout, b"x" * 50_000)
     first = create(lab.database, layout, store, Options())
@@ -148,6 +149,7 @@ def test_the_second_one_brings_only_what_is_new(lab: Lab, layout: Layout, store:
     assert list(store.damage(fourth)) == []
 
 
+@pytest.mark.one_database
 def test_a_backup_keeps_a_job_that_is_deleted(
     lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
@@ -248,6 +250,7 @@ def test_checkpoints_that_are_pruned_meanwhile_are_whole_or_not_there(
         assert json.loads(lines[-1])["step"] >= found[0].step - 1, "events reach as far as checkpoints"
 
 
+@pytest.mark.one_database
 def test_what_is_damaged_is_found_and_never_put_back(
     lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
@@ -277,6 +280,7 @@ def test_what_is_damaged_is_found_and_never_put_back(
         restore(another("third"), store, made.name, damaged=True)
 
 
+@pytest.mark.one_database
 def test_a_snapshot_that_lies_gets_no_more_than_its_users_files(
     lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]
 ) -> None:
@@ -303,6 +307,7 @@ def test_a_snapshot_that_lies_gets_no_more_than_its_users_files(
     assert Layout(settings.root).file(file_id).stat().st_mode & 0o7777 == 0o700
 
 
+@pytest.mark.one_database
 def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content(
     lab: Lab, layout: Layout, store: BackupStore
 ) -> None:
@@ -319,6 +324,7 @@ def test_a_damaged_list_of_files_stops_neither_the_next_backup_nor_loses_content
     assert list(store.damage(third)) == []
 
 
+@pytest.mark.one_database
 def test_what_is_damaged_on_the_data_root_is_told_when_it_is_kept(lab: Lab, layout: Layout, store: BackupStore) -> None:
     rotten, gone = upload(lab, layout, b"sound"), upload(lab, layout, b"here")
     layout.file(rotten).write_bytes(b"rotts")
@@ -370,6 +376,7 @@ def test_a_restore_that_broke_off_at_its_very_end_is_ended_by_the_same_command(
         restore(settings, store)
 
 
+@pytest.mark.one_database
 def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store: BackupStore) -> None:
     upload(lab, layout, b"one")
     # What a SIGKILL leaves of the very first one.
@@ -386,6 +393,7 @@ def test_what_broke_off_leaves_no_half_snapshot(lab: Lab, layout: Layout, store:
     assert not list(store.root.rglob(".tmp-*"))
 
 
+@pytest.mark.one_database
 def test_links_take_no_room(lab: Lab, layout: Layout, store: BackupStore, another: Callable[..., Settings]) -> None:
     file_id = upload(lab, layout, b"z" * 1000)
     claim = run(lab, layout, "runs")

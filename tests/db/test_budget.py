@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import insert, select, update
 
 from core.db.engine import db_now
@@ -18,6 +19,8 @@ from core.storage.layout import Layout
 from tests.support.lab import Lab
 from worker.upkeep import reclaim
 from worker.upkeep.disk_room import Room, room_on
+
+pytestmark = pytest.mark.one_database
 
 MB = 1_000_000
 CPU = Slot("cpu", "cpu")

@@ -20,6 +20,8 @@ from core.jobs.policies import disk_room as room
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
+pytestmark = pytest.mark.one_database
+
 ADA = Actor("user-ada", "proj-lab")
 POLICY = RetryPolicy(max_machine_failures=2, backoff_seconds=30)
 CPU, PREPARE = Slot("cpu", "cpu"), Slot("prepare-0", "prepare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import func, insert, select, update
 
 from core.db.engine import db_now
@@ -14,6 +15,8 @@ from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.storage.layout import Layout
 from tests.support.lab import Lab
+
+pytestmark = pytest.mark.one_database
 
 RULES = RetentionRules(checkpoints_days=30, previews_days=30, unused_files_days=90)
 

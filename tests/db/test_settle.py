@@ -25,6 +25,8 @@ from core.spec.job import JobSpec
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 
+pytestmark = pytest.mark.one_database
+
 ADA = Actor("user-ada", "proj-lab")
 LLAMA_1B = Shape.of_config(
     {
