@@ -20,6 +20,7 @@ import pytest
 from sqlalchemy import select
 
 from api.auth import keys
+from api.auth.policy import Role, Scope
 from core import HOME
 from core.db.engine import Database
 from core.db.migrate import upgrade
@@ -32,6 +33,7 @@ from core.jobs.lifecycle.submit import Actor, cancel
 from core.storage.layout import Layout
 from tests.support.ports import held_port
 from tests.support.selection import EVERYTHING
+from tests.support.world import Caller, World, world
 
 NO_LIMITS = {"min_free_bytes": 0, "rate_per_minute": 0, "rate_strangers_per_minute": 0, "rate_public_per_minute": 0}
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -251,6 +253,19 @@ def postgresql_api(tmp_path_factory: pytest.TempPathFactory, postgres_databases:
     """Ask for `api`."""
     with running_api(tmp_path_factory.mktemp("api-postgresql"), postgres_databases()) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two projects with everything in them, behind the application in this process."""
+    with world(tmp_path_factory.mktemp("world") / "data", database_url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def boss(here: World) -> Caller:
+    """An admin of the box and of the project `lab`."""
+    return here.caller("boss", Role.ADMIN, Scope.BOX, box_admin=True)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,10 @@ from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.submit import Actor, cancel, submit
 from core.jobs.policies import nodes
 from tests.support.client import eft
-from tests.support.world import MODEL, Caller, World, world
+from tests.support.world import MODEL, Caller, World
 
 KEY = re.compile(r"eft_[0-9a-z]{8}_[0-9A-Za-z]{46}")
 DAY = 86400
-
-
-@pytest.fixture(scope="module")
-def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("access") / "data", database_url) as made:
-        yield made
 
 
 @pytest.fixture

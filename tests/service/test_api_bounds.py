@@ -20,20 +20,9 @@ from api.notices.schemas import WebhookWish
 from core.db.tables import User, Webhook
 from core.errors import Conflict
 from tests.support.requests import filled, objects, request_of
-from tests.support.world import MODEL, Caller, World, world
+from tests.support.world import MODEL, Caller, World
 
 HALF, NUL, ESC, BIDI = "\ud800", "a\x00b", "\u009b31m", "a\u202eb"
-
-
-@pytest.fixture(scope="module")
-def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("bounds") / "data", database_url) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def boss(here: World) -> Caller:
-    return here.caller("boss", Role.ADMIN, Scope.BOX, box_admin=True)
 
 
 def send(here: World, boss: Caller, method: str, path: str, text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,18 +11,7 @@ from sqlalchemy import delete, func, select, update
 from api.auth.policy import Role, Scope
 from core.db.tables import ApiKey, Audit, Delivery, Hold, IdempotencyKey, Job, Webhook
 from tests.support.requests import filled, objects, request_of
-from tests.support.world import MODEL, Caller, World, world
-
-
-@pytest.fixture(scope="module")
-def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("once") / "data", database_url) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def boss(here: World) -> Caller:
-    return here.caller("boss", Role.ADMIN, Scope.BOX, box_admin=True)
+from tests.support.world import MODEL, Caller, World
 
 
 def posts(here: World) -> list[str]:

@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ from api.docs import policy_table
 from core.db.tables import Audit, Job
 from core.jobs.lifecycle.submit import cancel, submit
 from tests.support.requests import filled, objects, request_of
-from tests.support.world import MODEL, SHA, Caller, Project, World, world
+from tests.support.world import MODEL, SHA, Caller, Project, World
 
 OPEN = {
     ("GET", "/healthz"),
@@ -42,12 +41,6 @@ FEW = {"viewer", "member", "boss", "who has left", "member's machine"}
 ROLES, SCOPES = ["viewer", "member", "admin"], ["metrics", "read", "write", "admin", "box"]
 BOX_LEVEL = {"name", "user"}
 """Parameters whose objects belong to no project."""
-
-
-@pytest.fixture(scope="module")
-def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("world") / "data", database_url) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

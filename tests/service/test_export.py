@@ -8,7 +8,6 @@ import json
 import os
 import tarfile
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,7 @@ from api.export.contents import TABLES, Exporter
 from core.db.tables import ApiKey, File, Metric, Webhook
 from core.ids import new_id
 from core.storage.store import Folder
-from tests.support.world import Project, World, world
-
-
-@pytest.fixture(scope="module")
-def here(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("export") / "data", database_url) as made:
-        yield made
+from tests.support.world import Project, World
 
 
 def exporter(here: World, project: Project, *, checkpoints: bool = False) -> Exporter:
