@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.client import EFT
 from tests.support.hub import Hub, serving
@@ -80,6 +77,11 @@ def test_from_post_to_a_merged_model(service: Service, models: Path, hub: Hub, t
     environment = clean | {"EFT_URL": service.note()["url"], "EFT_API_KEY": service.key}
     line = [EFT, "download", job_id, "merged", "adapter", "--output", str(tmp_path)]
     subprocess.run(line, env=environment, check=True, capture_output=True, timeout=250)
+    # Imported here: every process of the suite would load them, and start all its children from under them.
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     AutoTokenizer.from_pretrained(tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(models / "tiny")
