@@ -90,7 +90,8 @@ def test_untidy(broken): pass
 def there(suites: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the suites' pytest runs: a folder with tests of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    monkeypatch.setattr(suites, "ENVIRONMENT", clean | {"PYTHONPATH": str(ROOT)})
+    light = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}  # loading all takes seconds
+    monkeypatch.setattr(suites, "ENVIRONMENT", clean | light | {"PYTHONPATH": str(ROOT)})
     monkeypatch.setattr(suites, "ROOT", tmp_path)
     return tmp_path
 
