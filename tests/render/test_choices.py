@@ -24,7 +24,8 @@ from core.spec.axes.rendering import FamilyTemplate, GivenTemplate, ModelTemplat
 from core.spec.job import JobSpec
 from core.train.render.families import FAMILIES
 from core.train.render.options import LossOn, RenderOptions, loss_on_for
-from core.train.render.renderer import Rendered, Renderer, renderer_of
+from core.train.render.renderer import Renderer, renderer_of
+from core.train.render.strings import Rendered
 from tests.support.chats import TOOLS
 from tests.support.family_tokenizers import family_tokenizer
 

@@ -15,7 +15,8 @@ from core.data.rows import Labelled, Preference, PromptOnly
 from core.errors import DataError
 from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.options import RenderOptions, loss_on_for
-from core.train.render.renderer import Rendered, Renderer
+from core.train.render.renderer import Renderer
+from core.train.render.strings import Rendered
 from tests.support.family_tokenizers import family_tokenizer
 
 PAGE = (HOME / "docs" / "data.md").read_text(encoding="utf-8")

@@ -24,7 +24,8 @@ from core.errors import DataError, SpecError
 from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.families import FAMILIES
 from core.train.render.options import RenderOptions
-from core.train.render.renderer import Rendered, Renderer
+from core.train.render.renderer import Renderer
+from core.train.render.strings import Rendered
 from tests.support.chats import TOOLS, chats, tool_chats
 from tests.support.family_tokenizers import SENTENCEPIECE, family_tokenizer
 

@@ -15,7 +15,8 @@ from core.spec.axes.rendering import ModelTemplate, Rendering
 from core.train.data.reader import Numbered
 from core.train.data.tokenise import tokenise
 from core.train.render.options import RenderOptions
-from core.train.render.renderer import Rendered, Renderer
+from core.train.render.renderer import Renderer
+from core.train.render.strings import Rendered
 
 START, END = 1, 2  # <|im_start|> and <|im_end|> of SmolLM2, which are its BOS and its EOS
 PAD = END

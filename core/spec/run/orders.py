@@ -48,7 +48,7 @@ class MemoryLimit(SpecModel):
 
     bytes: int
     setting: str
-    """Whose message it is to name, `EFT_PREPARE_BYTES`, say."""
+    """Name of the setting to raise, such as `EFT_PREPARE_BYTES`, for the error message."""
 
 
 class RunOrder(SpecModel):

@@ -77,7 +77,7 @@ class EventWriter:
 
 
 class Unheard(EventWriter):
-    """Of a rank that is not the first: it writes nothing, since what it has to tell rank 0 tells too."""
+    """Writes nothing, for every rank but the first: rank 0 reports the same events."""
 
     def __init__(self) -> None:
         self.phase = ""

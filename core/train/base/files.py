@@ -10,7 +10,7 @@ from typing import Any
 
 
 def sha256(path: Path) -> str:
-    """Of the file's content, in hexadecimal."""
+    """SHA-256 of the file's content, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -12,7 +12,7 @@ from core.spec.run.events import EventType
 STEP_LINES = 100
 """Lines for the steps of a run whose number is known; the first step and the last one have a line of their own."""
 STEP_SECONDS = 10.0
-"""Of a run whose number of steps nobody knows: a line so often."""
+"""Seconds between lines for the steps of a run whose number of steps is unknown."""
 DOWNLOAD_SECONDS = 10.0
 
 

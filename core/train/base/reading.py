@@ -34,5 +34,5 @@ def reading(what: str, *, field: str = "model") -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Of a library in Rust (tokenizers, safetensors), which is no Exception."""
+    """Whether a library in Rust (tokenizers, safetensors) panicked. Its error is no Exception."""
     return type(error).__name__ == "PanicException"

@@ -28,7 +28,7 @@ from core.train.base.files import remembered_sha256, sha256, sync, write_json
 from core.train.data.dataset import TokenDataset
 
 VERSION = 2
-"""Of the files' layout and of the reading of rows; raised when either changes."""
+"""Version of the files' layout and of how rows are read. Raise it when either changes."""
 ARRAYS = {"ids": np.int32, "learned": np.bool_, "starts": np.int64, "ends": np.int64, "lines": np.int64}
 ABOUT = "about.json"
 
@@ -41,7 +41,7 @@ class TokenisedRows:
     format: RowFormat
     cut_prompts: int
     rows: int
-    """Of the files; those that gave no token are in no dataset."""
+    """Rows in the files, including those without a token, which the dataset leaves out."""
 
 
 class TokenCache:

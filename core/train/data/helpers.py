@@ -93,7 +93,7 @@ _renderer: Any = None
 
 
 def renderer() -> Any:
-    """Of this helper."""
+    """The renderer of this helper process."""
     assert _renderer is not None
     return _renderer
 

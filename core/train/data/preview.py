@@ -156,7 +156,7 @@ def _duplicates(whole: TokenDataset) -> dict[str, Any]:
 
 
 def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str, Any]:
-    """Of the first epoch on all ranks: steps, batches, and how much of them is padding; and the steps of the whole run.
+    """Steps, batches and padding of the first epoch on all ranks, and the steps of the whole run.
     A stream is cut into steps block by block, as training does it, and its epoch is its first pass."""
     packed, ranks = isinstance(spec.batching, Packed), range(spec.resources.gpus)
     steps = batches = slots = tokens = 0

@@ -76,12 +76,12 @@ class StreamFeed:
 
     @property
     def report(self) -> DataReport:
-        """Of the block at hand."""
+        """What became of the rows of the current block."""
         return self._block.report
 
     @property
     def dataset(self) -> TokenDataset:
-        """The rows of the block at hand."""
+        """The rows of the current block."""
         return self._block.dataset
 
     def window(self, step: int) -> Window:
@@ -200,7 +200,7 @@ class _Made:
     anew: bool
     """The stream had come to its end and begins anew with this block."""
     formats: set[RowFormat]
-    """Of its rows."""
+    """Formats of its rows."""
 
 
 def _made(

@@ -22,7 +22,8 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
 from core.train.data.truncate import DataReport, Truncation, truncate
 from core.train.render.options import RenderOptions
-from core.train.render.renderer import Rendered, Renderer
+from core.train.render.renderer import Renderer
+from core.train.render.strings import Rendered
 
 CHUNK = 64
 """Rows of one call into the tokenizer."""
@@ -70,7 +71,7 @@ class TokenWriter:
         """All that were rendered, those without a token too."""
         self.cut_prompts = 0
         self.faults: list[RowFault] = []
-        """Of rows that were to be listed and not to end it all."""
+        """Faults of the rows that could not be rendered, where they are listed instead of raised."""
 
     def add(self, line: int, rendered: Rendered) -> None:
         if not rendered.ids:

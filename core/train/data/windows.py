@@ -16,9 +16,9 @@ class Window:
     """The batches of one optimizer step."""
 
     label_tokens: int
-    """Of the whole step, on all ranks: what its loss is divided by."""
+    """Label tokens of the whole step on all ranks; its loss is divided by them."""
     batches: tuple[Callable[[], Batch], ...]
-    """Of this rank, each made when it is called for."""
+    """Batches of this rank, each made when it is called."""
 
 
 class Feed(Protocol):

@@ -108,7 +108,7 @@ def model_card(
 
 
 def _how_to_ask(rendering: dict[str, Any]) -> list[str]:
-    """Of a model that was trained on pairs of strings: the very text to send."""
+    """How to prompt a model that was trained on pairs of strings, with the exact text of an example."""
     if "ask" not in rendering:
         return []
     lines = [

@@ -39,7 +39,7 @@ def check_saved(model: nn.Module, method: SettledMethod, folder: Path) -> str:
 def _check_adapter(model: Any, folder: Path) -> str:
     from peft import PeftConfig, get_peft_model_state_dict
 
-    PeftConfig.from_pretrained(folder)
+    PeftConfig.from_pretrained(str(folder))
     _compare(get_peft_model_state_dict(model), load_file(folder / "adapter_model.safetensors"), folder)
     return "bits"
 

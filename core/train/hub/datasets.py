@@ -95,8 +95,8 @@ def _download(
     source: HubDataset, field: str, info: DatasetInfo, key: str, cache: ModelCache, work: Path, on_progress: OnProgress
 ) -> CachedModel:
     sizes = {file.rfilename: file for file in info.siblings or []}
-    card = info.card_data.to_dict() if info.card_data is not None else {}
-    names = choose(source, list(sizes), card.get("configs"), field)
+    configs = info.card_data.get("configs") if info.card_data is not None else None
+    names = choose(source, list(sizes), configs, field)
     total = sum(sizes[name].size or 0 for name in names)
     download.check_room(cache.root, total, "data set")
     download.forget_halves(work / "download")

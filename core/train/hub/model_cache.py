@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from core.errors import ModelError
@@ -25,11 +25,16 @@ from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import MODEL, PARTIAL, REFS
 from core.train.base.files import remembered_sha256, sync, write_json
 from core.train.base.files import sha256 as file_sha256
-from core.train.hub.model_files import Summary
 
 STALE_SECONDS = 7 * 86400
 """Work in progress that nobody has touched this long is thrown away."""
 CHUNK = 1 << 20
+
+
+class EntrySummary(Protocol):
+    """What a manifest says of its files without loading them."""
+
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,12 @@ class ModelCache:
             os.close(fd)
 
     def commit(
-        self, key: str, work: Path, source: dict[str, Any], summary: Summary, hashes: Mapping[str, str] | None = None
+        self,
+        key: str,
+        work: Path,
+        source: dict[str, Any],
+        summary: EntrySummary,
+        hashes: Mapping[str, str] | None = None,
     ) -> CachedModel:
         """Turn `work/model`, a flat folder, into the entry; anything else in `work` is thrown away.
 

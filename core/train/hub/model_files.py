@@ -44,7 +44,7 @@ class Summary:
     parameters: int
     """As the meta device counts them: tied weights once, constants not at all."""
     bytes: int
-    """Of the weight files."""
+    """Size of the weight files, bytes."""
     dtypes: dict[str, int]
     """Parameters per stored dtype, in safetensors' names (`F32`, `BF16`, …), or `NF4`."""
     model_type: str

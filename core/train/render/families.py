@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent / "templates"
 class TemplateFamily:
     name: Family
     models: str
-    """Who uses it."""
+    """Models that use it, for docs/rendering.md."""
     tokens: tuple[str, ...]
     """Control tokens that a tokenizer must have for it, beside BOS and EOS."""
     extends: bool

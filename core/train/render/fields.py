@@ -130,7 +130,7 @@ def _out_of_order(messages: Sequence[Mapping[str, Any]], at: int) -> bool:
 
 
 def usual_shape(chat: Asked, prompt: bool) -> Any:
-    """Of a chat whose turns all have content, and nothing else that must come out."""
+    """Shape of a chat whose turns have content and nothing else that must come out."""
     return tuple([turn["role"] for turn in chat.messages]), prompt
 
 

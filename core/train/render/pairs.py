@@ -20,7 +20,7 @@ from core.train.render.jinja.template import Asked
 from core.train.render.setup import Setup
 
 QUESTION = "How many?"
-"""Of the trial that tells how a template ends a prompt."""
+"""User message of the trial that finds out how a template ends a prompt."""
 
 
 def chosen_way(rendering: Rendering, setup: Setup) -> Way:

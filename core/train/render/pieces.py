@@ -17,7 +17,7 @@ from typing import Any
 from core.train.render.controls import Controls
 
 KEPT_CHARACTERS = 8_000_000
-"""Of pieces that are kept because they came again."""
+"""Characters of all pieces that are kept because they came again, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Pieces:
         self._kept: dict[str, list[int]] = {}
         self._characters = 0
         self._last: dict[str, list[int]] = {}
-        """Of the call before: what is in it and comes again is kept."""
+        """Pieces of the previous call; those that come again are kept."""
 
     def split(self, texts: Sequence[str]) -> Iterator[Split]:
-        """Of each text."""
+        """Split each text into its tokens."""
         written = [[found.span() for found in self._pattern.finditer(text)] for text in texts]
         cut = [list(_between(text, spans)) for text, spans in zip(texts, written, strict=True)]
         known = self._encoded(piece for pieces in cut for piece in pieces)

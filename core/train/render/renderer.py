@@ -111,7 +111,7 @@ class Renderer:
         } | self.about_pairs()
 
     def about_pairs(self) -> dict[str, Any]:
-        """Of rows that are pairs of strings: the way, and what the tuned model is given for an example."""
+        """For rows that are pairs of strings: how they become tokens, and an example of what the model is sent."""
         if self.options.row_format != "prompt_completion":
             return {}
         about = {"pairs": self.pairs, "done": done_with(self.pairs), "ask": how_to_ask(self.pairs)}
@@ -239,7 +239,7 @@ class Renderer:
 
     @property
     def _inert_prompt(self) -> bool:
-        """Of a prompt that is ours, with somebody's text in it."""
+        """Whether control tokens in the text of a prompt that we write ourselves are plain text."""
         return self.options.rendering.special_tokens != "real"
 
     def _pair(self, prompt: str, completion: str, line: int, *, answered: bool = False) -> _Chat | Strings:

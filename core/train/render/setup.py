@@ -21,7 +21,7 @@ from core.train.render.options import RenderOptions
 from core.train.render.turns import TurnFinder
 
 VERSION = 3
-"""Of the rendering: raise it with every change that gives another row of tokens or another mask."""
+"""Version of the rendering. Raise it with every change that gives other tokens or another mask."""
 
 _SYSTEM, _ONE, _TWO, _THREE, _FOUR = (
     Message("system", "Be brief."),

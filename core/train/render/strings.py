@@ -77,7 +77,8 @@ class StringEncoder:
         return Rendered([*before, *behind], [False] * len(before) + [True] * len(behind))
 
     def _split(self, before: list[int], ids: list[int]) -> Rendered:
-        """Of one string: learned is what comes after the common prefix with the prompt's own tokens."""
+        """Split a pair that was tokenised as one string: what follows the common prefix with the prompt's own tokens is
+        learned."""
         start = 0
         while start < min(len(before), len(ids)) and before[start] == ids[start]:
             start += 1

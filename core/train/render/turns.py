@@ -33,8 +33,8 @@ class Turned:
 
 
 class TurnFinder:
-    """Of one template; `twin`: a family's template with generation marks that may write the same texts. It counts for
-    a chat when it does."""
+    """Finds the turns that one template writes. `twin`: a family's template with generation marks, which is used for
+    the chats that it writes as the same text."""
 
     def __init__(self, template: ChatTemplate, twin: ChatTemplate | None, controls: Controls) -> None:
         self._template, self._twin, self._controls = template, twin, controls

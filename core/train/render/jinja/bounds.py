@@ -13,18 +13,18 @@ from typing import Any
 from jinja2 import TemplateError
 
 MAX_CHARACTERS = 32 << 20
-"""Of a text: twice the largest row there can be."""
+"""Most characters of a text: twice those of the largest possible row."""
 MAX_ITEMS = 300_000
-"""Of a list, with all that is in it."""
+"""Most items of a list, those of nested lists included."""
 MAX_DEPTH = 64
 MAX_NUMBER = 100_000
-"""Of an argument of a filter or a method: a width, or how often."""
+"""Largest number given to a filter or method as a width or a count."""
 MAX_WRITTEN = 4 * MAX_CHARACTERS
 """Characters of a value as JSON or as Python writes it, at worst, every one of them escaped."""
 MAX_HEAVY = 1 << 20
 """Characters that a filter may take that goes through a text word by word."""
 MAX_FORM = 200
-"""Of a form of `strftime_now`, in characters."""
+"""Most characters of a format of `strftime_now`."""
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -54,7 +54,7 @@ METHODS: dict[type, frozenset[str]] = {
     complex: frozenset(),
     type: frozenset(),
 }
-"""Of the types that values of a template have. Of a type itself (`dict`) there is none."""
+"""Methods that a template may call, by the type of the value. A type itself (`dict`) has none."""
 
 _GROWS = {"upper": 3, "lower": 3, "capitalize": 3, "title": 3, "swapcase": 3, "casefold": 3}
 """A letter may have three in another case."""

@@ -37,9 +37,9 @@ from core.train.render.jinja.deadline import deadline
 MAX_STEPS = 300_000
 """Loop iterations, calls, filters and operators of one rendering."""
 MAX_SECONDS = 10.0
-"""Of processor time, for one rendering and for compiling one template."""
+"""Seconds of processor time for one rendering, and for compiling one template."""
 MAX_MADE_BYTES = 512 << 20
-"""Of all large values that one rendering makes, whatever becomes of them."""
+"""Bytes of all large values that one rendering creates, whether it keeps them or not."""
 LARGE = 64 << 10
 """Bytes of a text that count as large."""
 
@@ -49,8 +49,10 @@ Llama 3.1's template falls back on."""
 
 _DICT = frozenset(dir(dict))
 
-_TESTS_OF_TWO = ("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge")
-_TESTS_OF_TWO += (">=", "in")
+_TESTS_OF_TWO = (
+    *("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan"),
+    *("le", "<=", "gt", ">", "greaterthan", "ge", ">=", "in"),
+)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
