@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
@@ -69,6 +70,19 @@ def test_only_a_test_that_has_run_and_passed_is_unsteady(suites: ModuleType) -> 
     assert not suites.is_steady_alone(test, suites.Outcome(1, [test], [suites.Fault(test, "teardown", "why")]))
     assert not suites.is_steady_alone(test, suites.Outcome(-6, [test]))
     assert not suites.is_steady_alone(test, suites.Outcome(5))
+
+
+def test_no_process_that_starts_services_has_torch(suites: ModuleType) -> None:
+    """Each process of a suite reads all of its files: what a file imports on its first level costs all of them, and a
+    process with torch starts its children slowly."""
+    heavy = {"torch", "transformers", "peft", "trl", "bitsandbytes", "datasets"}
+    found = []
+    for name in suites.files([*suites.SUITES["service"][1], *suites.SUITES["rest"][1]]):
+        for node in ast.parse((ROOT / name).read_text()).body:
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{name}:{node.lineno}" for one in names if one.partition(".")[0] in heavy]
+    assert not found, "import it in the test"
 
 
 TESTS = """
