@@ -74,7 +74,7 @@ class Bench:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from core.spec.axes.training import LoRA
+        from core.spec.axes.method import LoRA
         from core.train.checkpoint.rng import seed_all
         from core.train.methods.lora import adapt_lora
 
@@ -127,7 +127,7 @@ class Bench:
         """Trained tokens a second in `STEPS` steps of an arm; `widest`: with its widest batch alone, once."""
         import torch
 
-        from core.spec.axes.training import AdamW
+        from core.spec.axes.optimizer import AdamW
         from core.train.attention.probe import prepare_packing
         from core.train.data.windows import RowFeed
         from core.train.engine import build_engine

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.spec.axes.training import AdamW, LoRA
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine, build_engine
 from core.train.memory.streaming.block_image import load_from_disk

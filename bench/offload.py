@@ -34,7 +34,7 @@ import torch
 from bench.qlora import quiet
 from bench.qlora_models import folder_of, vocabulary_of
 from bench.report import compare, finish, hardware, show
-from core.spec.axes.training import AdamW
+from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload

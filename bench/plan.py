@@ -143,7 +143,7 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     import numpy as np
 
     from bench.qlora_models import tokenizer_for
-    from core.spec.axes.training import Packed
+    from core.spec.axes.batching import Packed
     from core.spec.job import JobSpec
     from core.spec.resolve import resolve
     from core.spec.run.orders import DataOrder, RunOrder

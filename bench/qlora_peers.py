@@ -80,7 +80,7 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 
 
 def _ours(folder: Path, shape: Shape) -> Step:
-    from core.spec.axes.training import AdamW
+    from core.spec.axes.optimizer import AdamW
     from core.train.engine import Loss, build_engine
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import wheel
 from bench.report import finish, in_turn, show
-from core.spec.axes.training import LoRA
+from core.spec.axes.method import LoRA
 from core.train.__main__ import before_torch
 
 ROOT = Path(__file__).resolve().parent.parent

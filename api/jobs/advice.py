@@ -12,9 +12,10 @@ from api.jobs.sizing import estimated_tokens
 from core.errors import Fault
 from core.jobs.admission import lengths, oom_backoff
 from core.plan import advice
+from core.spec.axes.batching import Rows
 from core.spec.axes.data import format_of
+from core.spec.axes.method import Auto, Full, LoRA
 from core.spec.axes.pairs import told
-from core.spec.axes.training import Auto, Full, LoRA, Rows
 from core.spec.job import JobSpec
 
 

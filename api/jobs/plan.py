@@ -22,7 +22,7 @@ from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
 from core.plan.memory import Item, Plan, plan
 from core.plan.models.shape import Shape
-from core.spec.axes import training
+from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
 from core.spec.axes.model import GGUFModel, HubModel, LocalModel
 from core.spec.job import JobSpec
@@ -269,7 +269,7 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) ->
     """Optimizer steps, and where the figure is from or why there is none (core/train/data/order.py counts the same)."""
     if spec.training.max_steps is not None:
         return spec.training.max_steps, "training.max_steps"
-    if not isinstance(spec.batching, training.Rows):
+    if not isinstance(spec.batching, Rows):
         return None, f"batches of `{spec.batching.type}` depend on the lengths of all rows"
     count, source = rows.epoch_rows, "the rows that a preview has counted"
     if count is None:
@@ -321,7 +321,7 @@ def _tokens(spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     if steps is None:
         return round(rows.epoch_tokens * spec.training.num_train_epochs), "the tokens that a preview has counted"
     size = spec.training.gradient_accumulation_steps * spec.resources.gpus * oom_backoff.micro_batch(spec)[0]
-    each = rows.epoch_tokens / rows.epoch_rows if isinstance(spec.batching, training.Rows) else 1.0
+    each = rows.epoch_tokens / rows.epoch_rows if isinstance(spec.batching, Rows) else 1.0
     return round(steps * size * each), f"{steps} steps of the mean row that a preview has counted"
 
 

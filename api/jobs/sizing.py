@@ -10,8 +10,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import File
+from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
-from core.spec.axes.training import Rows
 from core.spec.job import JobSpec
 
 BYTES_A_TOKEN = 4

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 
 from core.errors import Fault
-from core.spec.axes.training import Full, Method, Rows
+from core.spec.axes.batching import Rows
+from core.spec.axes.method import Full, Method
 from core.spec.job import JobSpec
 from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
 

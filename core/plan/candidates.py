@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.plan.compatibility import check
+from core.spec.axes.method import Auto, Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.quantization import NF4, Int8, NoQuantization, Quantization
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream, NoStream
-from core.spec.axes.training import NF4, Auto, Full, Int8, LoRA, NoQuantization, QLoRA, Quantization, SettledMethod
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 

@@ -14,9 +14,11 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from core.errors import Fault
+from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
+from core.spec.axes.export import Merged
 from core.spec.axes.runtime import Resident, SingleDevice
-from core.spec.axes.training import Batching, Merged, Packed, Rows, Tokens, Training
+from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
 

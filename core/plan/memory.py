@@ -17,6 +17,9 @@ from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
 from core.plan.models.shape import Shape
 from core.plan.models.weights import Held, weigh
 from core.plan.stream import MARGIN, Decision, Free, Need, settle
+from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import (
     ActivationsOnHost,
     AutoStream,
@@ -27,7 +30,6 @@ from core.spec.axes.runtime import (
     NoSamples,
     NoStream,
 )
-from core.spec.axes.training import NF4, Full, Int8, LoRA, NoQuantization, Packed, QLoRA, Rows, Tokens
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 

@@ -6,24 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from core.spec.axes.batching import Batching, Rows
 from core.spec.axes.data import DataField
+from core.spec.axes.export import Exports
+from core.spec.axes.method import LoRA, Method
 from core.spec.axes.model import Model
+from core.spec.axes.optimizer import AdamW, Linear, Optimizer, Schedule
+from core.spec.axes.quantization import Quantization
 from core.spec.axes.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
-from core.spec.axes.training import (
-    SFT,
-    AdamW,
-    Batching,
-    Exports,
-    Linear,
-    LoRA,
-    Method,
-    Optimizer,
-    Quantization,
-    Rows,
-    Schedule,
-    Stage,
-    Training,
-)
+from core.spec.axes.stage import SFT, Stage
+from core.spec.axes.training import Training
 from core.spec.base import SpecModel
 
 SPEC_VERSION = 1

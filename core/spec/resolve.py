@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from core.spec.axes.data import format_of
+from core.spec.axes.method import Auto, Full, LoRA, QLoRA
+from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.training import NF4, Auto, Full, LoRA, NoQuantization, QLoRA
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import SpecError
-from core.spec.axes.training import Auto, SettledMethod
+from core.spec.axes.method import Auto, SettledMethod
 from core.spec.job import JobSpec
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from core.errors import EftError
-from core.spec.axes.training import Optimizer
+from core.spec.axes.optimizer import Optimizer
 from core.train.batch import Batch
 from core.train.checkpoint.rng import capture_rng, restore_rng
 from core.train.logits import label_figures, label_logprobs

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from core.data.ignored import glance
 from core.errors import SpecError
+from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.training import Packed, Rows, Tokens
 from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from core.plan.advice import of_losses
-from core.spec.axes.training import Packed
+from core.spec.axes.batching import Packed
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from core.spec.axes.quantization import NoQuantization
 from core.spec.axes.runtime import NoStream
-from core.spec.axes.training import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import RunOrder

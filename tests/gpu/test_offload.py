@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.spec.axes.training import AdamW
+from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload

@@ -22,7 +22,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-from core.spec.axes.training import Full, LoRA, QLoRA
+from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.run.orders import DataOrder
 from core.train.batch import IGNORE_INDEX
 from core.train.checkpoint.rng import seed_all

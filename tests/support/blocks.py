@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from core.spec.axes.training import LoRA
+from core.spec.axes.method import LoRA
 from core.train.memory.streaming.block_image import load_from_disk
 from core.train.memory.streaming.stream import StreamedModel, stream_from_files, stream_from_host
 from core.train.methods.lora import adapt_lora

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from core.errors import DataError
 from core.plan.compatibility import cells, check, values_of
-from core.spec.axes.training import AdamW
+from core.spec.axes.optimizer import AdamW
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.attention.probe import prepare_packing

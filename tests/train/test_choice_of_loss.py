@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.spec.axes.training import AdamW, LoRA
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine, build_engine
 from core.train.methods.full import adapt_full

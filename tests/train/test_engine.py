@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, Trainer
 
-from core.spec.axes.training import AdamW, Linear, LoRA
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW, Linear
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine, build_engine

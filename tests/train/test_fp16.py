@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.spec.axes.training import AdamW, Linear, LoRA
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW, Linear
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.checkpoint.rng import seed_all

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core.jobs.admission import oom_backoff
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.training import AdamW, LoRA
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.errors import ModelError
-from core.spec.axes.training import AdamW
+from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
 from core.train.engine import Diverged, Engine, build_engine
 from core.train.memory.narrow_dtypes import narrow_parameters

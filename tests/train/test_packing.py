@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from core.errors import SpecError
-from core.spec.axes.training import AdamW, LoRA
+from core.spec.axes.method import LoRA
+from core.spec.axes.optimizer import AdamW
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.probe import prepare_packing

@@ -10,8 +10,9 @@ import torch
 from core.hardware import device_mask
 from core.hardware.selftest import Choice
 from core.hardware.tables.faults import Limits
+from core.spec.axes.method import LoRA
 from core.spec.axes.runtime import Resources
-from core.spec.axes.training import LoRA, Training
+from core.spec.axes.training import Training
 from core.train.failures import describe
 from core.train.model.placement import DeviceMissing, DeviceRefused, _take_deterministic_kernels, place
 

@@ -16,7 +16,7 @@ from core.plan.device import Device
 from core.plan.memory import plan
 from core.plan.models.families import FAMILIES
 from core.plan.models.shape import Shape
-from core.spec.axes.training import Full, LoRA
+from core.spec.axes.method import Full, LoRA
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.settled import method_of

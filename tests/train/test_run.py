@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import ModelError
-from core.spec.axes.training import Full, LoRA
+from core.spec.axes.method import Full, LoRA
 from core.spec.run.exit_codes import EXIT_FAILED, EXIT_OK
 from core.train.entry.ask import ask
 from core.train.export.handed_back import ArtifactsDiffer, check_saved

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from core.spec.axes.training import Cosine, Linear
+from core.spec.axes.optimizer import Cosine, Linear
 from core.train.data.order import BatchOrder
 from core.train.optim.schedules import build_schedule
 

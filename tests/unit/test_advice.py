@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.plan.advice import FEW_STEPS, of_losses, of_rate, of_steps
-from core.spec.axes.training import Full, LoRA
+from core.spec.axes.method import Full, LoRA
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 

@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import ModelError, SpecError
 from core.plan.models.shape import Shape
-from core.spec.axes.training import LoRA
+from core.spec.axes.method import LoRA
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,

@@ -22,7 +22,7 @@ from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan
 from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
-from core.spec.axes.training import Auto
+from core.spec.axes.method import Auto
 from core.spec.job import JobSpec
 
 AXES = ("method", "quantization", "optimizer", "memory")

@@ -21,8 +21,9 @@ from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, plan
 from core.plan.models.shape import Shape
+from core.spec.axes.method import Auto, Full, LoRA, QLoRA
+from core.spec.axes.quantization import NF4
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream
-from core.spec.axes.training import NF4, Auto, Full, LoRA, QLoRA
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
+from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut, NoSamples
-from core.spec.axes.training import Packed, Rows, Tokens
 from core.spec.job import JobSpec
 
 BATCH = "training.per_device_train_batch_size"

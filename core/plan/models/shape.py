@@ -29,7 +29,7 @@ from core.plan.models.headers import (
     unreadable,
     weight_files,
 )
-from core.spec.axes.training import LowRank
+from core.spec.axes.method import LowRank
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""

@@ -8,8 +8,9 @@ from typing import assert_never
 
 from core.plan.device import Device
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
+from core.spec.axes.method import Full
+from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
-from core.spec.axes.training import NF4, Full, Int8, NoQuantization
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 

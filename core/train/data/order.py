@@ -19,7 +19,7 @@ from typing import Any, assert_never
 
 import torch
 
-from core.spec.axes.training import Packed, Rows, Tokens
+from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.job import JobSpec
 from core.train.data.packing import best_fit, spread
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from core.data.faults import Faults
 from core.data.ignored import glance
 from core.errors import EftError, Fault
-from core.spec.axes.training import Packed
+from core.spec.axes.batching import Packed
 from core.spec.job import JobSpec
 from core.spec.run.orders import RunOrder
 from core.train.data import streaming

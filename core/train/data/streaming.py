@@ -22,8 +22,8 @@ from typing import Any
 
 from core.data.rows import Numbered
 from core.data.stream import Cursor, RowStream
+from core.spec.axes.batching import Packed
 from core.spec.axes.data import RowFormat
-from core.spec.axes.training import Packed
 from core.spec.job import JobSpec
 from core.spec.run.orders import DataOrder
 from core.train.data import helpers

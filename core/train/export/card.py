@@ -8,7 +8,8 @@ from typing import Any, assert_never
 
 import yaml
 
-from core.spec.axes.training import Full, LoRA, Packed, QLoRA, Rows, Tokens
+from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 

@@ -17,7 +17,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from core.spec.axes.training import Merged
+from core.spec.axes.export import Merged
 from core.spec.job import JobSpec
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from core.errors import EftError
-from core.spec.axes.training import Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.model.load import load_model

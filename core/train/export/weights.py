@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.spec.axes.training import Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
 
 
 def save_weights(

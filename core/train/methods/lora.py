@@ -11,7 +11,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.plan.models.shape import ATTENTION
-from core.spec.axes.training import LowRank
+from core.spec.axes.method import LowRank
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:

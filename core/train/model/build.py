@@ -12,8 +12,9 @@ from torch import nn
 
 from core.errors import SpecError
 from core.plan.stream import Decision
+from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
-from core.spec.axes.training import NF4, Full, Int8, LoRA, NoQuantization, QLoRA
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 from core.train.base.files import remembered_sha256

@@ -14,8 +14,9 @@ from core.hardware.precision import TF32, against_fp8, choose_precision
 from core.hardware.selftest import Choice, Dtype
 from core.hardware.tables import faults
 from core.hardware.tables.faults import Limits
+from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.runtime import Resources
-from core.spec.axes.training import Full, LoRA, QLoRA, SettledMethod, Training
+from core.spec.axes.training import Training
 from core.train.attention.backends import Attention, choose_attention
 from core.train.quant import fp8
 

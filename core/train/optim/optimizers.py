@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.spec.axes.training import AdamW, Optimizer
+from core.spec.axes.optimizer import AdamW, Optimizer
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names exempt from weight decay, as `transformers.Trainer.get_decay_parameter_names` has them."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import assert_never
 
-from core.spec.axes.training import Cosine, Linear, Schedule
+from core.spec.axes.optimizer import Cosine, Linear, Schedule
 
 
 def build_schedule(spec: Schedule, total_steps: int) -> Callable[[int], float]:

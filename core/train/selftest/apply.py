@@ -6,7 +6,7 @@ from typing import cast
 
 from core.errors import SpecError
 from core.hardware.selftest import Choice, Dtype
-from core.spec.axes.training import NoQuantization
+from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.train.kernels import interface
 

@@ -1,0 +1,63 @@
+"""The method axis: which parameters are trained, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from core.spec.base import SpecModel, by_type, short_form
+
+ModuleName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.]{1,128}$")]
+
+
+class Full(SpecModel):
+    """Full fine-tuning: all parameters are trained."""
+
+    type: Literal["full"] = "full"
+
+
+class LowRank(SpecModel):
+    """Common fields of LoRA and QLoRA; not an arm."""
+
+    type: str
+    r: Annotated[int, Field(ge=1, le=256)] = 32
+    """Rank of the update."""
+    lora_alpha: Annotated[float, Field(gt=0, le=4096)] | None = None
+    """The update is scaled by lora_alpha / r. Default: 2 r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: (
+        Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)]
+    ) = "all-linear"
+    """`all-linear` (every linear layer except the head), `attention` (its projections), or a list of module names."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
+    use_dora: bool = False
+    """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353)."""
+
+
+class LoRA(LowRank):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+
+
+class QLoRA(LowRank):
+    """LoRA over a 4-bit base (Dettmers et al. 2023, arXiv:2305.14314); `quantization` defaults to `nf4`."""
+
+    type: Literal["qlora"] = "qlora"
+
+
+class Auto(LowRank):
+    """The first of these methods that fits the slot on which the job starts: `full`, `lora`, `lora` over int8, `qlora`,
+    and `qlora` with streamed blocks. It is chosen once, at the job's first start, from its memory plan (docs/plans.md),
+    and does not change afterwards. The job shows why each earlier candidate was rejected. `full` ignores the fields
+    below."""
+
+    type: Literal["auto"] = "auto"
+
+
+Method = Annotated[Full | LoRA | QLoRA | Auto, Field(discriminator="type"), short_form(by_type)]
+SettledMethod = Full | LoRA | QLoRA
+"""What a run has."""
