@@ -14,7 +14,7 @@ from typing import Any
 from bench.report import finish, hardware
 from bench.server import cpu_seconds, memory_mib
 from tests.support.service import Service, wait_for
-from worker.attempt import processes
+from worker import processes
 
 SETTLE_SECONDS = 10.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+from core.base.process import die_with_parent
 
 
 def die_with(parent: int) -> Callable[[], None]:
     """For Popen's preexec_fn, in a process without other threads: SIGTERM when `parent` ends, however it ends."""
 
     def prepare() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        die_with_parent(signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
 

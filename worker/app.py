@@ -26,7 +26,7 @@ from core.errors import EftError
 from core.settings import SettingsError, make_root, settings
 from worker import messages
 from worker.agent.agent import Agent
-from worker.attempt.attempt import DATABASE_AWAY
+from worker.attempt.context import DATABASE_AWAY
 from worker.preflight import joining
 from worker.preflight.node import NotNow, Refused
 from worker.upkeep.housekeeping import BrokerAway

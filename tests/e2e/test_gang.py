@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.service import Service, running, wait_for
 from tests.support.squeeze import MMAPS, squeeze
-from worker.attempt import processes
+from worker import processes
 
 STEPS = 30
 """A few of them are done when the rank is killed."""

@@ -475,7 +475,7 @@ def test_a_claim_that_it_did_not_hear_of_is_handed_back(box: Box) -> None:
         session.execute(update(Job).values(prepared={"model_dir": str(box.model)}))
         assert claims.claim(session, agent.worker, "box", Slot("cpu", "cpu"), 600) is not None
     after = box.submit()
-    agent._unheard = True
+    agent.claims.unheard = True
     agent.serve()
     assert [box.job(name).status for name in (job_id, after)] == ["succeeded", "succeeded"]
     assert box.statuses(job_id) == ["queued", "starting", "queued", "starting", "running", "succeeded"]

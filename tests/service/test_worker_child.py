@@ -15,7 +15,7 @@ import pytest
 from core import HOME
 from core.spec.run.orders import PrepareOrder
 from tests.support.service import wait_for
-from worker.attempt import processes
+from worker import processes
 from worker.attempt.child import Child, write_order
 
 ORDER = PrepareOrder.model_validate({"job_id": "job-1", "attempt": 1, "model": "team/tiny", "models_dir": "/m"})

@@ -24,9 +24,9 @@ from core.spec.run.standby import STANDBY_PADDING
 from core.train.entry.fencing import boottime
 from tests.support import trainer
 from tests.support.service import Service, running, wait_for
-from worker.agent.standby import StandbyTrainers
-from worker.attempt import processes
+from worker import processes
 from worker.attempt.child import Child, spawn
+from worker.attempt.standby import StandbyTrainers
 from worker.environment import child_environment
 
 DIRTY = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from core.base.clock import boottime
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
 from core.spec.run.heartbeat import heartbeat
 from core.train.base.events import EventWriter
-from core.train.entry.fencing import boottime
 
 CHILD = """
 import sys, time

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from core.base.clock import boottime
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE
 from core.spec.run.heartbeat import heartbeat
 from core.train.base.events import Unheard
-from core.train.entry.fencing import boottime
 from core.train.failures import describe
 from core.train.ranks import launch
 from core.train.ranks.env import Seat, last_word, leave_word

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,18 +20,19 @@ from core.hardware.discover import Gpu, discover
 from core.hardware.memory import box_bytes
 from core.hardware.tables import faults
 from core.ids import new_id
-from core.jobs import installation
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle import claims, lease_expiry
-from core.jobs.lifecycle.claims import Claim, Slot
+from core.jobs.lifecycle import claims
+from core.jobs.lifecycle.claims import Slot
 from core.jobs.policies import nodes
 from core.jobs.policies.budget import Budget
 from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
 from core.storage.open import open_store
-from worker.agent.standby import StandbyTrainers
-from worker.attempt.attempt import DATABASE_AWAY, AttemptRunner, WorkerContext
+from worker.agent.claim_loop import ClaimLoop
+from worker.agent.leases import Leases
+from worker.attempt.context import DATABASE_AWAY, WorkerContext
+from worker.attempt.standby import StandbyTrainers
 from worker.environment import child_environment
 from worker.gpus.foreign_processes import ForeignProcesses
 from worker.gpus.gpu_memory import Quarantine
@@ -48,10 +48,6 @@ log = logging.getLogger("eft.worker")
 
 PREPARE_SLOT = Slot("prepare-0", "prepare")
 PREVIEW_SLOT = Slot("preview-0", "preview")
-CLAIM_TRIES = 4
-"""Jobs that cannot be claimed, and are put aside, before a slot waits for the next ring."""
-STARTING_SECONDS = 30.0
-"""A job is left alone by the next spare until its first step, or for this long."""
 
 
 class Agent:
@@ -114,17 +110,10 @@ class Agent:
         self._row: tuple[list[str], list[dict[str, object]]] = ([], [])
         """What the node's row says, as far as it changes."""
         self._showing = threading.Lock()
-        self._claiming = threading.Lock()
-        self._unheard = False
-        """A claim may have been won without our hearing of it."""
-        self._astray = False
-        """The database may say that a slot is taken under which nothing runs here."""
-        self._unfit = ""
-        """Why this version may claim nothing any more, in words."""
-        self._busy: dict[str, AttemptRunner] = {}
-        self._idle = threading.Condition()
         self._leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self.claims = ClaimLoop(self.site, self.worker, self.slots, self._room, self._fit)
+        self._leases = Leases(self.site, self.worker, self.claims, self._stopped)
         self._housekeeper: Housekeeper | None = None
         self._threads: list[threading.Thread] = []
 
@@ -148,7 +137,7 @@ class Agent:
             log.warning("%s", note)
         self._housekeeper = Housekeeper(database, self.settings, self.worker, publish, backlog)
         targets = {
-            "leases": self._keep_leases,
+            "leases": self._leases.run,
             "sweep": self._sweep,
             "leave": self._take_leave,
             "housekeeping": self._housekeeper.run,
@@ -196,7 +185,7 @@ class Agent:
             arch=arches.pop() if len(arches) == 1 else None,
             cure=cures[0] if all(cure == cures[0] for cure in cures) else None,
         )
-        self.site.spares = StandbyTrainers(environment, self._starting)
+        self.site.spares = StandbyTrainers(environment, self.claims.starting)
         self._begin("spares", self.site.spares.run)
 
     def _look_first(self, publish: Callable[[str], None]) -> None:
@@ -223,146 +212,24 @@ class Agent:
     # -- work
 
     def serve(self) -> None:
-        """Run what this box can run, one job after another, until nothing can be claimed. One call a wake-up."""
-        while (attempt := self._claim()) is not None:
-            written = False
-            try:
-                attempt.run()
-                written = True
-            except Exception:
-                log.exception("%s: the end of attempt %d is not written", attempt.claim.label, attempt.token.attempt)
-            finally:
-                with self._idle:
-                    for slot in attempt.claim.slots:
-                        del self._busy[slot.id]
-                    self._idle.notify_all()
-                self._astray = self._astray or not written
+        """Run what this box can run until nothing can be claimed. One call a wake-up."""
+        self.claims.serve()
 
-    def _claim(self) -> AttemptRunner | None:
-        """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
-        with self._claiming:
-            try:
-                self._requeue_unacknowledged()
-                self._clear_slots()
-                if not self._fits():
-                    return None
-                for slot in self.slots:
-                    if not self._offered(slot):
-                        continue
-                    if self._room.left() < 0:
-                        return None
-                    if (attempt := self._claim_for(slot)) is not None:
-                        return attempt
-            except DATABASE_AWAY as error:
-                log.warning("cannot claim, database: %s", error)
-                return None
-        return None
-
-    def _claim_for(self, slot: Slot) -> AttemptRunner | None:
-        """What stands in the way of a claim is put aside, so that the next in line can have the slot."""
-        for _ in range(CLAIM_TRIES):
-            began = _clock()
-            try:
-                return self._begun(self._claimed(slot), began)
-            except DATABASE_AWAY:
-                self._unheard = True  # an error of the commit does not say whether it was done
-                raise
-            except claims.Unclaimable as error:
-                log.exception("%s cannot be claimed; others go first", error.job_id)
-                with self.site.database.write() as session:
-                    lease_expiry.postpone(session, error.job_id, node.loss_policy(self.settings))
-            except Exception:  # most of all IntegrityError: the database says that the slot is taken
-                log.exception("slot %s: cannot claim, though nothing runs there", slot.id)
-                self._astray = True
-                if not self._clear_slots():
-                    return None
-        return None
-
-    def _claimed(self, slot: Slot) -> Claim | None:
-        with self.site.database.write() as session:
-            return claims.claim(
-                session,
-                self.worker,
-                self.settings.node,
-                slot,
-                self.settings.lease_seconds,
-                beside=[one for one in self.slots if one.phase == slot.phase and self._offered(one)],
-                room=self._room.left(),
-                half_life=self.settings.fairshare_half_life_hours * 3600.0,
-                leave_seconds=self.settings.stop_grace_seconds + self.settings.gpu_clear_seconds,
-            )
-
-    def _begun(self, claim: Claim | None, began: float) -> AttemptRunner | None:
-        if claim is None:
-            return None
-        names = ", ".join(one.id for one in claim.slots)
-        log.info("%s: attempt %d (%s) on slot %s", claim.label, claim.token.attempt, claim.kind, names)
-        attempt = AttemptRunner(self.site, claim, began)
-        with self._idle:
-            self._busy.update({one.id: attempt for one in claim.slots})
-        return attempt
-
-    def _fits(self) -> bool:
-        """False: the API has been upgraded past this worker, which cannot read its jobs. What runs goes on."""
-        standing = installation.standing(self.site.database, __version__)
-        unfit = "" if standing.fit else f"nothing is claimed here: {standing.words}"
-        if unfit != self._unfit:
-            log.log(logging.ERROR if unfit else logging.WARNING, "%s", unfit or "this worker fits the API again")
-            self._unfit = unfit
-        return not unfit
-
-    def _requeue_unacknowledged(self) -> None:
-        """Nothing runs for a claim that we did not hear of, and it holds a slot: not to be left to its lease."""
-        if not self._unheard:
-            return
-        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
-        with self.site.database.write() as session:
-            given_back = claims.requeue_unacknowledged(session, self.worker, known)
-        self._unheard = False
-        for job_id in given_back:
-            log.warning("%s: handed back; it was claimed while the database went away", job_id)
-
-    def _clear_slots(self) -> bool:
-        """Whether something held a slot here under which nothing ran, and does so no more."""
-        if not self._astray:
+    def _fit(self, slot: Slot) -> bool:
+        """Its self-test let it pass, its memory is free, and nobody uses it beside eft."""
+        if slot.id in self._quarantine or slot.id in self._others:
             return False
-        known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self._attempts()}
-        with self.site.database.write() as session:
-            policy = node.loss_policy(self.settings)
-            ended = lease_expiry.clear_slots(session, self.settings.node, self.worker, known, policy)
-        self._astray = False
-        for job_id in ended:
-            log.warning("%s: its slot is free again; nothing ran there", job_id)
-        return bool(ended)
-
-    def _offered(self, slot: Slot) -> bool:
-        """It is free and fit, nobody uses it beside eft, and this worker stays."""
-        if slot.id in self._busy or slot.id in self._quarantine or self.site.leaving.is_set():
-            return False
-        return self._selftests.offered(slot.id) and slot.id not in self._others
-
-    def _attempts(self) -> list[AttemptRunner]:
-        """What runs now; one of several slots is one."""
-        return list({attempt.token: attempt for attempt in list(self._busy.values())}.values())
-
-    def _starting(self) -> bool:
-        """A job is on its way to its first step, or there will be none: not the time to import torch beside it."""
-        if self.site.leaving.is_set():
-            return True
-        recent = time.monotonic() - STARTING_SECONDS
-        return any(attempt.began > recent and not attempt.stepped for attempt in self._attempts())
+        return self._selftests.offered(slot.id)
 
     def _sweep(self) -> None:
         """What may come back by itself: room on the disk, memory of a GPU. The housekeeper rings while jobs wait."""
         while True:
             try:
-                with self._claiming:
-                    self._requeue_unacknowledged()
-                    self._clear_slots()
+                self.claims.clear()
                 if self.site.copies is not None:
                     self.site.copies.make_room()
                 self._room.tell()
-                self._fits()
+                self.claims.fits()
                 for slot in self._quarantine.look():
                     log.warning("slot %s: its memory has come back; in use again", slot)
                 self._others.look()
@@ -387,39 +254,8 @@ class Agent:
 
     def _changing(self) -> list[str]:
         """Notes that come and go while this worker serves."""
-        unfit = [self._unfit] if self._unfit else []
+        unfit = [self.claims.unfit] if self.claims.unfit else []
         return unfit + self._selftests.notes() + self._quarantine.notes()
-
-    # -- leases
-
-    def _keep_leases(self) -> None:
-        while not self._stopped.wait(self.settings.renew_seconds):
-            try:
-                self._renew()
-            except DATABASE_AWAY as error:
-                # No renewal, no heartbeat: the children end themselves before their leases do.
-                log.warning("cannot renew leases, database: %s", error)
-            except Exception:
-                log.exception("cannot renew leases")
-
-    def _renew(self) -> None:
-        attempts = self._attempts()
-        lease, began = self.settings.lease_seconds, _clock()
-        with self.site.database.write() as session:
-            known = nodes.heartbeat(
-                session, self.settings.node, self.worker
-            )  # before the jobs: core/jobs/policies/nodes.py
-            held = {attempt: claims.renew(session, attempt.token, lease) is not None for attempt in attempts}
-        for attempt, holds in held.items():
-            if not holds:
-                if attempt in self._busy.values():
-                    log.warning("%s: the lease of attempt %d is lost", attempt.claim.label, attempt.token.attempt)
-                    attempt.lose()
-            else:  # a child counts from `began`, so that this process may sleep in between (a frozen machine)
-                attempt.beat(began)
-        if not known:
-            log.critical("another worker serves node %s now; this one leaves (EFT_NODE)", self.settings.node)
-            os.kill(os.getpid(), signal.SIGTERM)
 
     # -- leaving
 
@@ -430,7 +266,7 @@ class Agent:
     def _take_leave(self) -> None:
         self._leave.get()
         self.site.leaving.set()
-        attempts = self._attempts()
+        attempts = self.claims.attempts()
         log.info("leaving; %d at work", len(attempts))
         for attempt in attempts:
             attempt.hurry()
@@ -439,9 +275,7 @@ class Agent:
         """Leave, wait until every child is gone and every job is handed back, then give up the node."""
         self.leave()
         deadline = time.monotonic() + self.settings.stop_grace_seconds + 30.0
-        with self._idle:
-            while self._busy and time.monotonic() < deadline:
-                self._idle.wait(1.0)
+        self.claims.wait_until_idle(deadline)
         self.site.abandon.set()
         self._stopped.set()
         self._selftests.stop()
@@ -451,7 +285,7 @@ class Agent:
             self._housekeeper.stop()
         for thread in self._threads:
             thread.join(5.0)
-        for attempt in self._attempts():
+        for attempt in self.claims.attempts():
             attempt.lose()
         self.site.database.dispose()
         os.close(self._lock_file)
@@ -463,8 +297,3 @@ def cpu_slots(settings: Settings, labels: frozenset[str], host: int) -> list[Slo
     names = ["cpu"] if count == 1 else [f"cpu-{number}" for number in range(count)]
     share = settings.cpu_slot_bytes or host // count
     return [Slot(name, "cpu", labels=labels, share_bytes=share, host_bytes=host) for name in names]
-
-
-def _clock() -> float:
-    """Seconds that go on while the machine sleeps, as the lease in the database does."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -7,79 +7,40 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import replace
 
 from pydantic import ValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.orm import Session
 
 from core import logfile
-from core.db.engine import Database
 from core.errors import EftError, NoSpace
 from core.hardware.discover import Gpu
 from core.hardware.selftest import shared
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.kinds import CHILDREN, Kind
-from core.jobs.lifecycle import claims, relay
+from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, RetryPolicy, Succeeded, finish
-from core.settings import Settings
-from core.spec.run.folder import EVENTS_FILE, LOG_FILE
-from core.storage.layout import Layout
+from core.spec.run.folder import LOG_FILE
 from core.storage.store import StoreAway
-from worker import orders
-from worker.agent.standby import StandbyTrainers
-from worker.attempt import leftovers, outcome, processes
+from worker import leftovers, orders, processes
+from worker.attempt import outcome
 from worker.attempt.child import Child, write_order
-from worker.attempt.hang_detector import HangDetector
+from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase, WorkerContext
+from worker.attempt.event_relay import EventRelay
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
-from worker.gpus.gpu_memory import Quarantine
-from worker.gpus.selftest import SelfTests
-from worker.store.local_cache import LocalCache
 from worker.store.publisher import Publisher, persist, publish_prepared
 from worker.store.staging import Staging
 
 log = logging.getLogger("eft.worker")
-T = TypeVar("T")
 
-DATABASE_AWAY = (OperationalError, InterfaceError)
 LAST_WORDS = 1 << 14
 """Bytes of a log in which a library says why it gave up; the stacks of threads may follow."""
-RETRY_SECONDS = 1.0
 DUMP_SECONDS = 2.0
 """For a child that is about to be killed to write its stacks."""
 RESERVE = 0.1
 """Share of max_runtime_seconds that is kept for the last checkpoint, at most the stop grace."""
-
-
-@dataclass(slots=True)
-class WorkerContext:
-    """What all attempts of a worker share."""
-
-    settings: Settings
-    database: Database
-    layout: Layout
-    node: str
-    gpus: Mapping[str, Gpu]
-    """The GPU slots by their ids; other slots have none."""
-    threads: int
-    """CPU threads of one trainer."""
-    spares: StandbyTrainers | None = None
-    """None: every trainer starts cold (EFT_SPARE)."""
-    leaving: threading.Event = field(default_factory=threading.Event)
-    quarantine: Quarantine | None = None
-    """GPUs that have not given their memory back; None on a box without GPUs."""
-    selftests: SelfTests | None = None
-    """What is known of the devices of its slots."""
-    copies: LocalCache | None = None
-    """What this box has of a data root that is an object store; None: the data root is a folder."""
-    abandon: threading.Event = field(default_factory=threading.Event)
-    """The worker ends now: whatever could not be written is left to the lease."""
 
 
 class AttemptRunner:
@@ -95,23 +56,18 @@ class AttemptRunner:
         self.lost = threading.Event()
         """Somebody else may have the job: nothing may be written any more, and nothing of it may run."""
         self.began = time.monotonic()
-        self.stepped = False
-        """Its trainer has done a step."""
         self._lock = threading.Lock()
         self._held_at = held_at
-        self._offset = 0
-        self._unsure = False
-        self._last: dict[str, Any] | None = None
         self._asked: str | None = None
         self._deadline: float | None = None
-        self._pulse = HangDetector(claim.kind, site.settings)
+        self._events = EventRelay(site, claim, self.folder)
+        self._database = PatientDatabase(site.database, self._gives_up)
         self._hung: str | None = None
         limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].billed else None
         self._limit: int | None = limit
         self._time_is_up = False
         """It was told to go because its time is over, and for no other reason."""
         self._stage = None if site.copies is None else Staging(site.copies, claim)
-        self._publisher: Publisher | None = None
 
     def run(self) -> None:
         """Never raises for what a job or the box does wrong: that becomes the job's outcome. Where not even that can be
@@ -123,8 +79,8 @@ class AttemptRunner:
         finally:
             if self.child is not None:
                 self.child.reap()
-            if self._publisher is not None:
-                self._publisher.close()
+            if self._events.publisher is not None:
+                self._events.publisher.close()
             if self._stage is not None:
                 self._stage.close()
 
@@ -145,27 +101,28 @@ class AttemptRunner:
 
     def _work(self) -> tuple[Outcome, int | None] | None:
         out_of_memory_before = processes.oom_kills()
-        memory_before = self._gpu_memory()
-        self._catch_up()
+        memory_before = gpu_memory.used_by_each(self._gpus, self.site.settings.sysfs)
+        self._events.catch_up(self._database)
         self._spawn()
         self._watch()
         assert self.child is not None
         code = self.child.reap()
         leftovers.clear(self.folder)
-        self._free_gpus(memory_before)
+        if (quarantine := self.site.quarantine) is not None:
+            quarantine.hold_uncleared(self._gpus, memory_before, self.site.settings.gpu_clear_seconds)
         killed = (processes.oom_kills() or 0) > (out_of_memory_before or 0)
         try:
-            self._persist(self._tell_rest)
+            self._database.persist(self._events.tell_rest)
         except Exception as error:
             log.exception("events of attempt %d of %s", self.token.attempt, self.token.job_id)
             return Failed("internal", "bad_events", f"its events cannot be read: {type(error).__name__}"), code
         result = outcome.read(
             code,
-            self._last,
+            self._events.last,
             asked=self._asked,
             out_of_memory=killed,
             hung=self._hung,
-            batch_helps=self.claim.slot.kind == "cpu" and self._pulse.phase == "training",
+            batch_helps=self.claim.slot.kind == "cpu" and self._events.signs.phase == "training",
             last_words=self._last_words() if code < 0 else "",
         )
         if self._time_is_up and isinstance(result, Requeued):
@@ -194,6 +151,11 @@ class AttemptRunner:
         except OSError:
             return ""
 
+    @property
+    def stepped(self) -> bool:
+        """Whether its trainer has done a step."""
+        return self._events.stepped
+
     def lose(self) -> None:
         """The lease is gone: end the child at once."""
         self.lost.set()
@@ -213,20 +175,6 @@ class AttemptRunner:
                 self.child.beat(held_at)
 
     # -- the parts of run, in their order
-
-    def _catch_up(self) -> None:
-        """Tell what an earlier attempt wrote and its worker could not: the curve has no hole where a worker died."""
-        earlier = self._persist(self._reading(lambda s: relay.untold(s, self.token.job_id, self.token.attempt)))
-        for attempt, offset in earlier or ():
-            path = self.site.layout.attempt(self.token.job_id, attempt) / EVENTS_FILE
-            while self._catch_up_batch(path, attempt, offset):
-                offset = relay.read_batch(path, offset).end
-
-    def _catch_up_batch(self, path: Path, attempt: int, offset: int) -> bool:
-        batch = relay.read_batch(path, offset)
-        if not batch.lines:
-            return False
-        return bool(self._persist(self._writing(lambda session: relay.relay(session, self.token, batch, of=attempt))))
 
     def _spawn(self) -> None:
         settings, layout, slots = self.site.settings, self.site.layout, self.claim.slots
@@ -274,9 +222,9 @@ class AttemptRunner:
         if self.site.copies is not None:
             bucket, key = self.site.copies.bucket, str(self.folder.relative_to(layout.root))
             keep = self.claim.spec["checkpoint"].get("keep_last", 2)
-            self._publisher = Publisher(bucket, self.folder, key, keep, self.lost)
+            self._events.publisher = Publisher(bucket, self.folder, key, keep, self.lost)
         pid, started = self.child.pid, self.child.started
-        if self._persist(self._writing(lambda session: claims.started(session, self.token, pid, started))) is False:
+        if self._database.write(lambda session: claims.started(session, self.token, pid, started)) is False:
             self.lose()
 
     # -- a data root that is an object store
@@ -309,14 +257,14 @@ class AttemptRunner:
     def _publish(self, result: Outcome) -> bool:
         """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,
         or has lost the job."""
-        if self.site.copies is None or self._publisher is None:
+        if self.site.copies is None or self._events.publisher is None:
             return True
         bucket, root = self.site.copies.bucket, self.site.layout.root
         done = True
         if self.claim.kind == Kind.PREPARE and isinstance(result, Succeeded):
             done = persist(lambda: publish_prepared(bucket, root, result.result), self._gives_up)
         artifacts = result.artifacts if isinstance(result, Succeeded) else ()
-        return self._publisher.finish(artifacts, not isinstance(result, Succeeded), self._gives_up) and done
+        return self._events.publisher.finish(artifacts, not isinstance(result, Succeeded), self._gives_up) and done
 
     def _gives_up(self, seconds: float) -> bool:
         return self.lost.is_set() or self.site.abandon.wait(seconds)
@@ -327,7 +275,7 @@ class AttemptRunner:
         assert child is not None
         while not child.exited(self.site.settings.relay_seconds):
             try:
-                stop = self._tell()
+                stop = self._events.tell()
             except DATABASE_AWAY as error:
                 # Nothing to do but wait: without a renewed lease there is no heartbeat, and the child ends itself.
                 log.warning("database: %s", error)
@@ -347,7 +295,7 @@ class AttemptRunner:
                 log.warning("%s did not leave within its grace; killed", self.claim.label)
                 self._deadline = None
                 self._dump_and_kill(child)
-            elif self._hung is None and (words := self._pulse.hung()) is not None:
+            elif self._hung is None and (words := self._events.signs.hung()) is not None:
                 log.error("%s: %s; killed", self.claim.label, words)
                 self._hung = words
                 self._dump_and_kill(child)
@@ -384,62 +332,12 @@ class AttemptRunner:
         """The GPUs of its slots, in their order; empty on a CPU."""
         return [gpu for slot in self.claim.slots if (gpu := self.site.gpus.get(slot.id)) is not None]
 
-    def _gpu_memory(self) -> dict[str, int | None]:
-        return {gpu.uuid: gpu_memory.used(gpu, self.site.settings.sysfs) for gpu in self._gpus}
-
-    def _free_gpus(self, memory_before: dict[str, int | None]) -> None:
-        """The slots are given back by `_finish`; one whose memory is still taken goes into quarantine first."""
-        quarantine, settings = self.site.quarantine, self.site.settings
-        deadline = time.monotonic() + settings.gpu_clear_seconds  # of all together: the next job was told of no more
-        for gpu in self._gpus:
-            before = memory_before[gpu.uuid]
-            if before is None or quarantine is None:
-                continue
-            left = max(0.0, deadline - time.monotonic())
-            taken = gpu_memory.cleared(gpu, settings.sysfs, before, left)
-            if taken is not None:
-                log.error("slot %s: %s", gpu.uuid, quarantine.add(gpu.uuid, before, taken))
-
     def _ask(self, why: StopReason) -> None:
         with self._lock:
             if self.child is not None and self._asked is None:
                 self._asked = why.message(self.site.node, [slot.id for slot in self.claim.slots])
                 self._deadline = time.monotonic() + self.site.settings.stop_grace_seconds
                 self.child.ask()
-
-    def _tell(self) -> str | None:
-        """Relay what is new; the stop that is asked for ("" for none), or None when the job is lost."""
-        if self._unsure:
-            with self.site.database.read() as session:
-                self._offset = relay.told(session, self.token.job_id, self.token.attempt)
-            self._unsure = False
-        batch = relay.read_batch(self.folder / EVENTS_FILE, self._offset)
-        if not batch.lines:
-            with self.site.database.read() as session:
-                return claims.stop_requested(session, self.token)
-        self._last = next((line for line in reversed(batch.lines) if line["type"] in ("result", "error")), self._last)
-        self.stepped = self.stepped or any(line["type"] == "metrics" for line in batch.lines)
-        self._pulse.hear(batch.lines)
-        self._unsure = True  # an error of the commit does not say whether it was done
-        with self.site.database.write() as session:
-            claims.running(session, self.token)
-            if not relay.relay(session, self.token, batch):
-                return None
-            stop = claims.stop_requested(session, self.token)
-        self._unsure = False
-        self._offset = batch.end
-        for line in batch.lines:
-            if line["type"] == "checkpoint" and self._publisher is not None:
-                self._publisher.checkpoint(line["path"])
-        return stop
-
-    def _tell_rest(self) -> bool:
-        while True:
-            before = self._offset
-            if self._tell() is None:
-                return False
-            if self._offset == before:
-                return True
 
     def _finish(self, result: Outcome, code: int | None) -> None:
         try:
@@ -460,38 +358,7 @@ class AttemptRunner:
             no_room_seconds=6 * backoff,
             memory_check=settings.memory_check,
         )
-        return self._persist(
-            self._writing(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
-        )
-
-    # -- writing to a database that may be away for a while
-
-    def _reading(self, read: Callable[[Session], T]) -> Callable[[], T]:
-        def transaction() -> T:
-            with self.site.database.read() as session:
-                return read(session)
-
-        return transaction
-
-    def _writing(self, write: Callable[[Session], T]) -> Callable[[], T]:
-        def transaction() -> T:
-            with self.site.database.write() as session:
-                return write(session)
-
-        return transaction
-
-    def _persist(self, action: Callable[[], T]) -> T | None:
-        """Try until the database is there. None: the job was lost, or the worker had to end, before it was."""
-        told = False
-        while True:
-            try:
-                return action()
-            except DATABASE_AWAY as error:
-                if not told:
-                    log.warning("database: %s; trying again", error)
-                    told = True
-                if self.lost.is_set() or self.site.abandon.wait(RETRY_SECONDS):
-                    return None
+        return self._database.write(lambda session: finish(session, self.token, self.claim.kind, result, code, policy))
 
 
 def _defect(error: Exception) -> Failed:

@@ -17,7 +17,7 @@ from core.spec.base import SpecModel
 from core.spec.run.folder import LOG_FILE, ORDER_FILE
 from core.spec.run.heartbeat import heartbeat
 from core.storage.layout import fsync_folder
-from worker.attempt import processes
+from worker import processes
 
 log = logging.getLogger("eft.worker")
 
@@ -65,7 +65,7 @@ class Child:
 
     @classmethod
     def adopt(cls, process: subprocess.Popen[bytes]) -> Child:
-        """A process of `spawn` that is some run's child from now on (worker/agent/standby.py)."""
+        """A process of `spawn` that is some run's child from now on (worker/attempt/standby.py)."""
         child = cls.__new__(cls)
         child._own(process)
         return child

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.hardware.discover import Gpu
 from core.hardware.sources import kfd, nvidia
-from worker.attempt import processes
+from worker import processes
 
 log = logging.getLogger("eft.worker")
 

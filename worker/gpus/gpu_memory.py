@@ -5,17 +5,20 @@ On AMD a SIGKILL inside a driver call can leave memory that no process owns; on 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.hardware.discover import Gpu
 from core.hardware.sources import kfd
+
+log = logging.getLogger("eft.worker")
 
 SLACK_BYTES = 512 << 20
 """What a driver may keep for itself after the first use of a card."""
@@ -33,6 +36,10 @@ def used(gpu: Gpu, sysfs: Path) -> int | None:
             return kfd.used_bytes(gpu, sysfs)
         case "nvidia":
             return _from_smi(gpu)
+
+
+def used_by_each(gpus: Sequence[Gpu], sysfs: Path) -> dict[str, int | None]:
+    return {gpu.uuid: used(gpu, sysfs) for gpu in gpus}
 
 
 def cleared(gpu: Gpu, sysfs: Path, before: int | None, seconds: float) -> int | None:
@@ -89,6 +96,18 @@ class Quarantine:
         with self._lock:
             self._held[slot] = TakenMemory(baseline, reason)
         return reason
+
+    def hold_uncleared(self, gpus: Sequence[Gpu], before: Mapping[str, int | None], seconds: float) -> None:
+        """Take in those of `gpus` whose memory is not down to what it was `before` their job within `seconds`, which
+        are for all of them together: the next job was promised no longer wait."""
+        deadline = time.monotonic() + seconds
+        for gpu in gpus:
+            baseline = before[gpu.uuid]
+            if baseline is None:
+                continue
+            taken = cleared(gpu, self._sysfs, baseline, max(0.0, deadline - time.monotonic()))
+            if taken is not None:
+                log.error("slot %s: %s", gpu.uuid, self.add(gpu.uuid, baseline, taken))
 
     def look(self) -> list[str]:
         """Let go of the slots whose memory has come back; their ids."""

@@ -31,7 +31,7 @@ from core.hardware.selftest import Part, Verdict
 from core.hardware.tables import faults
 from core.hardware.tables.arch import lookup
 from core.storage.layout import write_private
-from worker.attempt import processes
+from worker import processes
 
 log = logging.getLogger("eft.worker")
 

@@ -19,7 +19,7 @@ from core.jobs.lifecycle import lease_expiry
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.settings import Settings
 from core.storage.layout import Layout
-from worker.attempt import leftovers, processes
+from worker import leftovers, processes
 
 log = logging.getLogger("eft.worker")
 

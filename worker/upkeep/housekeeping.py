@@ -21,7 +21,7 @@ from core.settings import Settings
 from core.storage.bucket import Bucket
 from core.storage.layout import Layout
 from core.storage.open import open_store
-from worker.attempt import leftovers
+from worker import leftovers
 from worker.preflight.node import loss_policy
 from worker.store import objects
 from worker.upkeep import disk_usage, reclaim

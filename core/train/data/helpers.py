@@ -12,9 +12,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from core.base.process import die_with_parent
 from core.spec.run.orders import MemoryLimit
 from core.train.base import memory_limit
-from core.train.base.parent_death import die_with_parent
 from core.train.render.options import RenderOptions
 
 _T = TypeVar("_T")

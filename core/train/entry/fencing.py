@@ -14,7 +14,6 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from core.base.clock import boottime
+from core.base.process import die_with_parent
 from core.spec.run import heartbeat
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
-from core.train.base.parent_death import die_with_parent
 
 OOM_SCORE_ADJ = 500
 """The kernel takes the trainer before the worker, the database and the API (proc_pid_oom_score_adj(5))."""
@@ -203,11 +203,6 @@ def _fence(why: str, on_fence: Callable[[], None] = lambda: None) -> NoReturn:
     os.write(2, f"fenced: {why}; nobody owns this attempt any more\n".encode())
     on_fence()
     os._exit(EXIT_FENCED)
-
-
-def boottime() -> float:
-    """Seconds that go on while the machine sleeps: the lease in the database does not sleep either."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def _volunteer_for_oom_kill() -> None:

@@ -31,13 +31,14 @@ from types import FrameType
 from typing import Any
 
 from core import HOME
+from core.base.clock import boottime
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, RANKS
 from core.spec.run.heartbeat import heartbeat
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
-from core.train.entry.fencing import arm, boottime
+from core.train.entry.fencing import arm
 from core.train.ranks import env
 from core.train.ranks.env import LastWord
 

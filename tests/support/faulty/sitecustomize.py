@@ -5,7 +5,7 @@ takes the file away and raises OverflowError; all else runs as it is. A file wit
 
 - `claim.PHASE`: core.jobs.lifecycle.claims.claim, once it has claimed a job of that phase, before the commit
 - `take.PHASE`: core.jobs.lifecycle.claims._take, which writes down the claim of one job
-- `attempt.PHASE`: worker.attempt.attempt.Attempt, made of a claim that is committed
+- `attempt.PHASE`: worker.attempt.attempt.AttemptRunner, made of a claim that is committed
 - `with_shape.prepare`: worker.orders.with_shape
 - `finish.PHASE`: core.jobs.lifecycle.finish.finish
 """
@@ -43,21 +43,22 @@ def failing(real: Callable[..., Any], name: str, phase: Callable[..., str | None
     return called
 
 
-def _break(agent: Any) -> None:
-    claims, attempt, orders = agent.claims, sys.modules["worker.attempt.attempt"], sys.modules["worker.orders"]
+def _break() -> None:
+    claims, loop = sys.modules["core.jobs.lifecycle.claims"], sys.modules["worker.agent.claim_loop"]
+    attempt, orders = sys.modules["worker.attempt.attempt"], sys.modules["worker.orders"]
     claims.claim = failing(claims.claim, "claim", lambda found, *_: None if found is None else found.kind, late=True)
     claims._take = failing(claims._take, "take", lambda _, session, job, worker, node, slots, lease: slots[0].phase)
     orders.with_shape = failing(orders.with_shape, "with_shape", lambda *_: "prepare")
     attempt.finish = failing(attempt.finish, "finish", lambda _, session, token, kind, *rest: kind)
-    agent.Attempt = failing(agent.Attempt, "attempt", lambda _, site, claim, *rest: claim.kind)
+    loop.AttemptRunner = failing(loop.AttemptRunner, "attempt", lambda _, site, claim, *rest: claim.kind)
 
 
 def _watch(name: str, *rest: Any, **more: Any) -> Any:
     module = _import(name, *rest, **more)
     agent = sys.modules.get("worker.agent.agent")
-    if agent is not None and hasattr(agent, "_clock"):  # its last line
+    if agent is not None and hasattr(agent, "cpu_slots"):  # its last line
         builtins.__import__ = _import
-        _break(agent)
+        _break()
     return module
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from core.hardware import device_mask
 from core.spec.run.standby import STANDBY_PADDING, STANDBY_READY, StandbyOrder
-from worker.attempt import processes
+from worker import processes
 from worker.attempt.child import Child, spawn
 
 log = logging.getLogger("eft.worker")
