@@ -28,7 +28,7 @@ from core.train.ranks.group import PeerLost, fingerprint
 from core.train.ranks.launch import End
 from core.train.ranks.meet import tell_launcher
 from tests.support.trainer import events, log, pairs, start, write_rows, write_run
-from worker.attempt import processes
+from worker import processes
 
 RANKS = 2
 
