@@ -61,9 +61,9 @@ def taken(spec: JobSpec) -> list[tuple[str, str, str]]:
         ({"quantization": "int8"}, ("qlora", "int8", "auto"), {"full": "int8", "lora": "int8", "qlora": "int8"}),
         ({"quantization": "none"}, ("lora", "none", "auto"), {"lora over int8": "none", "qlora": "none"}),
         ({"training": {"precision": "fp8"}}, ("lora", "none", "auto"), {"lora over int8": "fp8", "qlora": "fp8"}),
-        ({"export": "merged"}, ("qlora", "nf4", "auto"), {"full": "whole as it is"}),
-        ({"resources": {"gpus": 2}}, ("qlora", "nf4", "none"), {"streamed": "several"}),
-        ({"memory": {"stream": "host"}}, ("qlora", "nf4", "host"), {"full": "trains them all", "streamed": "host"}),
+        ({"export": "merged"}, ("qlora", "nf4", "auto"), {"full": "no adapter to merge"}),
+        ({"resources": {"gpus": 2}}, ("qlora", "nf4", "none"), {"streamed": "each rank would stream"}),
+        ({"memory": {"stream": "host"}}, ("qlora", "nf4", "host"), {"full": "trains all weights", "streamed": "host"}),
     ],
     ids=["free", "nf4", "int8", "dense", "fp8", "merged", "ranks", "streamed"],
 )
