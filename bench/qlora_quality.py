@@ -187,7 +187,8 @@ def minilm_errors(folder: Path) -> dict[str, tuple[float, float]]:
     import bitsandbytes.functional as bnb
     from transformers import AutoModel, AutoTokenizer
 
-    from core.train.quant.nf4 import dequantize_nf4, quantize_nf4
+    from core.train.quant.linear import QuantLinear
+    from core.train.quant.nf4 import quantize_nf4
 
     tokens = AutoTokenizer.from_pretrained(folder)(list(SENTENCES), padding=True, return_tensors="pt")
 
@@ -202,7 +203,7 @@ def minilm_errors(folder: Path) -> dict[str, tuple[float, float]]:
 
     wanted = embed(AutoModel.from_pretrained(folder, dtype=torch.float32).eval())
     errors = {}
-    for name, through in (("ours", lambda weight: dequantize_nf4(quantize_nf4(weight))), ("bnb", theirs)):
+    for name, through in (("ours", lambda weight: QuantLinear(quantize_nf4(weight)).dense_weight()), ("bnb", theirs)):
         model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
         lost, whole = 0.0, 0.0
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Bytes that a pass through a decoder's block makes: what it keeps for the backward, and what it works in.
+"""Bytes that a pass through a decoder's block takes: activations kept for the backward, and working memory.
 
 Counted tensor by tensor from the modules of transformers and from autograd's rules of what an operation keeps (a
 product keeps the operands whose gradients are wanted, softmax its result, and so on). n tokens, H the model's width,
@@ -11,7 +11,7 @@ D = heads · head width, K the same of keys, I the feed-forward's inner width; c
     … in plain operations, or by torch's math: 4 (+ c) heads · rows · T², the scores, and q, k, v of D each
     feed-forward        c H n + c 3 I n + c I n            its input; gate, its activation, up; their product
     adapters            c r n each; with dropout what is left of their own input and its mask, in place of the input
-    DoRA                2 c out n each                     the answers of base and adapter; packed, their sum alone
+    DoRA                2 c out n each                     the results of base and adapter; packed, their sum alone
 
 tests/train/test_plan_bytes.py holds it to what autograd keeps, and bench/plan.py to what a process takes.
 """
@@ -33,27 +33,27 @@ _INNER_OUT = ("down_proj", "mlp.c_proj", "fc2", "4h_to_h", "mlp.w2")
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass: tokens with padding, in rows of at most `longest`."""
+    """A forward pass: tokens, padding counted, in rows of at most `longest` tokens."""
 
     tokens: int
     longest: int
 
     @property
     def scores(self) -> int:
-        """Pairs of tokens that see one another, all heads' the same: rows · longest²."""
+        """Pairs of tokens that attend to one another in each head: rows · longest²."""
         return self.tokens * min(self.longest, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How a run computes."""
+    """The numeric formats of a run, and how it computes."""
 
     computed: int
     """Bytes of a number that products are made of."""
     residual: int
     """Bytes of a number of the residual stream."""
     trained: bool
-    """All parameters are: norms keep more, and every product keeps its input."""
+    """All parameters are trained: norms keep more, and every product keeps its input."""
     adapted: frozenset[str]
     """Linear layers of the block with an adapter."""
     rank: int = 0
@@ -69,7 +69,7 @@ class Numbers:
 
 
 def role(weight: Weight) -> Role:
-    """What a linear layer of a block is fed with, and feeds."""
+    """Where a linear layer stands in its block."""
     name = weight.module
     if any(name.endswith(part) for part in _ATTENTION_OUT):
         return "attention out"
@@ -91,11 +91,11 @@ def kept(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) 
 
 
 def selected(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass) -> int:
-    """Bytes that one block keeps with selective checkpoints: its input, the answers of its large products and of
+    """Bytes that one block keeps with selective checkpoints: its input, the results of its large products and of
     attention, and x·Aᵀ of each adapter (core/train/memory/checkpointing/selective.py)."""
     c, n = numbers.computed, what.tokens
-    answers = [w for w in block if w.kind == "linear" and role(w) != "inner out"]
-    total = numbers.residual * shape.hidden * n + c * sum(weight.outputs for weight in answers) * n
+    saved = [w for w in block if w.kind == "linear" and role(w) != "inner out"]
+    total = numbers.residual * shape.hidden * n + c * sum(weight.outputs for weight in saved) * n
     if numbers.attention == "flash":
         total += (c * shape.heads * shape.head_dim + 4 * shape.heads) * n
     total += sum(c * numbers.rank * n for weight in block if weight.module in numbers.adapted)
@@ -110,7 +110,7 @@ def worked(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass
     inner = 2 * c * width * n
     if numbers.attention != "flash":
         inner = max(inner, 8 * shape.heads * what.scores - _inner(shape, block, numbers, n))
-    if numbers.dora and numbers.fused:  # an answer with its magnitudes in float32, and its gradient
+    if numbers.dora and numbers.fused:  # a result with its magnitudes in float32, and its gradient
         inner += max((8 * w.outputs * n for w in block if w.module in numbers.adapted), default=0)
     elif numbers.dora:  # an identity, its product with both factors, and base plus that, in the weights' own dtype
         inner += max((c * w.inputs**2 + 3 * c * w.numel for w in block if w.module in numbers.adapted), default=0)
@@ -150,8 +150,8 @@ def _norms(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
 
 
 def _inputs(fed: Collection[Weight], numbers: Numbers, n: int) -> int:
-    """Of the layers that share an input, what is kept of it: once, or a copy each where autocast makes one; nothing
-    where no gradient asks for it, or where dropout has made another of it."""
+    """Bytes kept of the input that these layers share: one copy, or a copy for each where autocast makes one; nothing
+    where no gradient needs it, or where dropout has replaced it."""
     c, first = numbers.computed, next(iter(fed), None)
     if first is None:
         return 0
@@ -177,7 +177,7 @@ def _attention(shape: Shape, numbers: Numbers, what: Pass) -> int:
 
 
 def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) -> int:
-    """Between the products of the feed-forward layer."""
+    """Bytes kept between the products of the feed-forward layer."""
     c = numbers.computed
     if any(weight.kind == "experts" for weight in block):
         routed = n * shape.experts_per_token

@@ -1,5 +1,6 @@
-"""What is not wrong with a job and yet hardly what somebody wants: too few steps, a learning rate of another method, a
-loss that rose. Pure; told at plan and submit as far as it is known there; of the loss the trainer tells."""
+"""Warnings about a job that is valid and yet hardly what its owner wants: too few steps, a learning rate of another
+method, a loss that rose. Pure. Plan and submit give those that are known there; the trainer gives the one about the
+loss."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
 FEW_STEPS = 20
 """Optimizer steps; a run with fewer hardly learns anything."""
 FAR_RATE = 5.0
-"""So many times the default of full fine-tuning is a rate of adapters; that part of theirs is one of the former."""
+"""Factor between a learning rate and the default of its method from which on it is taken for another method's rate."""
 FAR_WORSE = 2.0
-"""How many times the held-out loss before training is far worse."""
+"""Factor by which the held-out loss must rise for a warning."""
 
 
 def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Fault]:
-    """Of a run of so many optimizer steps."""
+    """Warnings about a run of so many optimizer steps."""
     found, about = [], "about " if estimated else ""
     if total < FEW_STEPS:
         field = (
@@ -60,7 +61,8 @@ def _step(spec: JobSpec) -> str:
 
 
 def of_rate(method: Method, rate: float | None, where: str) -> Fault | None:
-    """Where `method: auto` came to a method that the job's own learning rate is far from. `where`: on which slot."""
+    """A warning where `method: auto` chose a method that the job's own learning rate does not suit. `where`: words for
+    the slot."""
     if rate is None:
         return None
     full = isinstance(method, Full)
@@ -77,7 +79,7 @@ def of_rate(method: Method, rate: float | None, where: str) -> Fault | None:
 
 
 def of_losses(before: float | None, after: float | None) -> Fault | None:
-    """Of the held-out loss at the start and at the end."""
+    """A warning where the held-out loss rose far between the start and the end."""
     if before is None or after is None or after <= FAR_WORSE * before:
         return None
     return Fault(

@@ -1,4 +1,4 @@
-"""What `method: auto` may come to: each method of the cascade as a whole job, or why it is none of this job's.
+"""The candidates of `method: auto`: each method of the cascade as a whole job, or why this job cannot use it.
 
 Full fine-tuning, LoRA (arXiv:2106.09685), LoRA over 8 bits, QLoRA (arXiv:2305.14314), and QLoRA with its blocks
 streamed: each needs less memory than the one before it. Each stands here as it is, and once more with gradient
@@ -24,24 +24,24 @@ CHECKPOINTED = " with gradient checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One method of the cascade."""
+class Candidate:
+    """A method that `method: auto` may choose."""
 
     name: str
     spec: JobSpec | None
-    """The job with this method, resolved; None: it cannot have it."""
+    """The job with this method, resolved; None: the job cannot use it."""
     reason: str = ""
-    """Why not."""
+    """The reason where `spec` is None."""
 
 
-def rungs(spec: JobSpec) -> list[Rung]:
-    """In their order, of a job with `method: auto`; of any other the job itself, alone."""
+def candidates(spec: JobSpec) -> list[Candidate]:
+    """The candidates of a job with `method: auto`, in their order; for any other job, the job itself."""
     if not isinstance(spec.method, Auto):
-        return [Rung(spec.method.type, spec)]
-    return list(_rungs(spec, spec.method))
+        return [Candidate(spec.method.type, spec)]
+    return list(_candidates(spec, spec.method))
 
 
-def _rungs(spec: JobSpec, auto: Auto) -> Iterator[Rung]:
+def _candidates(spec: JobSpec, auto: Auto) -> Iterator[Candidate]:
     options = auto.model_dump(exclude={"type"})
     asked, stream = spec.quantization, spec.memory.stream
     lora, qlora = LoRA(**options), QLoRA(**options)
@@ -55,28 +55,30 @@ def _rungs(spec: JobSpec, auto: Auto) -> Iterator[Rung]:
     )
     for name, method, packing in natural:
         if asked is not None and asked.type != packing.type:
-            yield Rung(name, None, f"`quantization: {asked.type}` is asked for")
+            yield Candidate(name, None, f"`quantization: {asked.type}` is asked for")
             continue
-        rung = _rung(name, spec, method, asked or packing, resident)
+        rung = _candidate(name, spec, method, asked or packing, resident)
         yield rung
         if rung.spec is not None and not (as_asked or spec.memory.gradient_checkpointing is True):
             twice = resident | {"gradient_checkpointing": True}
-            yield _rung(f"{name}{CHECKPOINTED}", spec, method, asked or packing, twice)
+            yield _candidate(f"{name}{CHECKPOINTED}", spec, method, asked or packing, twice)
     if as_asked:
-        yield Rung(STREAMED, None, f"`memory.stream: {stream.type}` is asked for, with each of the others")
+        yield Candidate(STREAMED, None, f"`memory.stream: {stream.type}` is asked for, with each of the others")
         return
     slots = stream if isinstance(stream, AutoStream) else AutoStream()
-    last = _rung(
+    last = _candidate(
         STREAMED, spec, lora if isinstance(asked, NoQuantization) else qlora, asked or NF4(), {"stream": slots}
     )
     if last.spec is None and asked is None:  # packed weights may be what is refused
-        dense = _rung(STREAMED, spec, lora, NoQuantization(), {"stream": slots})
+        dense = _candidate(STREAMED, spec, lora, NoQuantization(), {"stream": slots})
         last = last if dense.spec is None else dense
     yield last
 
 
-def _rung(name: str, spec: JobSpec, method: SettledMethod, packing: Quantization, memory: dict[str, Any]) -> Rung:
+def _candidate(
+    name: str, spec: JobSpec, method: SettledMethod, packing: Quantization, memory: dict[str, Any]
+) -> Candidate:
     memories = spec.memory.model_copy(update=memory)
     tried = resolve(spec.model_copy(update={"method": method, "quantization": packing, "memory": memories}))
     refused = check(tried)
-    return Rung(name, None, refused[0].message) if refused else Rung(name, tried)
+    return Candidate(name, None, refused[0].message) if refused else Candidate(name, tried)

@@ -1,4 +1,4 @@
-"""What a plan has to know of the device that a job is to run on. No torch."""
+"""The device that a job is planned for. No torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from typing import Literal
 from core.hardware.precision import choose_precision
 from core.hardware.selftest import Dtype
 from core.hardware.tables.arch import lookup
+from core.plan.constants import MIB, Kind
 from core.spec.axes.training import Training
 
-MIB = 1 << 20
 CONTEXT_BYTES = 512 * MIB
-"""Of a GPU, what the driver takes for a process before its first tensor: kernels, streams, the libraries' handles
-(about 300 MiB to 500 MiB with CUDA 12 and ROCm 6). Whoever asks a device what is free from within that process has paid
-it already."""
-SCRATCH_BYTES = {"cpu": 32 * MIB, "gpu": 512 * MIB}
-"""Dense copies of packed weights (core/train/kernels/scratch.py): one weight that is larger gets room all the same."""
-CHUNK_BYTES = {"cpu": 24 * MIB, "gpu": 256 * MIB}
-"""Logits of one chunk of the loss, in float32 (core/train/loss/linear_cross_entropy.py)."""
+"""Memory of a GPU that the driver takes for a process before its first tensor: kernels, streams, the libraries' handles
+(about 300 MiB to 500 MiB with CUDA 12 and ROCm 6). A process that asks the driver how much is free has paid it
+already."""
 SLACK_BYTES = {"cpu": 24 * MIB, "gpu": 64 * MIB}
-"""What no term accounts for. CPU: packing buffers and reordered operands of the matrix libraries, and pages that malloc
-keeps. GPU: the workspaces of the matrix libraries (cuBLAS 8 MiB to 32 MiB, hipBLASLt 32 MiB) and blocks of the
-allocator that are not full (2 MiB each)."""
-
-Kind = Literal["cpu", "gpu"]
+"""Memory that no other term accounts for. CPU: packing buffers and reordered operands of the matrix libraries, and
+pages that malloc keeps. GPU: the workspaces of the matrix libraries (cuBLAS 8 MiB to 32 MiB, hipBLASLt 32 MiB) and
+blocks of the allocator that are not full (2 MiB each)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +30,15 @@ class Device:
     """`gfx942`, `sm_90`, `cpu`."""
     vendor: str = "any"
     memory: int | None = None
-    """Bytes of the device that a job may take now, or has in all; None where nobody can tell. On a CPU, of the host."""
+    """Bytes of the device that a job may take now, or has in all; None where unknown. On a CPU, of the host."""
     host: int | None = None
     """Bytes of the host's memory."""
     bf16: bool = True
     """Instructions for bfloat16."""
     context: bool = False
-    """The driver's own share (CONTEXT_BYTES) has still to come out of `memory`."""
+    """The driver's memory (CONTEXT_BYTES) still has to come out of `memory`."""
     products: Dtype | None = None
-    """What products are computed in, where that is settled: by the self-test, say. None: what the architecture has."""
+    """Dtype of products where it is decided already, by the self-test, say. None: as the architecture has it."""
 
     @property
     def one_memory(self) -> bool:
@@ -59,7 +53,7 @@ class Device:
         return max(0, self.memory - CONTEXT_BYTES)
 
     def precision(self, training: Training) -> Dtype:
-        """Of matrix products (`fp8` counts as bf16: what is kept is as wide)."""
+        """The dtype of matrix products. `fp8` counts as bf16: what is kept is as wide."""
         if self.products is not None:
             return self.products
         wanted = "bf16" if training.precision == "fp8" else training.precision

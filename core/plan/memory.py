@@ -1,8 +1,8 @@
 """The memory plan of a job: bytes by kind, on the device, on the host and on disk, before anything is loaded. No torch.
 
-A run is at its most at one of five moments, and the plan is the largest of them: in the loss, when the backward begins
-(everything is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating. Figures of
-held-out rows never need more than training: their passes are no larger, and their logits are chunks, too.
+The peak of a run is at one of five moments, and the plan is the largest of them: in the loss, when the backward begins
+(everything is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating. Measuring
+held-out rows never needs more than training: their passes are no larger, and their logits are chunks, too.
 docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
@@ -13,10 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, assert_never
 
 from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, worked
-from core.plan.device import CHUNK_BYTES, SCRATCH_BYTES, SLACK_BYTES, Device
+from core.plan.constants import (
+    BUCKET_BYTES,
+    BUCKETS_IN_FLIGHT,
+    INPUTS_IN_FLIGHT,
+    OFFLOADED_BYTES,
+    PIECE_BYTES,
+    SCRATCH_BYTES,
+)
+from core.plan.device import SLACK_BYTES, Device
+from core.plan.logits import chunked, evaluation_bytes, logits_why, training_bytes
 from core.plan.models.shape import Shape
-from core.plan.models.weights import Held, weigh
-from core.plan.stream import MARGIN, Decision, Free, Need, settle
+from core.plan.models.weights import WeightBytes, weigh
+from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
@@ -33,13 +42,8 @@ from core.spec.axes.runtime import (
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
-WHOLE_LOGITS_BYTES = 256 << 20
-"""Float32 logits up to which a trained head runs on all label tokens at once (core/train/stages/sft.py)."""
-STAGING_BYTES = 64 << 20
-"""Of the host, for what travels between it and the device while the optimizer's state is there
-(core/train/memory/offload/optimizer.py)."""
 PROCESS_BYTES = 1536 << 20
-"""Of the host, what a trainer takes before it has a model: Python, torch, transformers, the driver's mappings."""
+"""Host memory of a trainer before it has a model: Python, torch, transformers, the driver's mappings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +59,21 @@ class Plan:
     """On the device at the moment at which it holds most. Kinds: weights, adapter, gradients, optimizer, activations,
     logits, slots, scratch, slack."""
     moment: str
-    """Which one: `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
+    """The moment: `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
     moments: dict[str, int]
-    """Bytes of each."""
+    """Bytes at each of the moments."""
     host: tuple[Item, ...]
-    """In the host's memory, beside the device's own where that is the CPU."""
+    """In host memory. On a CPU this comes on top of `device`."""
     disk: tuple[Item, ...]
     rows: int
     """Rows of the largest forward pass; with a budget of tokens, as many of the longest as fit."""
     tokens: int
-    """Tokens of it, padding counted."""
+    """Tokens of the largest forward pass, padding counted."""
     field: str
     """The field that decides `tokens`."""
     parameters: int
     trained: int
-    """Of them, or beside them, what is trained."""
+    """Trained parameters: some of `parameters`, or adapters beside them."""
     precision: str
     stream: Decision
     one_memory: bool
@@ -89,7 +93,7 @@ class Plan:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """On the device, by kind."""
+        """Bytes on the device by kind."""
         return {item.kind: item.bytes for item in self.device}
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class Plan:
 
 
 def fits(plan: Plan, free: int | None) -> bool:
-    """Whether the device has room for it with MARGIN to spare; where nobody can tell, it has."""
+    """Whether the plan fits into the free memory with MARGIN to spare; True where that is unknown."""
     return free is None or plan.peak <= MARGIN * free
 
 
@@ -126,7 +130,7 @@ def plan(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Plan:
     match spec.memory.stream:
         case AutoStream() as asked:
             resident = _plan(spec, shape, longest, device, Decision("none", 0, False, "all on the device"))
-            decision = settle(
+            decision = decide(
                 asked,
                 need(spec, shape, longest=longest, device=device),
                 Free(device=device.usable, host=device.host, one_memory=device.one_memory),
@@ -135,14 +139,14 @@ def plan(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Plan:
                 return replace(resident, stream=decision)
             return _plan(spec, shape, longest, device, decision)
         case NoStream() | HostStream() | DiskStream() as asked:
-            decision = settle(asked, None, Free(None, None, device.one_memory))
+            decision = decide(asked, None, Free(None, None, device.one_memory))
             return _plan(spec, shape, longest, device, decision)
         case _ as never:
             assert_never(never)
 
 
 def need(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Need | None:
-    """What decides whether the blocks are streamed; None where nothing can be: all is trained, or there are no
+    """The figures that decide whether the blocks are streamed; None where none can be: all is trained, or there are no
     blocks."""
     if isinstance(method_of(spec), Full) or not shape.layers:
         return None
@@ -182,7 +186,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         "loss": [
             of_window,
             Item("activations", kept_.all + casts + ended(shape, numbers, tokens), kept_.why),
-            Item("logits", _logits(shape, numbers, tokens, device), _logits_why(shape, numbers, tokens)),
+            Item("logits", training_bytes(shape, numbers, tokens, device), logits_why(shape, numbers, tokens)),
         ],
         "backward begins": [of_window, Item("activations", kept_.first + casts, kept_.why)],
         "backward ends": [of_all, Item("activations", kept_.last, "of the first block")],
@@ -213,10 +217,10 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
 def _evaluating(
     held_out: HeldOut, shape: Shape, numbers: Numbers, training: Pass, casts: int, device: Device
 ) -> list[Item]:
-    """Of held-out rows, or, where it takes more, of the prompts that are answered at once."""
+    """What a pass of held-out rows takes, or of the prompts that are answered at once where that is more."""
     what = _beside(held_out, training, training.longest)
     inside = max(passed(shape, numbers, what), ended(shape, numbers, what.tokens))
-    logits = _measured_logits(shape, numbers, what.tokens, device)
+    logits = evaluation_bytes(shape, numbers, what.tokens, device)
     found = [
         Item("activations", inside + casts, "of one block, nothing kept"),
         Item("logits", logits, "all of them, in float32 too" if numbers.whole else "a chunk of them"),
@@ -239,8 +243,8 @@ def _beside(held_out: HeldOut, training: Pass, longest: int) -> Pass:
     return Pass(max(longest, min(training.tokens, held_out.per_device_eval_batch_size * longest)), longest)
 
 
-def _state(spec: JobSpec, shape: Shape, held: Held, device: Device, stream: Decision) -> list[Item]:
-    """What is on the device all the time."""
+def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, stream: Decision) -> list[Item]:
+    """The items that are on the device for the whole run."""
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
     optimizer = 0 if offloads else 8 * held.trained + 4 * held.tensors
     scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
@@ -260,16 +264,16 @@ class _Kept:
     """Bytes of activations on the device."""
 
     all: int
-    """When the forward has reached its end."""
+    """At the end of the forward."""
     first: int
-    """While the last block's backward is at its most."""
+    """At the peak of the last block's backward."""
     last: int
-    """The same of the first block's."""
+    """At the peak of the first block's backward."""
     why: str
     host: tuple[Item, ...] = ()
 
 
-def _kept(spec: JobSpec, shape: Shape, held: Held, device: Device, what: Pass, *, streams: bool) -> _Kept:
+def _kept(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, what: Pass, *, streams: bool) -> _Kept:
     one = work = everything = chosen = 0
     cached: dict[tuple[int, frozenset[str]], tuple[int, int, int]] = {}
     for number, names in zip(shape.order, held.adapted, strict=True):
@@ -291,7 +295,7 @@ def _kept(spec: JobSpec, shape: Shape, held: Held, device: Device, what: Pass, *
     inputs = shape.layers * entry
     if offloads:
         aside = Item("activations", inputs, "the input of every block")
-        some = min(3, shape.layers) * entry
+        some = min(INPUTS_IN_FLIGHT + 1, shape.layers) * entry
         return _Kept(some, some + one + work, entry + one + work, "inputs of blocks on their way, one inside", (aside,))
     if how == "selective":
         why = f"the large products of every block, one block's inside, {what.tokens} tokens"
@@ -331,17 +335,17 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
             assert_never(never)
 
 
-def _casts(shape: Shape, held: Held, numbers: Numbers) -> int:
-    """What autocast keeps of trained matrices, rounded to the precision of products, from a forward to its end."""
+def _casts(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
+    """Bytes of the rounded copies of trained matrices that autocast keeps during a forward."""
     if numbers.computed == 4:
         return 0
     if not numbers.trained:
         return 0 if numbers.fused else held.adapter // 2
-    head = 0 if _chunked(shape, numbers, 0) else shape.vocab * shape.hidden
+    head = 0 if chunked(shape, numbers, 0) else shape.vocab * shape.hidden
     return 2 * (head + sum(weight.numel for block in shape.blocks for weight in block if len(weight.shape) >= 2))
 
 
-def _travelling(shape: Shape, held: Held, numbers: Numbers) -> int:
+def _travelling(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     """Gradients on their way to the host: twice the larger of a block's and of the largest other parameter's."""
     if not numbers.trained:
         return 2 * max(held.gradients // max(1, shape.layers), 0)
@@ -349,47 +353,9 @@ def _travelling(shape: Shape, held: Held, numbers: Numbers) -> int:
     return 2 * max(block, 4 * max((weight.numel for weight in shape.outside), default=0))
 
 
-def _chunked(shape: Shape, numbers: Numbers, tokens: int) -> bool:
-    """Whether the loss makes its logits chunk by chunk (core/train/stages/sft.py)."""
-    if numbers.whole:
-        return False
-    return not numbers.trained or 4 * shape.vocab * tokens > WHOLE_LOGITS_BYTES
-
-
-def _logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
-    """Logits and what goes with them. Whole: the softmax's logarithms, their gradient and that of the logits, each in
-    float32. A chunk: the product, which becomes its own gradient; on a CPU also what is capped, in float32. The head's
-    gradient: that of a chunk, and their sum."""
-    if not _chunked(shape, numbers, tokens):
-        return 12 * shape.vocab * tokens
-    return _chunk(shape, numbers, tokens, device) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
-
-
-def _measured_logits(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
-    """The same where nothing is learned from them. Whole: the product, and in float32 that and the softmax's
-    logarithms."""
-    if numbers.whole:
-        return (8 + numbers.computed) * shape.vocab * tokens
-    return _chunk(shape, numbers, tokens, device)
-
-
-def _chunk(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
-    wide = (8 if numbers.computed == 2 else 4) if shape.logits_capped else 0
-    wide = wide if device.kind == "cpu" else 0
-    counted = numbers.computed if device.kind == "gpu" else 4
-    rows = min(tokens, max(32, CHUNK_BYTES[device.kind] // (counted * max(1, shape.vocab)) // 32 * 32))
-    return rows * shape.vocab * (numbers.computed + wide)
-
-
-def _logits_why(shape: Shape, numbers: Numbers, tokens: int) -> str:
-    if not _chunked(shape, numbers, tokens):
-        return "all of them: the head is trained, and they are few"
-    return "a chunk of them" + (", and the head's gradient twice" if numbers.trained else "")
-
-
 def _reducing(spec: JobSpec) -> Iterable[Item]:
     if spec.resources.gpus > 1:
-        yield Item("scratch of ranks", 2 * (32 << 20), "two buckets of gradients on their way")
+        yield Item("scratch of ranks", BUCKETS_IN_FLIGHT * BUCKET_BYTES, "two buckets of gradients on their way")
 
 
 def _weights_why(spec: JobSpec, shape: Shape, streams: bool) -> str:
@@ -406,13 +372,15 @@ def _weights_why(spec: JobSpec, shape: Shape, streams: bool) -> str:
 # --- elsewhere -------------------------------------------------------------------------------------------
 
 
-def _host(spec: JobSpec, held: Held, device: Device, stream: Decision) -> Iterable[Item]:
+def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) -> Iterable[Item]:
     if not device.one_memory:
         yield Item("process", PROCESS_BYTES, "Python, torch, transformers")
     if isinstance(spec.memory.offload_optimizer, HostOffload):
-        yield Item("optimizer", 16 * held.trained, "weights, AdamW's means and the gradient, all in float32")
+        yield Item(
+            "optimizer", OFFLOADED_BYTES * held.trained, "weights, AdamW's means and the gradient, all in float32"
+        )
         if not device.one_memory:
-            yield Item("staging", STAGING_BYTES, "gradients and weights on their way")
+            yield Item("staging", 2 * PIECE_BYTES, "gradients and weights on their way")
     match stream.where:
         case "none":
             if not device.one_memory:
@@ -426,8 +394,8 @@ def _host(spec: JobSpec, held: Held, device: Device, stream: Decision) -> Iterab
             assert_never(never)
 
 
-def _disk(spec: JobSpec, shape: Shape, held: Held, stream: Decision) -> Iterable[Item]:
-    one = 16 * held.trained
+def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> Iterable[Item]:
+    one = OFFLOADED_BYTES * held.trained
     yield Item(
         "checkpoints",
         one * (spec.checkpoint.keep_last + 1),

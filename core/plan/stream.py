@@ -30,18 +30,18 @@ class Need:
     outside: int
     """Weights that stay on the device in any case."""
     trained: int
-    """What is trained, with gradients and optimizer state."""
+    """Trained parameters, with gradients and optimizer state."""
     working: int
     """Activations and logits of the largest batch, with nothing streamed."""
     working_streamed: int
-    """The same where each block keeps its input alone."""
+    """Activations and logits where each block keeps its input alone."""
     of: int
     """Number of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Bytes that are free now; None where nobody can tell."""
+    """Bytes that are free now; None where that is unknown."""
 
     device: int | None
     host: int | None
@@ -51,7 +51,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Part of the run record."""
+    """Where the blocks are held; part of the run record."""
 
     where: Where
     slots: int
@@ -62,9 +62,9 @@ class Decision:
         return asdict(self)
 
 
-def settle(asked: Stream, need: Need | None, free: Free) -> Decision:
-    """What is asked for, or what `auto` comes to. `need` None: the job trains what would be streamed, or its weights
-    could not be measured."""
+def decide(asked: Stream, need: Need | None, free: Free) -> Decision:
+    """Where this setting, `auto` included, has the blocks held. `need` None: the job trains what would be streamed, or
+    its weights could not be measured."""
     match asked:
         case NoStream():
             return Decision("none", 0, False, "as asked for")

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from core.errors import ModelError
-from core.train.quant.int8 import dequantize_int8, int8_from_state, quantize_int8
+from core.train.quant.int8 import int8_from_state, quantize_int8
 from core.train.quant.layout import dynamic_map, nf4_from_state, nf4_map
-from core.train.quant.nf4 import dequantize_nf4, quantize_nf4
+from core.train.quant.nf4 import quantize_nf4
+from tests.support.dequantize import dequantize
 from tests.support.selection import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def test_equal_to_bitsandbytes(shape: tuple[int, int], double: bool, dtype: torc
         assert ours.nested_absmax is not None and ours.offset is not None
         assert torch.equal(ours.nested_absmax, state.state2.absmax)
         assert torch.equal(ours.offset, state.offset)
-    assert torch.equal(dequantize_nf4(ours), bnb.dequantize_4bit(packed, state).reshape(shape))
+    assert torch.equal(dequantize(ours), bnb.dequantize_4bit(packed, state).reshape(shape))
 
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
@@ -52,16 +53,16 @@ def test_file_tensors_are_those_of_bitsandbytes_and_read_back(double: bool) -> N
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
-    assert torch.equal(dequantize_nf4(nf4_from_state(theirs)), bnb.dequantize_4bit(packed, state))
+    assert torch.equal(dequantize(nf4_from_state(theirs)), bnb.dequantize_4bit(packed, state))
     again = bnb.QuantState.from_dict({k.removeprefix("weight."): v for k, v in ours.items() if k != "weight"}, "cpu")
-    assert torch.equal(bnb.dequantize_4bit(ours["weight"], again), dequantize_nf4(nf4_from_state(ours)))
+    assert torch.equal(bnb.dequantize_4bit(ours["weight"], again), dequantize(nf4_from_state(ours)))
 
 
 def test_a_width_that_is_no_multiple_of_the_block_keeps_its_accuracy() -> None:
     """bitsandbytes 0.50 on AVX-512 reads the scales of such rows from the wrong blocks: 28 to 94 % error."""
     for shape in ((96, 96), (64, 160), (64, 48)):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        error = (dequantize_nf4(quantize_nf4(weight)) - weight).norm() / weight.norm()
+        error = (dequantize(quantize_nf4(weight)) - weight).norm() / weight.norm()
         assert error < 0.1
 
 
@@ -112,8 +113,8 @@ def test_damaged_tensors_are_refused_by_name() -> None:
 def test_int8_is_within_half_a_step_and_reads_back(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = _weight(shape, dtype)
     ours = quantize_int8(weight)
-    dense = dequantize_int8(ours, torch.float32)
+    dense = dequantize(ours, torch.float32)
     flat = torch.nn.functional.pad(weight.float().reshape(-1), (0, -weight.numel() % 64)).view(-1, 64)
     step = (flat.abs().amax(1, keepdim=True) / 127).expand(-1, 64).reshape(-1)[: weight.numel()].view(shape)
     assert ((dense - weight.float()).abs() <= step * 0.5001 + 1e-12).all()
-    assert torch.equal(dequantize_int8(int8_from_state(ours.state())), dequantize_int8(ours))
+    assert torch.equal(dequantize(int8_from_state(ours.state())), dequantize(ours))

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.train.quant.int8 import dequantize_int8, quantize_int8
-from core.train.quant.nf4 import dequantize_nf4, quantize_nf4
+from core.train.quant.int8 import quantize_int8
+from core.train.quant.nf4 import quantize_nf4
+from tests.support.dequantize import dequantize
 from tests.support.interpreter import Run
 from tests.support.selection import pairwise
 
@@ -30,9 +31,9 @@ def _weight(form: str, n: int, k: int, seed: int = 0) -> tuple[Any, Tensor]:
     values.view(-1)[: min(64, n * k // 2)] = 0.0
     if form == "int8":
         int8 = quantize_int8(values)
-        return int8, dequantize_int8(int8, torch.float32)
+        return int8, dequantize(int8, torch.float32)
     nf4 = quantize_nf4(values, 256 if form == "nf4-256" else 64, double=form != "nf4-single")
-    return nf4, dequantize_nf4(nf4, torch.float32)
+    return nf4, dequantize(nf4, torch.float32)
 
 
 def _product(run: Run, x: Tensor, weight: Any, form: str, bias: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from core.db.tables import Attempt, Event, Job, Project, User
 from core.jobs.admission import fit
 from core.jobs.base.slots import Slot
 from core.jobs.lifecycle.submit import Actor, cancel, submit
-from core.plan.candidates import rungs
+from core.plan.candidates import candidates
 from core.plan.memory import plan
 from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
@@ -82,7 +82,7 @@ def job(model: Path, rows: Path) -> JobSpec:
 def room_for(name: str, spec: JobSpec, shape: Shape) -> int:
     """Memory of a CPU slot on which the rung of this name is the first that fits."""
     peaks: dict[str, int] = {}
-    for rung in rungs(spec):
+    for rung in candidates(spec):
         assert rung.spec is not None
         peaks[rung.name] = plan(rung.spec, shape, longest=LENGTH, device=fit.device_of(Slot("cpu", "cpu"))).peak
         if rung.name == name:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core.jobs.admission import oom_backoff
+from core.plan.constants import CHUNK_BYTES
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW
 from core.spec.axes.runtime import HeldOut
@@ -21,7 +22,6 @@ from core.spec.run.exit_codes import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Engine, build_engine
 from core.train.evaluate import evaluate
-from core.train.loss import linear_cross_entropy as chunked
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
@@ -103,7 +103,7 @@ def test_whole_logits_are_made_only_for_a_head_that_is_not_known(
     tiny_dir: Path, targets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tensor that torch makes in an evaluation is looked at: 8 rows of 64 tokens, chunks of 32 labels."""
-    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 32 * 4 * VOCABULARY)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 32 * 4 * VOCABULARY)
     engine, rows = make(tiny_dir, targets), token_rows(*[64] * 8, prompt=1)
     batches = list(eval_batches(rows, 8, 0, most_tokens=512))
     assert len(batches) == 1 and batches[0].label_tokens > 32 * 10

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from core.plan.constants import BUCKET_BYTES
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.data.order import BatchOrder
-from core.train.ranks.reduce import BUCKET_BYTES, buckets
+from core.train.ranks.reduce import buckets
 from core.train.recipe import run
 from tests.support.gang import CODES, AskedAt
 from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, pairs, weights, write_rows, write_run

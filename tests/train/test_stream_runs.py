@@ -14,7 +14,7 @@ from core.plan.compatibility import check
 from core.plan.device import Device
 from core.plan.memory import need as need_of
 from core.plan.models.shape import Shape
-from core.plan.stream import Free, settle
+from core.plan.stream import Free, decide
 from core.spec.axes.runtime import AutoStream
 from core.spec.load import parse_job
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
@@ -197,7 +197,7 @@ def test_what_auto_counts_is_what_is_there(place: Path, method: str, options: Qu
     for planned, there in ((need.blocks, sum(b.nbytes for b in blocks)), (need.largest_block, blocks[0].nbytes)):
         assert 0 <= planned - there <= 256 * BLOCKS  # the last tensor of a block needs no gap behind it
     free = Free(device=need.blocks // 2, host=None, one_memory=False)
-    assert settle(AutoStream(), need, free).where == "host"
+    assert decide(AutoStream(), need, free).where == "host"
 
 
 def test_full_fine_tuning_cannot_stream() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.plan.stream import Free, Need, settle
+from core.plan.stream import Free, Need, decide
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream, NoStream
 
 GIB = 2**30
@@ -32,18 +32,18 @@ def test_auto(device: int | None, host: int | None, one_memory: bool, where: str
         host=None if host is None else host * GIB,
         one_memory=one_memory,
     )
-    found = settle(AutoStream(), NEED, free)
+    found = decide(AutoStream(), NEED, free)
     assert (found.where, found.slots) == (where, slots), found
     assert reason in found.reason
 
 
 def test_what_is_asked_for_is_done() -> None:
     free = Free(device=1, host=1, one_memory=False)
-    assert settle(NoStream(), NEED, free).where == "none"
-    host = settle(HostStream(slots=3, pinned=False), NEED, free)
+    assert decide(NoStream(), NEED, free).where == "none"
+    host = decide(HostStream(slots=3, pinned=False), NEED, free)
     assert (host.where, host.slots, host.pinned) == ("host", 3, False)
-    assert settle(DiskStream(), None, free).where == "disk"
+    assert decide(DiskStream(), None, free).where == "disk"
 
 
 def test_what_cannot_be_measured_is_not_streamed() -> None:
-    assert settle(AutoStream(), None, Free(device=1, host=1, one_memory=False)).where == "none"
+    assert decide(AutoStream(), None, Free(device=1, host=1, one_memory=False)).where == "none"

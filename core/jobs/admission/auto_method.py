@@ -17,7 +17,7 @@ from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import fit, lengths, oom_backoff, shapes
 from core.jobs.base.slots import Slot
-from core.plan.candidates import LORA, Rung, rungs
+from core.plan.candidates import LORA, Candidate, candidates
 from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan
 from core.plan.models.shape import Shape
@@ -33,7 +33,7 @@ AXES = ("method", "quantization", "optimizer", "memory")
 class ResolvedMethod:
     """What a job comes to on a slot."""
 
-    rung: Rung
+    rung: Candidate
     reason: str
     rejected: tuple[tuple[str, str], ...]
     """Those before it: name, and why not."""
@@ -75,8 +75,8 @@ def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> Reso
 
 def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int) -> ResolvedMethod:
     rejected: list[tuple[str, str]] = []
-    possible: list[tuple[Rung, Plan]] = []
-    for rung in rungs(spec):
+    possible: list[tuple[Candidate, Plan]] = []
+    for rung in candidates(spec):
         why = rung.reason if rung.spec is None else fit.ruled_out(rung.spec, shape)
         if rung.spec is None or why is not None:
             rejected.append((rung.name, why or rung.reason))
@@ -86,7 +86,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
             return ResolvedMethod(rung, _fits_words(planned, usable), tuple(rejected), {}, planned, True)
         rejected.append((rung.name, f"takes {fit.gb(planned.peak)}, more than {fit.gb(MARGIN * usable)}"))
         possible.append((rung, planned))
-    least: list[tuple[Rung, dict[str, int], Plan]] = []
+    least: list[tuple[Candidate, dict[str, int], Plan]] = []
     for rung, planned in possible:  # none with the batches asked for: the first with smaller ones
         assert rung.spec is not None
         cut: dict[str, int] = {}
@@ -109,13 +109,13 @@ def _smaller(spec: JobSpec, planned: Plan) -> dict[str, int] | None:
     return oom_backoff.smaller(spec, oom_backoff.EVAL_BATCH if planned.moment == "evaluation" else oom_backoff.BATCH)
 
 
-def _others(rejected: list[tuple[str, str]], rung: Rung) -> tuple[tuple[str, str], ...]:
+def _others(rejected: list[tuple[str, str]], rung: Candidate) -> tuple[tuple[str, str], ...]:
     return tuple((name, why) for name, why in rejected if name != rung.name)
 
 
 def _unknown(spec: JobSpec, why: str) -> ResolvedMethod:
-    """LoRA, which is the default of every job, or whatever is left of the rungs."""
-    left = [rung for rung in rungs(spec) if rung.spec is not None]
+    """LoRA, which is the default of every job, or the last candidate that is left."""
+    left = [rung for rung in candidates(spec) if rung.spec is not None]
     assert left, "core.plan.compatibility.check refuses a job without"
     rung = next((rung for rung in left if rung.name == LORA), left[-1])
     return ResolvedMethod(rung, f"{why}: the default of all jobs, as far as this one allows it", (), {}, None, True)

@@ -16,7 +16,7 @@ from core.jobs.admission import oom_backoff
 from core.jobs.base.slots import LEAST, MB, Key, Needs, PlanNeeds, Slot
 from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
-from core.plan.candidates import rungs
+from core.plan.candidates import candidates
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, plan
@@ -99,7 +99,7 @@ def _smallest(plans: Iterable[Plan]) -> Plan | None:
 
 
 def _leasts(spec: JobSpec, shape: Shape, longest: int, slot: Slot) -> Iterator[Plan]:
-    for rung in rungs(spec):
+    for rung in candidates(spec):
         if rung.spec is not None and ruled_out(rung.spec, shape) is None:
             yield plan(lightest(_in_files(rung.spec)), shape, longest=longest, device=device_of(slot))
 
@@ -141,7 +141,7 @@ def refusal(spec: JobSpec, shape: Shape, longest: int, seats: Sequence[SlotState
     able = [seat for seat in there if not asks.missing(seat.slot)]
     takes = sought(spec, shape, longest, [seat.slot for seat in there])
     if takes is None:
-        why = next((why for rung in rungs(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
+        why = next((why for rung in candidates(spec) if rung.spec and (why := ruled_out(rung.spec, shape))), "")
         return SpecError(f"{why}; train adapters over them (`method: qlora`)", field="method")
     if not able or any(not takes.missing(seat.slot) for seat in able):
         return None

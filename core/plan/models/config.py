@@ -1,6 +1,6 @@
 """The numbers of a config.json, bounded where they are read, and held against the weights beside it. No torch.
 
-A model is whatever somebody has put onto a hub. A size of 10^400 is no float, 10^12 layers are built for ever, and -1
+Anyone can put a model onto a hub. A size of 10^400 is no float, 10^12 layers are built for ever, and -1
 is no size at all: what no real model comes near is refused before anything computes with it.
 """
 
@@ -14,13 +14,13 @@ from core.plan.models.headers import Tensor, unreadable
 
 MOST_LAYERS = 4096
 MOST_EXPERTS = 4096
-"""Of one layer."""
+"""Largest number of experts in a layer."""
 MOST = 1 << 24
-"""Of a width, of heads, of a vocabulary."""
+"""Largest width, number of heads or vocabulary."""
 INTEGER = (1 << 63) - 1
-"""Of any other number: what torch, JSON's readers and databases call an integer."""
+"""Largest value of any other number: the largest integer of torch, JSON readers and databases."""
 DEPTH = 64
-"""Objects and lists within one another."""
+"""Largest nesting of objects and lists."""
 SHOWN = 40
 """Characters of a value in a message."""
 

@@ -32,10 +32,10 @@ DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
 MAX_JSON_BYTES = 64 << 20
-"""Of config.json and of the index: some ten times those of the largest models there are."""
+"""Largest size of config.json and of the index, bytes: about ten times that of the largest models."""
 MAX_DIMENSIONS = 8
 _NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
-"""Of what lies there, and not of the disk."""
+"""Errors that are about the path, and not about the disk."""
 BUFFERS = re.compile(r"(\.attn\.masked_bias|\.rotary_emb\.inv_freq|^(transformer\.)?h\.\d+\.attn\.bias)$")
 """Constants that old checkpoints carry and no model counts as parameters."""
 OUTPUT_HEAD = "lm_head.weight"

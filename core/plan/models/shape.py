@@ -34,7 +34,7 @@ from core.spec.axes.method import LowRank
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""
 MAX_STATE_BYTES = 1 << 16
-"""Of the note beside a packed weight; real ones have some hundred."""
+"""Largest size of the description beside a packed weight, bytes; real ones have some hundred."""
 FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 OF_BLOCK = re.compile(r"^(?P<list>.*?)\.(?P<number>\d{1,9})\.")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
@@ -47,7 +47,7 @@ _CONV1D = frozenset({"gpt2", "imagegpt", "openai-gpt"})
 Kind = Literal["linear", "embedding", "head", "experts", "other"]
 LINEAR: tuple[Kind, ...] = ("linear",)
 ADAPTABLE: tuple[Kind, ...] = ("linear", "embedding", "head")
-"""What may have an adapter when it is named."""
+"""Kinds of weights that may have an adapter when they are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Weight:
     """One parameter."""
 
     name: str
-    """Of a block, its name in the block, e.g. `mlp.up_proj.weight`; else in the model."""
+    """Name within the block, e.g. `mlp.up_proj.weight`; outside of blocks within the model."""
     dtype: str
-    """In the files, as safetensors names it; `NF4` if it is packed there."""
+    """Dtype in the files, as safetensors names it; `NF4` if it is packed there."""
     shape: tuple[int, ...]
-    """Of an NF4 weight, of what it stands for. Experts that lie apart in the files are one weight [experts, each], as
+    """Shape of the weight, unpacked for NF4. Experts that are separate in the files are one weight [experts, each], as
     transformers fuses them."""
     kind: Kind
     transposed: bool = False
@@ -75,7 +75,7 @@ class Weight:
 
     @property
     def inputs(self) -> int:
-        """Of a linear layer."""
+        """Input features of a linear layer."""
         return self.shape[0 if self.transposed else 1]
 
     @property
@@ -107,19 +107,19 @@ class Shape:
     packed: bool
     """The files' linear layers are NF4 already."""
     packed_double: bool
-    """Their scales are quantised too."""
+    """The scales of the NF4 layers are quantised too."""
     list_name: str
-    """Where the blocks are, e.g. `model.layers`; empty when there are none."""
+    """Path of the blocks, e.g. `model.layers`; empty when there are none."""
     outside: tuple[Weight, ...]
     """Embeddings, final norm, head (of a tied one only the embedding)."""
     patterns: tuple[tuple[Weight, ...], ...]
     """Blocks that differ, each by its parameters."""
     order: tuple[int, ...]
-    """Of each block, which pattern it has."""
+    """Index into `patterns` for each block."""
     scores_capped: bool = False
     """Attention's scores go through a tanh (Gemma 2), which transformers computes in plain operations."""
     logits_capped: bool = False
-    """So do the logits."""
+    """The logits go through a tanh."""
     own_dropout: bool = False
     """The model drops out by itself while it trains (GPT-2): attention's scores, and what each block adds."""
     plain_gelu: bool = False
@@ -129,7 +129,7 @@ class Shape:
 
     @classmethod
     def of_folder(cls, folder: Path, *, field: str = "model") -> Shape:
-        """Of a local model in Hugging Face format. ModelError, naming `field`, when it cannot be read."""
+        """The shape of a local model in Hugging Face format. ModelError, naming `field`, when it cannot be read."""
         config = read_json(folder / "config.json", field=field)
         check_numbers(config, field=field)
         names = [path.name for path in folder.iterdir()]
@@ -148,8 +148,8 @@ class Shape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Shape:
-        """Of a config.json, before any weights are here. ModelError (`model_unmeasured`) for a family that is not
-        known from that alone, and for one whose files are packed."""
+        """The shape from a config.json, before any weights are here. ModelError (`model_unmeasured`) for a family whose
+        config does not tell, and for a model whose files are packed."""
         check_numbers(config, field="model")
         whole = dict(config)
         if isinstance(whole.get("text_config"), dict):
@@ -237,7 +237,7 @@ class Shape:
 
     @property
     def file_bits(self) -> int:
-        """Of an element of a dense weight in the files: 16 or 32."""
+        """Bits of an element of a dense weight in the files: 16 or 32."""
         bits = {16: 0, 32: 0}
         for part in (self.outside, *self.blocks):
             for weight in part:
@@ -370,7 +370,7 @@ def _packed_shapes(path: Path, places: Mapping[str, tuple[Tensor, int]], field: 
 
 
 def _rows(outside: Iterable[Weight]) -> int:
-    """Of the embedding or of the output head, where the configuration does not say how many tokens there are."""
+    """Size of the vocabulary by the embedding or the output head, where the configuration does not give it."""
     return max((weight.shape[0] for weight in outside if weight.kind in ("embedding", "head")), default=1)
 
 

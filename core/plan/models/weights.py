@@ -1,4 +1,4 @@
-"""What of a plan lies somewhere for the whole run: the bytes of base weights, packed or not, and of adapters."""
+"""Bytes of the base weights, packed or not, and of the adapters: what is in memory for the whole run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import assert_never
 
+from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK, aligned
 from core.plan.device import Device
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
 from core.spec.axes.method import Full
@@ -14,22 +15,19 @@ from core.spec.axes.runtime import HostOffload
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
-ALIGNMENT = 256
-"""Between the streamed tensors of a block (core/train/memory/streaming/blocks.py)."""
-
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes of what lies somewhere for the whole run."""
+class WeightBytes:
+    """Bytes of the weights of a run."""
 
     outside: int
-    """Base weights in no block."""
+    """Base weights outside of the blocks."""
     frozen: tuple[int, ...]
-    """Of each block, the base weights that would be streamed."""
+    """Base weights that would be streamed, for each block."""
     aligned: tuple[int, ...]
-    """The same as they lie in a slot."""
+    """The same with the alignment of a slot."""
     still: int
-    """Of all blocks, the base weights that would not: norms, biases, tables of packed layers."""
+    """Base weights of all blocks that would not be streamed: norms, biases, tables of packed layers."""
     adapter: int
     """Adapter weights in float32."""
     tensors: int
@@ -39,15 +37,15 @@ class Held:
     dense: int
     """Packed weights, unpacked into the precision of products."""
     largest_dense: int
-    """The largest of them."""
+    """The largest packed weight, unpacked."""
     adapted: tuple[frozenset[str], ...]
-    """Of each block, the linear layers with an adapter."""
+    """Names of the linear layers with an adapter, for each block."""
     head: bool
-    """The output head has one: its logits are made whole."""
+    """The output head has an adapter: its logits are made whole."""
 
     @property
     def gradients(self) -> int:
-        """In float32."""
+        """Bytes of the gradients, in float32."""
         return 4 * self.trained
 
     @property
@@ -56,7 +54,7 @@ class Held:
 
     @property
     def weights(self) -> int:
-        """All base weights."""
+        """Bytes of all base weights."""
         return self.stays + sum(self.frozen)
 
     @property
@@ -66,7 +64,7 @@ class Held:
 
 @dataclass(slots=True)
 class _Part:
-    """Bytes of the base weights of a block, or of what is in none."""
+    """Bytes of the base weights of a block, or of those outside of the blocks."""
 
     frozen: int = 0
     aligned: int = 0
@@ -75,7 +73,7 @@ class _Part:
     largest_dense: int = 0
 
 
-def weigh(spec: JobSpec, shape: Shape, device: Device) -> Held:
+def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     """SpecError where the spec names modules that the model does not have."""
     method = method_of(spec)
     full = isinstance(method, Full)
@@ -94,7 +92,7 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> Held:
                 if weight.kind in ADAPTABLE and weight.module in names:
                     count += method.r * (weight.inputs + weight.outputs) + (weight.outputs if method.use_dora else 0)
                     tensors += 3 if method.use_dora else 2
-    return Held(
+    return WeightBytes(
         outside=outside.frozen + outside.still,
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
@@ -126,7 +124,7 @@ def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | 
             tensors = ()
             found.still += weight.numel * width
         found.frozen += sum(tensors)
-        found.aligned += sum(-(-size // ALIGNMENT) * ALIGNMENT for size in tensors)
+        found.aligned += sum(aligned(size) for size in tensors)
     return found
 
 
@@ -140,18 +138,18 @@ class _Packing:
         """(of elements and scales, each a tensor; of the table and offset beside them): `core.train.quant.layout`."""
         elements, scales = -(-numel * self.bits // 8), -(-numel // self.block)
         if self.double:
-            return (elements, scales, 4 * -(-scales // 256)), 4 * 256 + 4
+            return (elements, scales, 4 * -(-scales // NESTED_BLOCK)), 4 * NESTED_MAP + 4
         return (elements, 4 * scales), 0
 
 
 def _packing(spec: JobSpec, shape: Shape) -> _Packing | None:
     match spec.quantization:
         case NF4(double=double):
-            return _Packing(4, 64, shape.packed_double if shape.packed else double)
+            return _Packing(4, QUANT_BLOCK, shape.packed_double if shape.packed else double)
         case Int8(block_size=block):
             return _Packing(8, block, False)
         case None | NoQuantization():
-            return _Packing(4, 64, shape.packed_double) if shape.packed else None
+            return _Packing(4, QUANT_BLOCK, shape.packed_double) if shape.packed else None
         case _ as never:
             assert_never(never)
 

@@ -2,7 +2,7 @@
 
 Where a model gets no attention mask, `transformers.masking_utils` looks at the position ids for rows that begin anew,
 and asks the device whether there are any: the host waits until the device has done all that is queued. Within `known`
-the batch itself answers. Elsewhere (generation, other people's calls) transformers asks as ever.
+the batch itself says so. Elsewhere (generation, calls from other code) transformers looks as usual.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from core.errors import SpecError
 from core.train.attention import packed
+from core.train.attention.segments import varlen
 from core.train.data.dataset import TokenDataset
 from core.train.engine import Engine
 from core.train.logits import all_logits
@@ -29,7 +30,7 @@ def prepare_packing(engine: Engine) -> dict[str, Any]:
     model: Any = engine.model
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
-    tried = {}
+    tried: dict[str, str] = {}
     if before == "sdpa" and base._can_set_attn_implementation():
         packed.register()
         packed.Varlen.works, why = _varlen_works(engine.device)
@@ -91,7 +92,7 @@ def _varlen_works(device: torch.device) -> tuple[bool, str | None]:
     )
     boundaries = torch.tensor([0, *ROWS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     try:
-        ours = packed.varlen(query, key, value, boundaries, max(ROWS), None)
+        ours = varlen(query, key, value, boundaries, max(ROWS), None)
         gradients = torch.autograd.grad(ours.float().square().sum(), (query, key, value))
         theirs, _ = packed.attend(nn.Module(), query, key, value, None, segments=ROWS)
         expected = torch.autograd.grad(theirs.float().square().sum(), (query, key, value))

@@ -66,7 +66,7 @@ def dequantize_into(out: Tensor, packed: Tensor, scales: list[Tensor], format: s
 
 
 def softmax_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bfloat16 logits [c, V] each row's maximum and Σ exp(z - maximum), float32 [c]."""
+    """Maximum and Σ exp(z - maximum) of each row of bfloat16 logits [c, V], float32 [c]."""
     top = torch.empty(logits.shape[0], dtype=torch.float32)
     total = torch.empty_like(top)
     _ready().eft_softmax_stats(_at(top), _at(total), _at(logits), *_size(logits), torch.get_num_threads())
@@ -168,7 +168,7 @@ def _compile(compiler: str, aside: Path, target: Path) -> None:
         raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
     near = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(aside, near)
-    sync(near)  # a file that lost its end would crash whoever loads it
+    sync(near)  # a truncated file would crash the process that loads it
     near.rename(target)
 
 

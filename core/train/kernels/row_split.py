@@ -16,19 +16,19 @@ from core.hardware.tables.faults import Limits
 from core.train.kernels.autograd import Member, lora_linears
 
 TILE = 256
-"""Parts that are as large are a multiple of it: tiles of a product have up to so many rows."""
+"""Rows of a tile of a product; a part that is larger is a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """How a layer keeps to `limits`."""
+    """Splits the rows of a layer's products so that each stays within `limits`."""
 
     limits: Limits
     width: int
-    """Of the widest matrix with a row for each of its input's that the layer makes, forwards or backwards."""
+    """Columns of the widest matrix with a row for each row of the input that the layer makes, forwards or backwards."""
 
     def at_once(self, dtype: torch.dtype) -> int | None:
-        """Rows of products in `dtype`, at most; None: as many as there are."""
+        """Largest number of rows of a product in `dtype`; None: no limit."""
         most = []
         if self.limits.fp32_rows is not None and dtype is torch.float32:
             most.append(self.limits.fp32_rows)
@@ -37,7 +37,7 @@ class RowSplit:
         return max(1, min(most) // TILE * TILE or min(most)) if most else None
 
     def of(self, x: Tensor) -> list[slice] | None:
-        """The rows of x [..., K] in parts; None: they are few enough."""
+        """The ranges of rows of x [..., K]; None: one product takes them all."""
         auto = torch.is_autocast_enabled(x.device.type)
         at_once = self.at_once(torch.get_autocast_dtype(x.device.type) if auto else x.dtype)
         rows = x.shape[:-1].numel()

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DEFAULT_BUDGET = 32 * 2**20
-"""Bytes on a CPU, where more would leave the cache. One weight larger than the budget gets a buffer all the same."""
-GPU_BUDGET = 512 * 2**20
-"""Bytes on a GPU, at most: a layer of 8B parameters in bfloat16 has 436 MB."""
+from core.plan.constants import SCRATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +105,11 @@ def scratch_for(device: torch.device) -> Scratch:
 
 def _budget(device: torch.device) -> int:
     if device.type != "cuda":
-        return DEFAULT_BUDGET
+        return SCRATCH_BYTES["cpu"]
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _gpu_budgets:  # a 64th of a small card is less
         total = torch.cuda.get_device_properties(index).total_memory
-        _gpu_budgets[index] = max(DEFAULT_BUDGET, min(GPU_BUDGET, total // 64))
+        _gpu_budgets[index] = max(SCRATCH_BYTES["cpu"], min(SCRATCH_BYTES["gpu"], total // 64))
     return _gpu_budgets[index]
 
 

@@ -226,7 +226,7 @@ class _Softmax:
     picked: Tensor
     """z at the label [c]"""
     mean: Tensor
-    """Mean of z [c]; with no label smoothing whatever is at hand"""
+    """Mean of z [c]; without label smoothing any tensor [c]"""
 
     @property
     def lse(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from core.train.loss.linear_cross_entropy import HeadOptions
 
 TOLERANCE = 1e-3
-"""Of the largest logit, in float32."""
+"""Largest difference between the logits and the formula, as a share of the largest logit in float32."""
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 """Settings that logits are multiplied by: of Cohere, Falcon-H1 and Muse."""
 
@@ -56,13 +56,13 @@ def head_of(model: nn.Module) -> OutputHead | str:
 
 
 def _candidates(config: Any) -> list[HeadOptions]:
-    """What the settings may mean for the logits, which is for trying to tell: Granite divides by its logits_scaling,
+    """What the settings may mean for the logits, which only a trial tells: Granite divides by its logits_scaling,
     and HyperCLOVA X multiplies by a setting of the same name."""
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = math.prod(float(getattr(config, name, None) or 1.0) for name in MULTIPLIERS)
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     scales = dict.fromkeys((scale / scaling, scale * scaling, 1.0))
-    return [HeadOptions(softcap=None if softcap is None else float(softcap), scale=one) for one in scales]
+    return [HeadOptions(softcap=None if softcap is None else float(softcap), scale=each) for each in scales]
 
 
 def hidden_states(head: OutputHead, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -73,14 +73,14 @@ def hidden_states(head: OutputHead, input_ids: Tensor, **inputs: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """A model at work on a few tokens."""
+    """A forward pass of the model over a few tokens."""
 
     states: Tensor
-    """What its backbone answers."""
+    """Hidden states from its backbone."""
     fed: Tensor | None
-    """What its head was given."""
+    """Input of its head."""
     logits: Tensor
-    """What the model made of that, float32."""
+    """Its logits, float32."""
 
 
 @torch.no_grad()
@@ -106,8 +106,8 @@ def _gap(seen: _Seen, head: OutputHead) -> float:
     states, fed, options = seen.states, seen.fed, head.options
     if fed is None or fed.shape != states.shape:
         return float("inf")
-    near = {"rtol": 2**-7, "atol": 1e-5} if states.dtype in (torch.bfloat16, torch.float16) else {"rtol": 1e-5}
-    if not torch.equal(fed, states) and not torch.allclose(fed, states * options.scale, **near):
+    rtol, atol = (2**-7, 1e-5) if states.dtype in (torch.bfloat16, torch.float16) else (1e-5, 1e-8)
+    if not torch.equal(fed, states) and not torch.allclose(fed, states * options.scale, rtol=rtol, atol=atol):
         return float("inf")  # MiniCPM3 scales what it gives to its head
     formula = nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float() * options.scale
     if options.softcap is not None:

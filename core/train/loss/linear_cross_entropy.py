@@ -1,7 +1,7 @@
 """Output head and cross-entropy in one: chunk by chunk, with the gradient made in the forward, never whole logits.
 
 For the rows of a chunk logits, loss, d loss / d logits and from it the gradient of the hidden states (and of a trained
-head) are made while the logits are at hand; the backward only scales what is kept. No recomputation, and the peak is
+head) are made while the logits are there; the backward only scales what is kept. No recomputation, and the peak is
 one chunk of logits in float32, whatever the number of tokens. (Idea: Liger Kernel, arXiv:2410.10989; Wijmans et al.
 2024, arXiv:2411.09009.)
 
@@ -10,10 +10,10 @@ one chunk of logits in float32, whatever the number of tokens. (Idea: Liger Kern
 
 with label smoothing s as torch has it. Rows whose label is IGNORE_INDEX count for nothing.
 
-There is no choice to make by size: where whole logits are small they are one chunk, and nothing is computed twice.
+No choice by size is needed: where whole logits are small they are one chunk, and nothing is computed twice.
 
 Under autocast the products run in its dtype, whatever the hidden states and the head are (the weights of full
-fine-tuning and what their final norm answers are float32). The gradient of a trained head is summed in float32 and
+fine-tuning and what their final norm returns are float32). The gradient of a trained head is summed in float32 and
 handed back as that.
 
 The gradient that arrives in the backward, 1 / label tokens say, is a number that no 16-bit float has. Rounded to one it
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from core.plan import constants
 from core.train.batch import IGNORE_INDEX
 from core.train.kernels.interface import Backend
 from core.train.loss.chunk import Chunks, HeadOptions, loss_backend, wide_dtype, wide_product
@@ -41,16 +42,11 @@ __all__ = [
     "PLAIN",
     "HeadOptions",
     "TokenFigures",
-    "default_chunk_rows",
     "linear_cross_entropy",
     "token_figures",
     "token_logprobs",
 ]
 
-CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 256 * 2**20}
-"""Logits of one chunk in float32; with the Triton kernel, which makes no copy of them, in their own dtype. On a CPU
-they stay in the last-level cache: for 1,024 rows of 576 and a vocabulary of 49,152 one Zen 4 core took 0.88 s in chunks
-of 64 rows, 0.86 of 128, 1.00 of 256, and 1.14 for the full computation (128 rows in all: 0.10 and 0.10)."""
 PLAIN = HeadOptions()
 
 
@@ -75,9 +71,7 @@ def linear_cross_entropy(
     rounds once more. `backend`: not the device's own choice (`core.train.kernels.interface`) but this one, where it has
     the dtype and the options.
     """
-    hidden = _computed(hidden)
-    backend = loss_backend(hidden.device, hidden.dtype, bias, options, backend)
-    rows = chunk_rows or _default_rows(hidden, head, backend, hidden.dtype.itemsize)
+    hidden, rows, backend = _prepare(hidden, head, bias, options, chunk_rows, backend)
     expected = upstream if upstream is not None else 1.0 if count is None else 1.0 / count
     with torch.autocast(hidden.device.type, enabled=False):
         total = cast(
@@ -103,17 +97,14 @@ def token_logprobs(
     The logits are float32 as the product makes them, also of operands in 16 bits: rounded to bfloat16 they would shift
     a token's log-probability by up to a tenth, and the ratio of two of a sequence by a quarter."""
     options = replace(options, label_smoothing=0.0, z_loss=0.0)
-    hidden = _computed(hidden)
-    wide = wide_dtype(hidden.dtype)
-    backend = loss_backend(hidden.device, wide, bias, options, backend)
-    rows = chunk_rows or _default_rows(hidden, head, backend, wide.itemsize)
+    hidden, rows, backend = _prepare(hidden, head, bias, options, chunk_rows, backend, wide=True)
     with torch.autocast(hidden.device.type, enabled=False):
         return cast(Tensor, _TokenLogprobs.apply(hidden, head, bias, labels, options, rows, backend))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenFigures:
-    """What is measured of labels."""
+    """The loss of each label, and whether it is predicted."""
 
     losses: Tensor
     """-log p of each label, float32 [n]."""
@@ -135,9 +126,7 @@ def token_figures(
     """The losses that `linear_cross_entropy` adds up, of the same chunks, and which labels are right. No gradients.
     Label smoothing and z-loss do not apply."""
     options = replace(options, label_smoothing=0.0, z_loss=0.0)
-    hidden = _computed(hidden)
-    backend = loss_backend(hidden.device, hidden.dtype, bias, options, backend)
-    rows = chunk_rows or _default_rows(hidden, head, backend, hidden.dtype.itemsize)
+    hidden, rows, backend = _prepare(hidden, head, bias, options, chunk_rows, backend)
     with torch.autocast(hidden.device.type, enabled=False):
         chunks = _chunks(hidden, head, bias, options, rows, backend)
         losses = torch.empty(hidden.shape[0], dtype=chunks.dtype, device=hidden.device)
@@ -148,22 +137,19 @@ def token_figures(
     return TokenFigures(losses, right)
 
 
-def default_chunk_rows(device: torch.device, vocabulary: int, itemsize: int = 4) -> int:
-    """Rows whose logits of so many bytes fill the device type's CHUNK_BYTES; at least 32, so that products stay matrix
-    products."""
-    return max(32, CHUNK_BYTES.get(device.type, 64 * 2**20) // (itemsize * vocabulary) // 32 * 32)
-
-
-def _default_rows(hidden: Tensor, head: Tensor, backend: Backend, itemsize: int) -> int:
-    return default_chunk_rows(hidden.device, head.shape[0], itemsize if backend == "triton" else 4)
-
-
-def _computed(hidden: Tensor) -> Tensor:
-    """In the dtype of the products: autocast's, where it is on (float64 it leaves alone)."""
+def _prepare(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, options: HeadOptions, rows: int | None, backend: Backend | None,
+    *, wide: bool = False,
+) -> tuple[Tensor, int, Backend]:  # fmt: skip
+    """The hidden states in the dtype of the products (autocast's, where it is on; it leaves float64 alone), the rows of
+    a chunk, and the backend. `wide`: the logits are float32 as the product makes them."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return hidden.to(torch.get_autocast_dtype(kind))
-    return hidden
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    dtype = wide_dtype(hidden.dtype) if wide else hidden.dtype
+    backend = loss_backend(hidden.device, dtype, bias, options, backend)
+    itemsize = dtype.itemsize if backend == "triton" else 4
+    return hidden, rows or constants.chunk_rows("cpu" if kind == "cpu" else "gpu", head.shape[0], itemsize), backend
 
 
 def _chunks(

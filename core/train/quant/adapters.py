@@ -37,11 +37,11 @@ class Fusion:
     """How the adapters of a model run: part of the run record."""
 
     fused: int
-    """Layers whose base and adapter are one operator."""
+    """Number of layers whose base and adapter are one operator."""
     unfused: dict[str, int] = field(default_factory=dict)
     """Reason → layers in PEFT's own forward."""
     grouped: int = 0
-    """Of the fused ones: how many share their input's operator with siblings."""
+    """Fused layers that share one operator with siblings over the same input."""
 
 
 class SharedInput:
@@ -99,7 +99,7 @@ class QuantLoraLinear(PeftLinear):
 
     shared: SharedInput | None = None
     place: int = 0
-    """In the group."""
+    """Index in the group."""
     row_split: RowSplit | None = None
     """How many rows at once, where the card has a limit (core/train/model/gemm_limits.py)."""
 

@@ -30,10 +30,10 @@ from core.train.quant.targets import QuantOptions
 log = logging.getLogger("eft.train.quant")
 
 VERSION = 1
-"""Of the cache's layout and of the arithmetic; raised when either changes, so that old entries are never read."""
+"""Version of the cache's layout and of the arithmetic. Raise it when either changes: old entries are never read."""
 STALE_SECONDS = 86400.0
 _held: dict[Path, caches.Lease] = {}
-"""Of the entries that this process has read."""
+"""Leases of the entries that this process has read."""
 
 
 def key(
@@ -76,7 +76,7 @@ def lookup(cache_dir: Path, key: str) -> tuple[Path | None, str | None]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         fault = f"the cached packed weights cannot be read ({error!r})"
     if fault is None or not folder.is_dir():
-        return None, None  # thrown away by somebody else meanwhile
+        return None, None  # another process has thrown it away
     log.warning("%s: %s", fault, folder)
     try:
         removal.remove(folder, ".bad-", ignore_errors=True)

@@ -88,5 +88,6 @@ def _base(layer: PeftLinear) -> QuantLinear:
 
 
 def _magnitude(layer: PeftLinear, adapter: str) -> Tensor:
-    weight: Tensor = layer.lora_magnitude_vector[adapter].weight
+    weight = layer.lora_magnitude_vector[adapter].weight
+    assert isinstance(weight, Tensor)
     return weight

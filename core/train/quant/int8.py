@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ModelError
+from core.plan.constants import QUANT_BLOCK
 
 STATE_KEY = "quant_state.eft__int8"
 INT8_METHOD = "eft-int8"
@@ -29,8 +30,8 @@ class Int8Weight:
     """float32 [blocks]"""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the weight before it was quantised."""
-    block: int = 64
+    """Dtype of the weight before it was quantised."""
+    block: int = QUANT_BLOCK
 
     @property
     def scales(self) -> list[Tensor]:
@@ -68,7 +69,7 @@ def int8_from_state(state: Mapping[str, Tensor], where: str = "weight") -> Int8W
     return weight
 
 
-def quantize_int8(weight: Tensor, block: int = 64) -> Int8Weight:
+def quantize_int8(weight: Tensor, block: int = QUANT_BLOCK) -> Int8Weight:
     """Round to the nearest of 255 steps between -absmax and absmax. ValueError for NaN, infinite values, or a dtype
     that is no float."""
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -88,13 +89,6 @@ def quantize_int8(weight: Tensor, block: int = 64) -> Int8Weight:
     if not torch.isfinite(absmax).all():
         raise ValueError("the weight holds NaN or infinite values")
     return Int8Weight(torch.cat(codes).unsqueeze(1), absmax, tuple(weight.shape), weight.dtype, block)
-
-
-def dequantize_int8(weight: Int8Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """A fresh tensor of the weight's shape, in `dtype` (default: the dtype that was quantised); rounded once."""
-    out = torch.empty(math.prod(weight.shape), dtype=dtype or weight.dtype, device=weight.packed.device)
-    dequantize_int8_into(out, weight.packed, weight.scales, weight.block)
-    return out.view(weight.shape)
 
 
 def dequantize_int8_into(out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:

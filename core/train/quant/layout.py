@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from core.errors import ModelError
+from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK
 
-NESTED_BLOCK = 256
 STATE_KEY = "quant_state.bitsandbytes__nf4"
 SUFFIXES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE_KEY)
 """What stands after `<module>.weight.` in a file, beside the packed weight itself."""
@@ -57,8 +57,8 @@ class NF4Weight:
     """float32 [], the mean absmax"""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the weight before it was quantised."""
-    block: int = 64
+    """Dtype of the weight before it was quantised."""
+    block: int = QUANT_BLOCK
 
     @property
     def scales(self) -> list[Tensor]:
@@ -112,7 +112,10 @@ def nf4_from_state(state: Mapping[str, Tensor], where: str = "weight") -> NF4Wei
     if nested:
         if nested_absmax is None or nested_map is None or about["nested_blocksize"] != NESTED_BLOCK:
             raise ModelError(f"{where} lacks its second level of scales", field="model")
-        wanted |= {"nested_absmax": (nested_absmax, -(-blocks // NESTED_BLOCK)), "nested_quant_map": (nested_map, 256)}
+        wanted |= {
+            "nested_absmax": (nested_absmax, -(-blocks // NESTED_BLOCK)),
+            "nested_quant_map": (nested_map, NESTED_MAP),
+        }
     for name, (tensor, count) in wanted.items():
         if tensor.numel() != count:
             raise ModelError(

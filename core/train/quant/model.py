@@ -59,7 +59,7 @@ def load_quantized(
     is in `dtype`. With `cache_dir` the packed weights are written there under a hash of the files and options, and read
     from there the next time; a cache that cannot be read or written costs time, and `cache_fault` says so. `between` is
     called after every tensor and every large file with what is being done ("loading" or "quantizing"), and may raise;
-    `digest` answers a file's SHA-256. ModelError when the files cannot be read or the model cannot be quantised."""
+    `digest` returns a file's SHA-256. ModelError when the files cannot be read or the model cannot be quantised."""
     options = options or QuantOptions()
     started = time.perf_counter()
     model, config = skeleton(folder, dtype)

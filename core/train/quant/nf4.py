@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from core.plan.constants import NESTED_BLOCK, QUANT_BLOCK
 from core.train.quant.layout import (
-    NESTED_BLOCK,
     NF4Weight,
     dynamic_map,
     nf4_bounds,
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 """Elements quantised at once: a large weight needs no second copy of itself in float32."""
 
 
-def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> NF4Weight:
+def quantize_nf4(weight: Tensor, block: int = QUANT_BLOCK, double: bool = True) -> NF4Weight:
     """Quantise a float32, bfloat16 or float16 tensor of any shape. ValueError when it is of another dtype, or when a
     value is NaN or infinite: its whole block would be lost without a word."""
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -49,15 +49,6 @@ def quantize_nf4(weight: Tensor, block: int = 64, double: bool = True) -> NF4Wei
         raise ValueError("the mean of its blocks' largest values is past float32's range")
     absmax8, nested = _quantize_dynamic(absmax - offset)
     return NF4Weight(packed, absmax8, nested, dynamic_map(weight.device), offset, shape, weight.dtype, block)
-
-
-def dequantize_nf4(weight: NF4Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """A fresh tensor of the weight's shape, in `dtype` (default: the dtype that was quantised). The product of value
-    and scale is made in float32 and rounded once."""
-    n = torch.Size(weight.shape).numel()
-    out = torch.empty(n, dtype=dtype or weight.dtype, device=weight.packed.device)
-    dequantize_nf4_into(out, weight.packed, weight.scales, weight.block)
-    return out.view(weight.shape)
 
 
 def dequantize_nf4_into(out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:

@@ -18,7 +18,7 @@ from core.train.base.reading import reading
 def skeleton(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, its configuration). Parameters are on the meta device; constants that are in no file have their values.
     ModelError when the folder cannot be read."""
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with reading("the model"):

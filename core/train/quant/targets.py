@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from core.errors import ModelError
+from core.plan.constants import QUANT_BLOCK
 from core.train.kernels.format import Format
 from core.train.quant.int8 import INT8_METHOD
 
@@ -19,7 +20,7 @@ class QuantOptions:
     format: Format = "nf4"
     double: bool = True
     """Double quantisation (NF4)."""
-    block: int = 64
+    block: int = QUANT_BLOCK
     skip: tuple[str, ...] = ()
     """Further modules to leave dense: full names, or their last part."""
 

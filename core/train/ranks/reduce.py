@@ -19,10 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 32 << 20
-"""Small tensors travel together: torch's DDP takes 25 MiB."""
-IN_FLIGHT = 2
-"""Buckets that are on their way at once: what is in them is copied, so this bounds the memory."""
+from core.plan.constants import BUCKET_BYTES, BUCKETS_IN_FLIGHT
 
 
 def sum_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -39,7 +36,7 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
             gradients.append(parameter.grad)
     pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     for bucket in buckets(gradients):
-        if len(pending) == IN_FLIGHT:
+        if len(pending) == BUCKETS_IN_FLIGHT:
             _arrived(*pending.popleft())
         flat = bucket[0] if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.contiguous()

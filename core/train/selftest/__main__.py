@@ -1,7 +1,7 @@
 """`python -m core.train.selftest JOURNAL [--without A,B] [--device cpu]`: the child that touches the device.
 
-It writes one JSON line before each part and one after it, at once. A page fault, an abort or a hang takes this process
-and nobody else, and the last name in the journal says in what; whoever started it starts it again without that part
+It writes one JSON line before each part and one after it, at once. A page fault, an abort or a hang takes down this
+process alone, and the last name in the journal says in which part; the parent starts it again without that part
 (worker/gpus/selftest.py).
 """
 

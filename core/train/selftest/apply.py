@@ -1,4 +1,4 @@
-"""A run on a device whose self-test found something: kernels that are not to be used, and what there is to tell."""
+"""Effects of a device's self-test on a run: kernels that are ruled out, and notices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def apply_selftest(choice: Choice, spec: JobSpec, precision: Dtype) -> list[tupl
         )
     for name, why in choice.veto.items():
         backend, _, part = name.partition(":")
-        if backend == "triton" or backend == "native":
-            interface.veto(backend, why, cast(interface.Part, part))
+        match backend:
+            case "triton" | "native":
+                interface.veto(backend, why, cast(interface.Part, part))
     told = [words for words in choice.told if not words.startswith("no run over packed") or packs]
     return [("selftest", "the self-test of this device: " + "; ".join(told))] if told else []

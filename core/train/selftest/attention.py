@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -44,13 +44,15 @@ def checks(device: torch.device) -> list[SelftestCheck]:
     return found
 
 
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(q·kᵀ/√d)·v where `allowed`, in the inputs' dtype; query [rows, heads, tokens, width], keys and values
-    with their own heads."""
+def exact_attention(inputs: Sequence[Tensor], allowed: Tensor) -> Tensor:
+    """softmax(q·kᵀ/√d)·v where `allowed`, in the inputs' dtype. Inputs: query [rows, heads, tokens, width], keys and
+    values with their own heads."""
+    query, key, value = inputs
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ value
+    found: Tensor = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ value
+    return found
 
 
 def _inputs(dtype: str, device: torch.device, rows: int) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, Tensor]]:
@@ -81,7 +83,7 @@ def _backend(backend: Attention, dtype: str, device: torch.device) -> Measured:
     leaves, exact, above = _inputs(dtype, device, rows=1)
     tokens = leaves[0].shape[2]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    wanted = exact_attention(*exact, causal)
+    wanted = exact_attention(exact, causal)
     with _only(backend, device):
         found = _attend(backend, leaves, None)
         worst = _compare(found, wanted, leaves, exact, above)
@@ -90,7 +92,7 @@ def _backend(backend: Attention, dtype: str, device: torch.device) -> Measured:
     there = torch.arange(tokens) < torch.tensor(LENGTHS)[:, None]
     allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() & there[:, None, None, :]
     allowed = allowed | torch.eye(tokens, dtype=torch.bool)  # a row of nothing has no softmax
-    wanted = exact_attention(*exact, allowed)
+    wanted = exact_attention(exact, allowed)
     try:
         with _only(backend, device):
             found = _attend(backend, leaves, allowed.to(device))
@@ -140,7 +142,7 @@ def _segments(dtype: str, device: torch.device) -> Measured:
     """Rows end to end, each by itself, by whatever backend torch takes."""
     leaves, exact, above = _inputs(dtype, device, rows=1)
     found = apart(leaves[0], leaves[1], leaves[2], LENGTHS, None)
-    wanted = exact_attention(*exact, _apart())
+    wanted = exact_attention(exact, _apart())
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)
 
 
@@ -152,7 +154,7 @@ def _varlen(dtype: str, device: torch.device) -> Measured:
         found = varlen(leaves[0], leaves[1], leaves[2], boundaries, max(LENGTHS), None)
     except (ImportError, NotImplementedError) as error:
         raise NotAvailable(str(error).splitlines()[0]) from error
-    wanted = exact_attention(*exact, _apart())
+    wanted = exact_attention(exact, _apart())
     return _measured(_compare(found.transpose(1, 2), wanted, leaves, exact, above), dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from core.train.selftest.measure import (
 FORMATS: tuple[Format, ...] = ("nf4", "int8")
 BLOCK = 64
 SHAPE = (130, 192)
-"""Of a packed weight: no multiple of what a GPU's block of threads takes."""
+"""Shape of a packed weight: no multiple of what a block of GPU threads takes."""
 
 
 def checks(device: torch.device) -> list[SelftestCheck]:
@@ -169,6 +169,6 @@ def _chunked(backend: Backend, dtype: str, device: torch.device) -> Measured:
         raise NotAvailable("it computes bf16 alone, and leaves the rest to the portable backend")
 
     def compute(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-        return cast(Tensor, linear_cross_entropy(hidden, head, labels, chunk_rows=32, backend=backend))
+        return linear_cross_entropy(hidden, head, labels, chunk_rows=32, backend=backend)
 
     return _loss(dtype, device, compute)

@@ -26,7 +26,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class SelftestCheck:
-    """One part: `run` answers, or raises what the device's library raises."""
+    """One part: `run` returns the result, or raises what the device's library raises."""
 
     name: str
     run: Callable[[torch.device], Measured]

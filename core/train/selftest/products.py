@@ -91,9 +91,9 @@ def fp8_linear(device: torch.device) -> Measured:
     w, exact_w = rounded(draw(2, outer, inner), "bf16", device)
     up, exact_up = rounded(draw(3, rows, outer), "bf16", device)
     layer = torch.nn.Sequential(torch.nn.Linear(inner, outer, bias=False, dtype=torch.bfloat16, device=device))
-    layer[0].weight.data.copy_(w)
+    next(layer.parameters()).data.copy_(w)
     fp8.to_fp8(layer, emulate=device.type == "cpu")
-    leaves, exact = [x.requires_grad_(), layer[0].weight], [exact_x.requires_grad_(), exact_w.requires_grad_()]
+    leaves, exact = [x.requires_grad_(), next(layer.parameters())], [exact_x.requires_grad_(), exact_w.requires_grad_()]
     y, wanted = layer(x), exact_x @ exact_w.t()
     gradients = torch.autograd.grad(y, leaves, up)
     expected = torch.autograd.grad(wanted, exact, exact_up)
@@ -114,8 +114,8 @@ def adamw(device: torch.device) -> Measured:
     results = []
     for where, dtype, fused in ((device, torch.float32, True), (torch.device("cpu"), torch.float64, False)):
         parameter = torch.nn.Parameter(start.float().to(dtype).to(where))
-        kind = {"fused": True} if fused else {"foreach": False}
-        optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, **kind)
+        foreach = None if fused else False
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=fused or None, foreach=foreach)
         for gradient in gradients:
             parameter.grad = gradient.float().to(dtype).to(where)
             optimizer.step()

@@ -24,7 +24,7 @@ def about(device: torch.device) -> dict[str, str]:
 
 
 class NoMemory(Exception):
-    """The device, or the host, has no room for a part: somebody else has it. That says nothing of how it computes."""
+    """The device, or the host, has no memory left for a part. That says nothing about how the device computes."""
 
 
 def measure(check: SelftestCheck, device: torch.device) -> dict[str, Any]:

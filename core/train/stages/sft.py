@@ -7,21 +7,13 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
+from core.plan.constants import WHOLE_LOGITS_BYTES
 from core.train.batch import Batch
 from core.train.engine import Engine, Loss, LossFunction
 from core.train.logits import label_hidden, label_logits
 from core.train.loss.chunk import loss_backend
 from core.train.loss.head import OutputHead
-from core.train.loss.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
-
-WHOLE_LOGITS_BYTES = CHUNK_BYTES["cuda"]
-"""Float32 logits of a batch up to which a trained head runs on all label tokens at once: 256 MiB.
-
-A trained head costs the chunked form one more sum [vocabulary, hidden] in float32 for every chunk. On a GPU this many
-logits are one chunk, which saves nothing. Whole logits take about four times as much at their peak (the product, its
-float32 copy, the softmax and its gradient): 1 GiB, little beside what training every parameter takes anyway (weights,
-gradients and AdamW's state are 16 bytes each: 2.2 GB for the smallest model in use here, of 135 million).
-"""
+from core.train.loss.linear_cross_entropy import linear_cross_entropy
 
 
 def sft_loss(model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:

@@ -65,11 +65,11 @@ def loss_rows_(
 
 def padded(vocabulary: int) -> int:
     """Columns that a buffer for such logits should have."""
-    return triton.cdiv(vocabulary, ALIGNMENT) * ALIGNMENT
+    return int(triton.cdiv(vocabulary, ALIGNMENT)) * ALIGNMENT
 
 
 @triton.jit
-def _logits(raw, bias, column, inside, scale, softcap):  # type: ignore[no-untyped-def]
+def _logits(raw, bias, column, inside, scale, softcap):
     """z, -inf outside the vocabulary."""
     z = raw.to(tl.float32)
     if bias is not None:
@@ -83,7 +83,7 @@ def _logits(raw, bias, column, inside, scale, softcap):  # type: ignore[no-untyp
 
 
 @triton.jit(do_not_specialize=["vocabulary"])
-def _loss_rows(  # type: ignore[no-untyped-def]
+def _loss_rows(
     logits, labels, out, bias, weight, width, vocabulary, factor, scale, softcap, smoothing, z_loss,
     gradient: tl.constexpr, ignore: tl.constexpr, lanes: tl.constexpr, per_lane: tl.constexpr,
 ):  # fmt: skip

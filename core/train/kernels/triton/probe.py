@@ -13,11 +13,11 @@ import torch
 log = logging.getLogger("eft.train.kernels")
 
 OLDEST = (3, 2)
-"""Of Triton, what torch 2.6 brought: these kernels have been compiled by 3.2.0, 3.5.1 and 3.9.0."""
+"""Oldest version of Triton: that of torch 2.6. These kernels have been compiled by 3.2.0, 3.5.1 and 3.9.0."""
 
 
 class TritonUnavailable(Exception):
-    """Why Triton is not used."""
+    """Triton is not used; the message says why."""
 
 
 @cache
@@ -35,7 +35,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def version() -> str:
-    """Of the library in use."""
+    """Version of the library in use."""
     return str(import_module("triton").__version__)
 
 

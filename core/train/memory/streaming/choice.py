@@ -9,7 +9,7 @@ import torch
 from core.plan.device import Device
 from core.plan.memory import need
 from core.plan.models.shape import Shape
-from core.plan.stream import Decision, Free, settle
+from core.plan.stream import Decision, Free, decide
 from core.spec.axes.runtime import AutoStream
 from core.spec.job import JobSpec
 from core.train.memory.available import available_bytes
@@ -25,7 +25,7 @@ def choose_stream(
     wanted = None
     if isinstance(spec.memory.stream, AutoStream):
         wanted = need(spec, Shape.of_folder(folder), longest=longest, device=here)
-    return settle(spec.memory.stream, wanted, Free(device=here.memory, host=here.host, one_memory=here.one_memory))
+    return decide(spec.memory.stream, wanted, Free(device=here.memory, host=here.host, one_memory=here.one_memory))
 
 
 def _device(placement: Placement, most: int | None) -> Device:

@@ -16,10 +16,10 @@ from core.hardware.tables.arch import ArchRow, lookup
 from core.train.kernels.triton.compiled.table import KernelRow
 
 SIMDS = 4
-"""Of a CU (CDNA), of a WGP (RDNA, two CUs), and the parts of an SM: what shares local memory."""
+"""SIMDs that share local memory: of a CU (CDNA) or a WGP (RDNA, two CUs), and the parts of an SM."""
 NVIDIA_WARPS, NVIDIA_BLOCKS, NVIDIA_REGISTERS = 64, 32, 65_536
-"""Of one SM, compute capability 9.0; registers come to warps in 256s, and a block takes 1 KiB of shared memory more
-than it asks for (CUDA programming guide, technical specifications; https://docs.nvidia.com/cuda/hopper-tuning-guide/)."""
+"""Limits of an SM of compute capability 9.0; registers come to warps in 256s, and a block takes 1 KiB of shared memory
+more than it asks for (CUDA programming guide, technical specifications; https://docs.nvidia.com/cuda/hopper-tuning-guide/)."""
 MATRIX = re.compile(r"\b(?:v_s?mfma\w*|v_s?wmma\w*|v_smfmac\w*|wgmma\.mma_async|mma\.sync)\b")
 FMA = re.compile(
     r"\b(?:v_(?:pk_|dual_)?(?:fma|fmac|mac|mad|fmaak|fmamk|madak|madmk)_(?:mix|mixlo_|mixhi_|legacy_)?f\d+\w*|fma\.rn[.\w]*)"
@@ -55,7 +55,7 @@ def amd(kernel: str, case: str, target: str, assembly: str, shared: int, warps: 
 def nvidia(
     kernel: str, case: str, target: str, ptx: str, cubin: bytes, report: str, symbol: str, shared: int, warps: int
 ) -> KernelRow:
-    """A row from a kernel's PTX, its object and what `ptxas -v` told."""
+    """A row from a kernel's PTX, its object and the report of `ptxas -v`."""
     registers = _number(r"Used (\d+) registers", report)
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = NVIDIA_REGISTERS // per_warp // SIMDS * SIMDS
@@ -100,7 +100,7 @@ def _widths(bits: Iterable[int]) -> str:
 
 
 def _amd_bits(name: str) -> int:
-    """Of `load_…` or `store_…`: dwordx4, b128 → 128; ushort, d16_b16, short_d16_hi → 16."""
+    """Width in bits of `load_…` or `store_…`: dwordx4, b128 → 128; ushort, d16_b16, short_d16_hi → 16."""
     name = name.removeprefix("lds_").removeprefix("d16_hi_").removeprefix("d16_")
     name = name.removesuffix("_d16_hi").removesuffix("_d16")
     words = {"dword": 32, "ushort": 16, "sshort": 16, "short": 16, "ubyte": 8, "sbyte": 8, "byte": 8}
@@ -112,7 +112,7 @@ def _amd_bits(name: str) -> int:
 
 
 def _ptx_bits(rest: str) -> int:
-    """Of `.v4.b32`, `.L1::evict_last.b16`, …"""
+    """Width in bits of `.v4.b32`, `.L1::evict_last.b16`, …"""
     sized = re.fullmatch(r"(?:.*?\.v(\d))?.*?\.[bufs]f?(\d+)", rest)
     if sized is None:
         raise ValueError(f"a load or store of unknown width: {rest}")
@@ -120,7 +120,7 @@ def _ptx_bits(rest: str) -> int:
 
 
 def _section_size(elf: bytes, name: str) -> int:
-    """Of a 64-bit little-endian object."""
+    """Size of a section of a 64-bit little-endian object, bytes."""
     at = int.from_bytes(elf[0x28:0x30], "little")
     size, count, names = (int.from_bytes(elf[i : i + 2], "little") for i in (0x3A, 0x3C, 0x3E))
     sections = [elf[at + i * size : at + (i + 1) * size] for i in range(count)]

@@ -2,7 +2,7 @@
 
 For each target a driver that only knows its name takes the place of the GPU's, and each case launches its kernel on
 tensors without memory. The compiler's binder derives types, constants, alignment (16 bytes, less than 2 GiB) and
-options as it does at run time, hands them to `jit_cache_hook`, and is told to go no further. So there is no second
+options as it does at run time, hands them to `jit_cache_hook`, and stops there. So there is no second
 description of a launch that could differ from the first.
 """
 
@@ -43,7 +43,7 @@ class Form:
 
 
 def cases() -> list[Case]:
-    """Of all kernel modules; names are unique."""
+    """The cases of all kernel modules. Their names are unique."""
     found = [case for module in MODULES for case in module.cases()]
     names = [case.name for case in found]
     double = {name for name in names if names.count(name) > 1}

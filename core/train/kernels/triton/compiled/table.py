@@ -10,6 +10,7 @@ import csv
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from core.hardware.tables.arch import lookup
 
@@ -61,12 +62,14 @@ def read(path: Path = PATH) -> list[KernelRow]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [
-            KernelRow(
-                *(int(line[field.name]) if field.type == "int" else line[field.name] for field in fields(KernelRow))
-            )
-            for line in csv.DictReader(file)
-        ]
+        return [_row(line) for line in csv.DictReader(file)]
+
+
+def _row(line: dict[str, str]) -> KernelRow:
+    values: list[Any] = [
+        int(line[field.name]) if field.type == "int" else line[field.name] for field in fields(KernelRow)
+    ]
+    return KernelRow(*values)
 
 
 def write(rows: Iterable[KernelRow], path: Path = PATH) -> None:

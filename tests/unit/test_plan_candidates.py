@@ -12,7 +12,7 @@ from core.errors import SpecError
 from core.jobs.admission import auto_method, fit
 from core.jobs.base.slots import Key, Needs, PlanNeeds, Slot
 from core.jobs.scheduling.cluster import SlotState
-from core.plan.candidates import rungs
+from core.plan.candidates import candidates
 from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES
 from core.plan.memory import plan
@@ -49,7 +49,7 @@ def seat(slot: Slot, label: str = "box-1/0") -> SlotState:
 
 def taken(spec: JobSpec) -> list[tuple[str, str, str]]:
     """Method, packing and streaming of every rung that the job can have."""
-    found = [rung.spec for rung in rungs(spec) if rung.spec is not None]
+    found = [rung.spec for rung in candidates(spec) if rung.spec is not None]
     return [(one.method.type, str(one.quantization and one.quantization.type), one.memory.stream.type) for one in found]
 
 
@@ -70,10 +70,10 @@ def taken(spec: JobSpec) -> list[tuple[str, str, str]]:
 def test_what_is_asked_for_leaves_out_rungs(axes: Any, last: tuple[str, str, str], refused: dict[str, str]) -> None:
     spec = job(**axes)
     assert taken(spec)[-1] == last
-    reasons = {rung.name: rung.reason for rung in rungs(spec) if rung.spec is None}
+    reasons = {rung.name: rung.reason for rung in candidates(spec) if rung.spec is None}
     assert reasons.keys() == refused.keys()
     assert all(words in reasons[name] for name, words in refused.items())
-    for rung in rungs(spec):
+    for rung in candidates(spec):
         if rung.spec is not None:  # everything that depends on the method is written out
             assert rung.spec == resolve(rung.spec) and rung.spec.method.type == method_of(rung.spec).type
             assert rung.spec.optimizer.learning_rate == (2e-5 if rung.name.startswith("full") else 2e-4)
@@ -98,7 +98,7 @@ def test_every_job_that_is_accepted_has_a_rung() -> None:
 
 def test_a_job_that_names_its_method_is_its_only_rung() -> None:
     spec = job(method="lora")
-    assert [(rung.name, rung.spec) for rung in rungs(spec)] == [("lora", spec)]
+    assert [(rung.name, rung.spec) for rung in candidates(spec)] == [("lora", spec)]
 
 
 def test_no_run_has_an_open_method() -> None:
@@ -110,7 +110,7 @@ def test_no_run_has_an_open_method() -> None:
 def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
     """And on one that is a little smaller, the next: cards from large to small go down the cascade once."""
     spec, seen = job(), []
-    for rung in rungs(spec):
+    for rung in candidates(spec):
         assert rung.spec is not None
         peak = plan(rung.spec, LLAMA_8B, longest=LENGTH, device=fit.device_of(gpu(1000))).peak
         if rung.name == "streamed":
@@ -118,9 +118,9 @@ def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
         slot = gpu((peak / MARGIN + CONTEXT_BYTES) / 1e9 + 0.001)
         found = auto_method.settle(spec, LLAMA_8B, LENGTH, slot)
         assert found.fits and not found.adjusted and found.plan is not None
-        earlier = [one.name for one in rungs(spec)].index(found.rung.name)
-        assert earlier <= [one.name for one in rungs(spec)].index(rung.name), "the first that fits"
-        assert [name for name, _ in found.rejected] == [one.name for one in rungs(spec)][:earlier]
+        earlier = [one.name for one in candidates(spec)].index(found.rung.name)
+        assert earlier <= [one.name for one in candidates(spec)].index(rung.name), "the first that fits"
+        assert [name for name, _ in found.rejected] == [one.name for one in candidates(spec)][:earlier]
         assert all("more than" in why for _, why in found.rejected)
         seen.append(found.rung.name)
     assert {name.partition(" with ")[0] for name in seen} == set(CASCADE[:-1])
