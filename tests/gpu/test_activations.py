@@ -11,9 +11,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from core.plan.constants import INPUTS_IN_FLIGHT
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
-from core.train.memory.offload.activations import IN_FLIGHT, ActivationOffload
+from core.train.memory.offload.activations import ActivationOffload
 from core.train.memory.streaming.stream import stream_from_host
 from core.train.quant.targets import QuantOptions
 from tests.support import blocks as support
@@ -114,7 +115,7 @@ def test_the_allocators_peak_falls_from_way_to_way(folder: Path, device: torch.d
         peaks[name] = torch.cuda.max_memory_allocated(device) - before
         del model, loss
     assert peaks["none"] > peaks["selective"] > peaks["whole"] > peaks["offloaded"], peaks
-    gone = (BLOCKS - IN_FLIGHT) * INPUT
+    gone = (BLOCKS - INPUTS_IN_FLIGHT) * INPUT
     assert kept["whole"] - kept["offloaded"] == pytest.approx(gone, rel=0.05)
     assert peaks["whole"] - peaks["offloaded"] > 0.7 * gone
     away.close()
@@ -136,7 +137,7 @@ def test_copies_run_while_blocks_compute(folder: Path, device: torch.device) -> 
             out = "memcpy dtoh" in name or "copydevicetohost" in name
             back = "memcpy htod" in name or "copyhosttodevice" in name
             spans["out" if out else "back" if back else "kernel"].append((event.time_range.start, event.time_range.end))
-    for way, least in (("out", BLOCKS), ("back", BLOCKS - IN_FLIGHT)):
+    for way, least in (("out", BLOCKS), ("back", BLOCKS - INPUTS_IN_FLIGHT)):
         copies = [span for span in spans[way] if span[1] - span[0] > 50]  # µs: an input, not a number
         assert len(copies) >= least
         together = sum(_within(span, spans["kernel"]) for span in copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
 from core.plan.compatibility import check
+from core.plan.constants import INPUTS_IN_FLIGHT
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
@@ -22,9 +24,9 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.checkpointing.selective import SavedResults, contexts
-from core.train.memory.offload.activations import FIELD, IN_FLIGHT, PAGE, ActivationOffload, HostPool
+from core.train.memory.offload.activations import FIELD, ActivationOffload
 from core.train.memory.streaming.stream import StreamedModel, stream_from_host
-from core.train.memory.transfer.pin import refused
+from core.train.memory.transfer.pinned import HostPool, refused
 from core.train.methods.full import adapt_full
 from core.train.quant.targets import QuantOptions
 from core.train.recipe import run
@@ -146,7 +148,7 @@ def _after_a_forward(
 
 
 def _in_use(pool: HostPool) -> int:
-    assert pool.nbytes - sum(buffer.nbytes for buffer in pool._free) in ((BLOCKS - 1) * PAGE, BLOCKS * PAGE)
+    assert pool.in_use in ((BLOCKS - 1) * mmap.PAGESIZE, BLOCKS * mmap.PAGESIZE)
     return pool.nbytes
 
 
@@ -190,9 +192,9 @@ def test_inputs_are_on_the_device_only_on_their_way(folder: Path) -> None:
     held(model, CheckpointPolicy(inputs=inputs))
     backwards(model, times=3)
     counts = inputs.counts
-    assert (counts.out, counts.stayed, counts.ahead, counts.late) == (3 * BLOCKS, 6, 3 * (BLOCKS - IN_FLIGHT), 0)
+    assert (counts.out, counts.stayed, counts.ahead, counts.late) == (3 * BLOCKS, 6, 3 * (BLOCKS - INPUTS_IN_FLIGHT), 0)
     assert counts.bytes == 3 * BLOCKS * INPUT
-    assert inputs.pool.nbytes == BLOCKS * PAGE == PAGE * len(inputs.pool._free)
+    assert inputs.pool.nbytes == BLOCKS * mmap.PAGESIZE == mmap.PAGESIZE * len(inputs.pool._free)
     inputs.close()
     assert inputs.pool.nbytes == 0
 
@@ -225,7 +227,7 @@ def test_a_backward_that_breaks_leaves_nothing_behind(folder: Path, streamed: bo
     hook.remove()
     gc.collect()
     if streamed:  # torch's checkpoints hold on to what is above the block that broke
-        assert len(inputs.pool._free) * PAGE == inputs.pool.nbytes == BLOCKS * PAGE
+        assert len(inputs.pool._free) * mmap.PAGESIZE == inputs.pool.nbytes == BLOCKS * mmap.PAGESIZE
     assert same(backwards(model), wanted)
     if stream is not None:
         stream.close()
@@ -303,16 +305,16 @@ def test_a_model_that_cannot_be_checkpointed_is_refused(folder: Path) -> None:
 
 def test_host_memory_grows_with_the_largest_batch_and_is_used_again() -> None:
     pool = HostPool(pinned=False)
-    first = [pool.take(PAGE) for _ in range(3)]
+    first = [pool.take(mmap.PAGESIZE) for _ in range(3)]
     for buffer in first:
         pool.give(buffer)
-    larger = [pool.take(3 * PAGE - 1) for _ in range(3)]
-    assert pool.nbytes == 9 * PAGE, "those that were too small are gone"
+    larger = [pool.take(3 * mmap.PAGESIZE - 1) for _ in range(3)]
+    assert pool.nbytes == 9 * mmap.PAGESIZE, "those that were too small are gone"
     for buffer in larger:
         pool.give(buffer)
     assert pool.take(1) in larger
     pool.close()
-    assert pool.nbytes == 3 * PAGE, "what is in use is freed when it is given back"
+    assert pool.nbytes == 3 * mmap.PAGESIZE, "what is in use is freed when it is given back"
     pool.give(larger[0])
     assert pool.nbytes == 0
 

@@ -27,8 +27,8 @@ from core.train.memory.narrow_dtypes import narrow_parameters
 from core.train.memory.offload import optimizer as module
 from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.memory.streaming.blocks import find_blocks
-from core.train.memory.transfer.link import OneMemory
-from core.train.memory.transfer.pin import refused, whole_pages
+from core.train.memory.transfer.pinned import refused, whole_pages
+from core.train.memory.transfer.transfer import StagedTransfer
 from core.train.model.scaler import LossScaler
 from core.train.stages.sft import sft_loss
 from tests.support.live_bytes import LiveBytes
@@ -311,17 +311,17 @@ def test_a_gradient_that_is_refused_leaves_none_on_its_way(monkeypatch: pytest.M
     wanted = train(engine_of(model_of("llama"), False))
     with offloaded(engine := engine_of(model_of("llama"), True)) as held:
         taken_by_the_thread(held, 1 << 20)
-        real, calls, last = OneMemory.fetch, iter(range(10**6)), len(held.parameters) - 1
+        real, calls, last = StagedTransfer.fetch, iter(range(10**6)), len(held.parameters) - 1
 
-        def fetch(self: Any, source: Tensor, after: Any) -> Iterator[Any]:
+        def fetch(self: Any, source: Tensor, *, after: Any) -> Iterator[Any]:
             if (number := next(calls)) == 0:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
             if number == last:
                 threading.Event().wait(0.3)  # longer than telling the first takes
-            return real(self, source, after)
+            return real(self, source, after=after)
 
         with monkeypatch.context() as patched:
-            patched.setattr(OneMemory, "fetch", fetch)
+            patched.setattr(StagedTransfer, "fetch", fetch)
             patched.setattr(held, "_add", partial(copied, held._add))
             one = batch(7)
             engine.backward(engine.forward(one, sft_loss).total)
@@ -400,7 +400,7 @@ def test_a_broken_backward_and_a_refused_gradient_leave_nothing_behind(monkeypat
         def broken(*_: Any) -> None:
             raise ZeroDivisionError("in a backward")
 
-        def refuses(self: Any, source: Tensor, after: Any) -> Iterator[Any]:
+        def refuses(self: Any, source: Tensor, *, after: Any) -> Iterator[Any]:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
         hook = block.register_full_backward_hook(broken)
@@ -410,7 +410,7 @@ def test_a_broken_backward_and_a_refused_gradient_leave_nothing_behind(monkeypat
         assert any(master.grad is not None for master in engine.trained_parameters.values())
         engine.zero_grad()
         with monkeypatch.context() as patched:
-            patched.setattr(OneMemory, "fetch", refuses)
+            patched.setattr(StagedTransfer, "fetch", refuses)
             with pytest.raises(ModelError, match="no memory left") as caught:
                 window(engine, 8)
             assert caught.value.field == "memory.offload_optimizer"

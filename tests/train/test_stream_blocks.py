@@ -15,9 +15,9 @@ from core.errors import ModelError, NoSpace, SpecError
 from core.train.memory.streaming.block_image import check_room, load_from_disk
 from core.train.memory.streaming.block_source import BlocksLost, FileBlocks
 from core.train.memory.streaming.blocks import find_blocks, lay_out
-from core.train.memory.streaming.prefetch_cache import CacheSlot, CopyThread, PrefetchCache
+from core.train.memory.streaming.prefetch_cache import CacheSlot, PrefetchCache, SlotFiller
 from core.train.memory.streaming.stream import StreamedModel, on_device, stream_from_host
-from core.train.memory.transfer.pin import refused
+from core.train.memory.transfer.pinned import refused
 from core.train.quant.linear import QuantLinear
 from core.train.quant.targets import QuantOptions
 from tests.support.blocks import CPU, IDS, adapt, backwards, from_disk, from_host, resident, same
@@ -167,7 +167,8 @@ def test_every_order_of_takes_finds_the_right_block() -> None:
     for slots in (1, 2, 3, 4):
         source = Numbers()
         buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(slots)]
-        cache = PrefetchCache([CacheSlot(buffer) for buffer in buffers], [64] * 6, CopyThread(source))
+        filler = SlotFiller(CPU, source, 64, pinned=False)
+        cache = PrefetchCache([CacheSlot(buffer) for buffer in buffers], [64] * 6, filler)
         for block in torch.randint(0, 6, (300,), generator=chance).tolist():
             slot = cache.take(block)
             cache.ahead(torch.randperm(6, generator=chance).tolist())

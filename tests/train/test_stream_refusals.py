@@ -24,7 +24,7 @@ from core.train.memory.available import available_bytes
 from core.train.memory.streaming.block_source import FileBlocks, HostBlocks
 from core.train.memory.streaming.blocks import StreamedBlock, find_blocks, lay_out, lay_out_block
 from core.train.memory.streaming.stream import StreamedModel, stream_from_host
-from core.train.memory.transfer.pin import PinnedRefused
+from core.train.memory.transfer.pinned import PinnedRefused
 from core.train.recipe import run
 from tests.support import tiny_model
 from tests.support.blocks import CPU

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, before the kernel takes it."""
+"""Host memory that this process may still take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 
 
 def available_bytes() -> int | None:
-    """Of the machine, of the control groups this process is in, or of its own limits, whichever is least; None where
-    none can be read (proc_meminfo(5), MemAvailable; Linux' cgroup-v2.rst, memory.max and memory.current; setrlimit(2),
-    RLIMIT_DATA and RLIMIT_AS)."""
+    """Bytes that are free in the machine, in the control groups of this process, or within its own limits, whichever is
+    least; None where none can be read (proc_meminfo(5), MemAvailable; Linux' cgroup-v2.rst, memory.max and
+    memory.current; setrlimit(2), RLIMIT_DATA and RLIMIT_AS)."""
     found = [value for value in (_machine(), *_groups(), *_limits()) if value is not None]
     return min(found, default=None)
 

@@ -1,5 +1,5 @@
-"""A block as a checkpoint unit: its forward keeps its input and, with `Keeps.selective`, what is dear to make again
-(selective.py), and nothing else; its backward computes it again.
+"""A checkpointed block: its forward saves its input and, with `CheckpointPolicy.selective`, the results that are
+expensive to recompute (selective.py), and nothing else; its backward computes the block again.
 
 The recomputation makes every node of the block's graph anew and the backward runs through them at once, while the
 block is in its slot: whatever a layer keeps of its weights (through autograd or by itself) is what is there now. A
@@ -47,12 +47,12 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """What a checkpointed block keeps between forward and backward: its input, and more."""
+    """What a checkpointed block saves between forward and backward: its input, and more."""
 
     selective: bool = False
-    """The results that are dear to make again, too (selective.py)."""
+    """Results that are expensive to recompute are saved, too (selective.py)."""
     inputs: ActivationOffload | None = None
-    """Where its input is meanwhile; None: where it was."""
+    """Host memory for the input meanwhile; None: it stays on the device."""
 
     def about(self) -> dict[str, Any]:
         """For the run record."""
@@ -66,22 +66,22 @@ class _Call:
 
     forward: Callable[..., Any]
     first: OnDevice
-    """Around the forward: the block is in a slot."""
+    """Context of the forward: the block is in a slot."""
     again: OnDevice
-    """Around recomputation and backward."""
+    """Context of the recomputation and the backward."""
     device: torch.device
     tree: Any
-    """How args and kwargs are put together."""
+    """Structure of args and kwargs."""
     leaves: list[Any]
-    """Of args and kwargs; None where there is a tensor."""
+    """Leaves of args and kwargs; None where there is a tensor."""
     tensors: list[int]
-    """Places of the tensors among the leaves."""
+    """Indices of the tensors among the leaves."""
     autocast: _Autocast
     random: _Random
     kept: SavedResults | None
     out_tree: Any = None
     outputs: list[Any] = field(default_factory=list)
-    """Leaves of what the block answers; None where there is a tensor."""
+    """Leaves of the block's result; None where there is a tensor."""
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self.leaves)
@@ -101,8 +101,9 @@ def run_checkpointed(
     anchor: Tensor,
     policy: CheckpointPolicy,
 ) -> Any:
-    """What `forward(*args, **kwargs)` answers, with a graph that holds its tensors and no more. `anchor`: a scalar with
-    `requires_grad` on the block's device, so that the block gets a backward though none of its inputs may want one."""
+    """The result of `forward(*args, **kwargs)`, with a graph that holds its tensors and nothing else. `anchor`: a
+    scalar with `requires_grad` on the block's device, so that the block gets a backward even where none of its inputs
+    needs a gradient."""
     cached = next((name for name in CACHES if kwargs.get(name) is not None), None)
     if cached is not None:
         raise RuntimeError(
@@ -133,7 +134,7 @@ _TENSOR = object()
 
 
 def _forget(tensor: Tensor) -> None:
-    """For the graph of the forward, which nobody goes back through."""
+    """Save nothing: no backward runs through the graph of the forward."""
 
 
 def _forgotten(nothing: None) -> Tensor:
@@ -215,7 +216,7 @@ class _Random:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Random numbers as they were then; outside they stay what they are."""
+        """Within, the random state of the forward; afterwards the state from before."""
         with torch.random.fork_rng(devices=[] if self.gpu is None else [self.device]):
             torch.set_rng_state(self.cpu)
             if self.gpu is not None:

@@ -1,9 +1,9 @@
-"""What a training step keeps of a model's blocks between forward and backward, as `memory.gradient_checkpointing` and
-`memory.activation_offloading` say it: everything, their inputs, or their inputs and the results that are dear to make
-again (selective.py); and where the inputs are meanwhile (inputs.py).
+"""What a training step saves of a model's blocks between forward and backward, as `memory.gradient_checkpointing` and
+`memory.activation_offloading` say it: everything, their inputs, or their inputs and the results that are expensive to
+recompute (selective.py); and where the inputs are meanwhile (core/train/memory/offload/activations.py).
 
 Blocks that stay on the device are checkpointed by torch (without reentrant backward, which stops as soon as it has what
-is missing), those that are streamed by unit.py.
+is missing), those that are streamed by checkpointed_block.py.
 """
 
 from __future__ import annotations

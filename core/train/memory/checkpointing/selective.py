@@ -1,13 +1,13 @@
-"""Selective checkpoints: a block keeps, beside its input, the results that are dear to make again, and its backward
-makes the rest anew from them (Korthikanti et al. 2022, arXiv:2205.05198; torch.utils.checkpoint calls it the same).
+"""Selective checkpoints: a block saves its input and the results that are expensive to recompute; its backward
+recomputes the rest from them (Korthikanti et al. 2022, arXiv:2205.05198; torch.utils.checkpoint uses the same term).
 
-What is kept of a block, by a rule on the operator and its shapes:
+A rule on the operator and its shapes decides what is saved of a block:
 
-- attention's output (with the few numbers a row that its backward asks for), where one operator computes it;
-- of products of matrices [T, K] × [K, N] those with 8·K ≥ N: each kept number took K multiplications, and a narrow
-  product (LoRA's B, K = r) is cheaper to repeat than to keep;
-- of batched products those that are no larger than their operands: the values of attention, not its T × T scores;
-- of a packed layer what comes out of it, adapter included: nothing is dequantised again before the backward asks.
+- attention's output (with the few numbers a row that its backward needs), where one operator computes it;
+- products of matrices [T, K] × [K, N] with 8·K ≥ N: each saved number took K multiplications, and a narrow product
+  (LoRA's B, K = r) is cheaper to repeat than to save;
+- batched products that are no larger than their operands: the values of attention, not its T × T scores;
+- the output of a packed layer, adapter included: nothing is dequantised again before the backward needs it.
 
 Everything else is computed again: norms, rotations, activations, dropout, softmax, casts, dequantisation. What follows
 the last tensor that the block's backward needs is not kept: a block's last product, like its last sum, is not repeated.
@@ -135,7 +135,7 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class SavedResults:
-    """The dear results of one call of a block, in the order in which they are made. `keeping` around the forward,
+    """The saved results of one call of a block, in the order in which they are made. `keeping` around the forward,
     `again` around its recomputation, which takes them out one by one."""
 
     results: deque[_Result] = field(default_factory=deque)
@@ -202,7 +202,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.inside = False
-        """Of a result that is kept as a whole (`save_result`)."""
+        """A result that is saved as a whole is being computed (`save_result`)."""
         self._before: list[ResultSaver | None] = []
 
     def __enter__(self) -> Self:

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,33 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import ModelError
-from core.train.failures import is_out_of_memory
+from core.plan.constants import OFFLOADED_BYTES, PIECE_BYTES
+from core.train.base.out_of_memory import is_out_of_memory
 from core.train.memory.available import available_bytes
 from core.train.memory.narrow_dtypes import narrow_parameters
-from core.train.memory.streaming.blocks import find_blocks, reached_past
-from core.train.memory.transfer.link import link_to
+from core.train.memory.offload.units import HEAD, OUTSIDE, Unit, block_name, blocks_of, output_head, units_of
+from core.train.memory.transfer.transfer import Event, StagedTransfer
 
 FIELD = "memory.offload_optimizer"
-HOST_BYTES = 16
-"""Of a trained parameter: float32 weight and gradient, AdamW's two moments."""
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """What is updated at once, and waited for at once."""
-
-    name: str
-    members: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
-    """(of the model, of the host)."""
-    update: Future[None] | None = None
-    """Its last update, until somebody has waited for it."""
-    sent: Any = None
-    """When the device has what came of it (link.py)."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of its parameters on the device."""
-        return sum(parameter.nbytes for parameter, _ in self.members)
 
 
 class OptimizerOffload:
@@ -73,10 +53,11 @@ class OptimizerOffload:
         pinned: bool = True,
         beside: bool | None = None,
     ) -> None:
-        """`narrow`: what the device holds weights of linear layers in, where the result is the same (held.py); None:
-        float32. `beside`: update in a thread while the device goes on; None: on a GPU. A CPU has no hands free for it.
+        """`narrow`: dtype of the weights of linear layers on the device, where the result is the same
+        (narrow_dtypes.py); None: float32. `beside`: update in a thread while the device goes on; None: on a GPU alone,
+        since a CPU has no cores free for it.
 
-        ModelError when the host has no memory for it, PinnedRefused when it is not to be locked.
+        ModelError when the host has no memory for it, PinnedRefused when the system refuses to lock it.
         """
         if device.type == "cuda" and device.index is None:  # the thread would not know which
             device = torch.device("cuda", torch.cuda.current_device())
@@ -84,16 +65,16 @@ class OptimizerOffload:
         self._model = model
         self._pinned = pinned and device.type == "cuda"
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         narrowed = set() if narrow is None else narrow_parameters(model, blocks)
         self.narrow = None if narrow is None else str(narrow).removeprefix("torch.")
         self._check_room(list(trained.values()))
         self._failed: BaseException | None = None
         self._lock = threading.Condition()
         self._under_way = 0
-        """Bytes of gradients that the device holds until they are copied."""
+        """Gradients that the device holds until they are copied, bytes."""
         self._spare: dict[nn.Parameter, Tensor] = {}
-        """Buffers of gradients, between two windows: fresh ones would cost page faults."""
+        """Gradient buffers between two windows: fresh ones would cost page faults."""
         self._leaving: list[Future[None]] = []
         with _in_words():
             masters = {p: _master(p) for p in trained.values()}
@@ -101,16 +82,16 @@ class OptimizerOffload:
                 p.data = masters[p].detach().to(device, narrow if p in narrowed else torch.float32, copy=True)
         self.parameters: Mapping[str, nn.Parameter] = {name: masters[p] for name, p in trained.items()}
         self.narrowed = sum(p.numel() for p in trained.values() if p in narrowed)
-        self.units = _units(model, blocks, masters)
-        self._at_once = max((unit.nbytes for unit in self.units if unit.name not in (_OUTSIDE, _HEAD)), default=0)
+        self.units = units_of(model, blocks, masters)
+        self._at_once = max((unit.nbytes for unit in self.units if unit.name not in (OUTSIDE, HEAD)), default=0)
         with _in_words():
-            self._link = link_to(device, pinned=pinned)
+            self._transfer = StagedTransfer(device, PIECE_BYTES, pinned=pinned, field=f"{FIELD}.pinned")
         if beside is None:
             beside = device.type == "cuda"
         threads = torch.get_num_threads()  # the bits of a step depend on it: those of the thread that trains
         self._thread = ThreadPoolExecutor(1, "eft-offload", partial(_begin, device, threads))
         if beside or device.type == "cuda":
-            self._thread.submit(int).result()  # one that cannot begin is told here: a backward would wait for it
+            self._thread.submit(int).result()  # fails here if the thread cannot start: a backward would wait for it
         self._beside = beside
         self._hooks = [*self._gradient_hooks(masters), *self._waiting_hooks(model, blocks)]
 
@@ -124,13 +105,13 @@ class OptimizerOffload:
     def _leave(self, master: nn.Parameter, parameter: Tensor) -> None:
         """The gradient of a parameter is whole: it is the host's from here on."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:  # a function that answers none for what it was given
+        if gradient is None:  # a function without a gradient for this input
             return
         if self.device.type != "cuda":
             with _in_words():
                 self._add(master, gradient, None)
             return
-        nbytes, after = gradient.nbytes, self._link.now()
+        nbytes, after = gradient.nbytes, self._transfer.computed()
         with self._lock:  # more than a block's would be the memory that is to be saved
             self._lock.wait_for(lambda: not self._under_way or self._under_way + nbytes <= self._at_once)
             self._under_way += nbytes
@@ -138,7 +119,7 @@ class OptimizerOffload:
         del gradient
         self._leaving.append(self._thread.submit(self._take, master, held, after))
 
-    def _take(self, master: nn.Parameter, held: list[Tensor], after: Any) -> None:
+    def _take(self, master: nn.Parameter, held: list[Tensor], after: Event) -> None:
         nbytes = held[0].nbytes
         try:
             with _in_words():
@@ -150,7 +131,7 @@ class OptimizerOffload:
                 self._lock.notify()
 
     @torch.no_grad()
-    def _add(self, master: nn.Parameter, gradient: Tensor, after: Any) -> None:
+    def _add(self, master: nn.Parameter, gradient: Tensor, after: Event) -> None:
         if master.grad is None and gradient.device == master.device and gradient.dtype == master.dtype:
             master.grad = gradient
             return
@@ -159,7 +140,7 @@ class OptimizerOffload:
             spare = self._spare.pop(master, None)
             master.grad = torch.empty_like(master) if spare is None else spare
         total = master.grad.view(-1)  # type: ignore[union-attr]
-        for where, what in self._link.fetch(gradient.reshape(-1), after):
+        for where, what in self._transfer.fetch(gradient.reshape(-1), after=after):
             if first:
                 total[where].copy_(what)
             else:
@@ -169,7 +150,7 @@ class OptimizerOffload:
 
     def gather(self) -> None:
         leaving, self._leaving = self._leaving, []
-        wait(leaving)  # all, before the first that went wrong is told: none may arrive in the next window
+        wait(leaving)  # all, before the first error is raised: no gradient may arrive in the next window
         for one in leaving:
             one.result()
         for unit in self.units:
@@ -185,7 +166,7 @@ class OptimizerOffload:
         gradients = {master: master.grad for master in self.parameters.values() if master.grad is not None}
         for master in gradients:
             master.grad = None  # each unit gets its own back: an optimizer steps what has a gradient
-        after = self._link.now()
+        after = self._transfer.computed()
         for unit in self.units:
             step = partial(self._update, unit, optimizer, gradients, norm, max_norm, after)
             if self._beside:
@@ -200,7 +181,7 @@ class OptimizerOffload:
         gradients: dict[nn.Parameter, Tensor],
         norm: Tensor,
         max_norm: float | None,
-        after: Any,
+        after: Event,
     ) -> None:
         if self._failed is not None:
             raise self._failed
@@ -215,7 +196,7 @@ class OptimizerOffload:
                 for parameter, master in mine:
                     self._put_by(parameter, master)
                     self._send(parameter, master, after)
-            unit.sent = self._link.sent()
+            unit.sent = self._transfer.copied()
         except BaseException as error:
             self._failed = error
             raise
@@ -226,8 +207,8 @@ class OptimizerOffload:
             self._spare[master] = master.grad
         master.grad = None
 
-    def _send(self, parameter: nn.Parameter, master: nn.Parameter, after: Any) -> None:
-        self._link.send(master.detach().view(-1), parameter.detach().view(-1), after)
+    def _send(self, parameter: nn.Parameter, master: nn.Parameter, after: Event) -> None:
+        self._transfer.send(master.detach().view(-1), parameter.detach().view(-1), after=after)
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Also what an error in a hook has left behind: the next window starts from the same weights."""
@@ -242,13 +223,13 @@ class OptimizerOffload:
 
     def written(self) -> None:
         self.gather()
-        after = self._link.now()
+        after = self._transfer.computed()
         with torch.no_grad():
             for unit in self.units:
                 for parameter, master in unit.members:
                     self._send(parameter, master, after)
-                unit.sent = self._link.sent()
-                self._link.wait(unit.sent)
+                unit.sent = self._transfer.copied()
+                self._transfer.wait(unit.sent)
 
     # --- the next pass -----------------------------------------------------------------------------------
 
@@ -259,19 +240,19 @@ class OptimizerOffload:
         yield model.register_forward_pre_hook(lambda *_: self.before_pass())
         by_name = {unit.name: unit for unit in self.units}
         for number, block in enumerate(blocks):
-            if (unit := by_name.get(_block(number))) is not None:
+            if (unit := by_name.get(block_name(number))) is not None:
                 yield block.register_forward_pre_hook(partial(_waits, self._wait, unit))
-        if (head := by_name.get(_HEAD)) is not None:
+        if (head := by_name.get(HEAD)) is not None:
             # Not every loss calls the head: some read its weight, once the last block has computed.
             yield blocks[-1].register_forward_hook(partial(_waits, self._wait, head))
-            yield _head(model).register_forward_pre_hook(partial(_waits, self._wait, head))
+            yield output_head(model).register_forward_pre_hook(partial(_waits, self._wait, head))
 
     def _wait(self, unit: Unit) -> None:
         if unit.update is None:
             return
         unit.update.result()
         unit.update = None
-        self._link.wait(unit.sent)
+        self._transfer.wait(unit.sent)
 
     # --- the end -----------------------------------------------------------------------------------------
 
@@ -292,7 +273,7 @@ class OptimizerOffload:
             hook.remove()
         self._hooks = []
         self._thread.shutdown(wait=True)
-        self._link.close()
+        self._transfer.close()
         self._spare = {}
 
     def about(self) -> dict[str, Any]:
@@ -306,59 +287,15 @@ class OptimizerOffload:
             "trained": trained,
             "narrowed": self.narrowed,
             "narrow_dtype": self.narrow if self.narrowed else None,
-            "host_bytes": trained * HOST_BYTES,
+            "host_bytes": trained * OFFLOADED_BYTES,
         }
 
     def _check_room(self, trained: list[nn.Parameter]) -> None:
-        new = sum(p.numel() * (HOST_BYTES - (4 if _serves(p) else 0)) for p in trained)
+        new = sum(p.numel() * (OFFLOADED_BYTES - (4 if _serves(p) else 0)) for p in trained)
         if self.device.type == "cpu":
             new += sum(p.nbytes for p in trained)  # what the device is to hold lies there, too
         if (free := available_bytes()) is not None and free < new:
             raise _no_room(f"{-(-new >> 20)} MiB are needed, and {free >> 20} are free")
-
-
-# --- units -----------------------------------------------------------------------------------------------
-
-_OUTSIDE, _HEAD = "outside of the blocks", "output head"
-
-
-def _block(number: int) -> str:
-    return f"block {number}"
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """In the order of a forward; none where they cannot be found: then all is updated before the next pass begins."""
-    try:
-        return [module for _, module in find_blocks(model)]
-    except ModelError:
-        return []
-
-
-def _units(model: nn.Module, blocks: list[nn.Module], masters: Mapping[nn.Parameter, nn.Parameter]) -> list[Unit]:
-    """In the order in which they are updated. A parameter that several share is of the first of them; one that can be
-    reached past the blocks, too, is of what is outside."""
-    head = _head(model) if blocks else None
-    of_head = set() if head is None else set(head.parameters())
-    inside = {p for block in blocks for p in block.parameters()}
-    elsewhere = {
-        p for module in model.modules() if head is None or module is not head for p in module.parameters(recurse=False)
-    }
-    apart = of_head - elsewhere - inside
-    early = set(reached_past(model, blocks)) - apart
-    outside = Unit(_OUTSIDE, [(p, m) for p, m in masters.items() if p in early])
-    units, taken = [outside], {p for p, _ in outside.members}
-    for number, block in enumerate(blocks):
-        unit = Unit(_block(number), [(p, masters[p]) for p in block.parameters() if p in masters and p not in taken])
-        taken |= {p for p, _ in unit.members}
-        units.append(unit)
-    units.append(Unit(_HEAD, [(p, masters[p]) for p in masters if p in apart]))
-    return [outside, *(unit for unit in units[1:] if unit.members)]
-
-
-def _head(model: Any) -> nn.Module:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found: nn.Module = base.get_output_embeddings()
-    return found
 
 
 def _waits(wait: Callable[[Unit], None], unit: Unit, *_: Any) -> None:
@@ -392,7 +329,7 @@ def _in_words() -> Iterator[None]:
 
 def _no_room(why: str) -> ModelError:
     return ModelError(
-        f"this box has no memory left for what the optimizer keeps in it, {HOST_BYTES} bytes for every trained "
+        f"this box has no memory left for what the optimizer keeps in it, {OFFLOADED_BYTES} bytes for every trained "
         f"parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters (`method: lora`)",
         field=FIELD,
         code="offload_does_not_fit",

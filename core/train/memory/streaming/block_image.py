@@ -36,9 +36,9 @@ from core.train.quant.skeleton import finish, skeleton
 from core.train.quant.targets import QuantOptions, already_quantised, choose_targets
 
 VERSION = 1
-"""Of the image's layout."""
+"""Version of the image's layout."""
 PAGE = 4096
-"""Where the bytes of a block begin in their file."""
+"""Alignment of a block's bytes in their file."""
 INDEX, REST = "image.json", "rest.safetensors"
 Told = Callable[[str], None]
 

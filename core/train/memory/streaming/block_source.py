@@ -20,7 +20,7 @@ from torch import Tensor
 from core.errors import EftError, ModelError
 from core.train.memory.available import available_bytes
 from core.train.memory.streaming.blocks import FIELD, StreamedBlock
-from core.train.memory.transfer.pin import page_lock, unlock, whole_pages
+from core.train.memory.transfer.pinned import host_buffer, unlock
 
 READ_BYTES = 8 << 20
 """Read at once: a stop need not wait for a whole block."""
@@ -86,12 +86,9 @@ def _buffer(block: StreamedBlock, pinned: bool) -> Tensor:
     if (free := available_bytes()) is not None and free < block.nbytes:
         raise _no_host_memory(block, f"{free >> 20} MiB are free")
     try:
-        buffer = whole_pages(block.nbytes) if pinned else torch.empty(block.nbytes, dtype=torch.uint8)
+        return host_buffer(block.nbytes, pinned=pinned)
     except RuntimeError as error:  # of the allocator: its words differ
         raise _no_host_memory(block, "the system gives no more") from error
-    if pinned:
-        page_lock(buffer)
-    return buffer
 
 
 def _no_host_memory(block: StreamedBlock, why: str) -> ModelError:
@@ -158,7 +155,7 @@ class FileBlocks:
                 done += count
         except OSError as error:
             raise _lost(file.path, str(error)) from error
-        torch.autograd.graph.increment_version(into)  # nobody has told torch that it was written
+        torch.autograd.graph.increment_version(into)  # torch has not seen the write
 
     def close(self) -> None:
         """Mappings live as long as tensors show them."""

@@ -1,9 +1,9 @@
-"""The blocks of a model, and what of them passes through the device.
+"""The blocks of a model, and which of their tensors are streamed through the device.
 
-The rule: of a block, every frozen tensor of two or more dimensions is streamed (dense weights of linear layers and
-fused experts), and of a packed linear layer its packed elements and their scales. Everything else stays on the device:
-what is trained (adapters, DoRA's magnitudes), norms and biases (one dimension), constants and buffers, and whatever is
-outside of the blocks (embeddings, final norm, output head, rotary frequencies).
+The rule: every frozen tensor of two or more dimensions of a block is streamed (dense weights of linear layers and
+fused experts), and so are the packed elements and the scales of a packed linear layer. Everything else stays on the
+device: what is trained (adapters, DoRA's magnitudes), norms and biases (one dimension), constants and buffers, and
+whatever is outside of the blocks (embeddings, final norm, output head, rotary frequencies).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import ModelError
+from core.plan.constants import aligned
 from core.train.quant.linear import QuantLinear
 
 FIELD = "memory.stream"
 PACKED_PARTS = ("packed", "absmax", "nested_absmax")
 """Buffers of a QuantLinear that are streamed; its other two are a table of 1 KiB that all share, and a number."""
 _OUT = "leave `memory.stream` out"
-ALIGNMENT = 256
-"""Bytes. Kernels read up to 16 at once; a copy engine likes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class StreamedTensor:
     """A streamed tensor and its place in the bytes of its block."""
 
     name: str
-    """In the block, e.g. `self_attn.q_proj.packed`."""
+    """Name in the block, e.g. `self_attn.q_proj.packed`."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
@@ -73,18 +72,18 @@ class StreamedBlock:
     """A block of a model with what is streamed of it; `parts` and `places` go together."""
 
     name: str
-    """E.g. `model.layers.3`."""
+    """Name in the model, e.g. `model.layers.3`."""
     module: nn.Module
     parts: tuple[StreamedTensor, ...]
     places: tuple[TensorRef, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of its streamed tensors, with the gaps between them."""
+        """Size of the streamed tensors with the gaps between them, bytes."""
         return self.parts[-1].offset + self.parts[-1].nbytes
 
     def put(self, tensors: Sequence[Tensor]) -> None:
-        """Let the model see these."""
+        """Point the model at these tensors."""
         for place, tensor in zip(self.places, tensors, strict=True):
             place.put(tensor)
 
@@ -148,7 +147,7 @@ def lay_out_block(name: str, module: nn.Module, *, trained: bool) -> StreamedBlo
         tensor = place.tensor
         parts.append(StreamedTensor(local, tensor.dtype, tuple(tensor.shape), offset))
         places.append(place)
-        offset += -(-parts[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        offset += aligned(parts[-1].nbytes)
     if not parts:
         raise ModelError(
             f"nothing of {name} is frozen, so nothing of it can be streamed: {_OUT}",

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import ModelError, SpecError
-from core.train.failures import is_out_of_memory
+from core.train.base.out_of_memory import is_out_of_memory
 from core.train.memory.available import available_bytes
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy, check_arguments, run_checkpointed
 from core.train.memory.streaming.block_source import BlockSource, FileBlocks, HostBlocks
 from core.train.memory.streaming.blocks import FIELD, StreamedBlock, lay_out
-from core.train.memory.streaming.prefetch_cache import CacheSlot, PrefetchCache, StreamCounts, copier_for
+from core.train.memory.streaming.prefetch_cache import CacheSlot, PrefetchCache, SlotFiller, StreamCounts
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[StreamedModel], int]] = weakref.WeakKeyDictionary()
 """Modules in streamed blocks. Not in the modules themselves: those are copied, and a copy is not streamed."""
@@ -66,9 +66,9 @@ class StreamedModel:
         self._move(model)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         buffers = self._allocate(slots)
-        copier = copier_for(device, source, self._largest, pinned=pinned)
+        filler = SlotFiller(device, source, self._largest, pinned=pinned)
         self.cache = PrefetchCache(
-            [CacheSlot(buffer) for buffer in buffers], [block.nbytes for block in self.blocks], copier
+            [CacheSlot(buffer) for buffer in buffers], [block.nbytes for block in self.blocks], filler
         )
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         for number, block in enumerate(self.blocks):
