@@ -63,7 +63,7 @@ class WeightBytes:
 
 
 @dataclass(slots=True)
-class _Part:
+class _PartBytes:
     """Bytes of the base weights of a block, or of those outside of the blocks."""
 
     frozen: int = 0
@@ -107,10 +107,10 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     )
 
 
-def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _Part:
+def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _PartBytes:
     """Bytes of a number that is not packed: `linear` of a linear layer's weight, else `other`. With the optimizer's
     state on the host the device has what products are made of (core/train/memory/offload/optimizer.py)."""
-    found = _Part()
+    found = _PartBytes()
     for weight in part:
         width = linear if weight.kind == "linear" else other
         if pack is not None and weight.kind == "linear" and weight.module in packed:
