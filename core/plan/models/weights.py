@@ -107,7 +107,9 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     )
 
 
-def _measure(part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int) -> _PartBytes:
+def _measure(
+    part: Collection[Weight], packed: frozenset[str], pack: _Packing | None, other: int, linear: int
+) -> _PartBytes:
     """Bytes of a number that is not packed: `linear` of a linear layer's weight, else `other`. With the optimizer's
     state on the host the device has what products are made of (core/train/memory/offload/optimizer.py)."""
     found = _PartBytes()
