@@ -28,7 +28,7 @@ GROUP = 64
 
 
 @triton.jit
-def _places(groups: tl.constexpr, parts: tl.constexpr, width: tl.constexpr):
+def _places(groups: tl.constexpr, parts: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """0, 1, 2, … as [1, 1, groups, parts, width]: a block is a group, a thread reads the last dimension at once."""
     group = tl.arange(0, groups)[None, None, :, None, None] * (parts * width)
     part = tl.arange(0, parts)[None, None, None, :, None] * width
@@ -36,7 +36,7 @@ def _places(groups: tl.constexpr, parts: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
-def _scales(absmax, nested, table, offset, column, start, element, n, k,
+def _scales(absmax, nested, table, offset, column, start, element, n, k,  # type: ignore[no-untyped-def]
             groups: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr, double: tl.constexpr):  # fmt: skip
     """Scales of the rows `column` [columns] of W for each byte, whose first elements are `element` [1, 1, groups,
     parts, width], from `start` on. Where each row begins with a block, and a group is one, there is one look-up a
@@ -54,7 +54,7 @@ def _scales(absmax, nested, table, offset, column, start, element, n, k,
 
 
 @triton.jit
-def _finish(y, bias, sums, column, n, m, rows: tl.constexpr, biased: tl.constexpr):
+def _finish(y, bias, sums, column, n, m, rows: tl.constexpr, biased: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.sum(tl.sum(sums, axis=3), axis=2)
     if biased:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -64,7 +64,7 @@ def _finish(y, bias, sums, column, n, m, rows: tl.constexpr, biased: tl.constexp
 
 
 @triton.jit(do_not_specialize=["m"])
-def _nf4(
+def _nf4(  # type: ignore[no-untyped-def]
     y, x, packed, pairs, absmax, nested, table, offset, bias, m, n, k,
     rows: tl.constexpr, columns: tl.constexpr, groups: tl.constexpr, parts: tl.constexpr, width: tl.constexpr,
     block: tl.constexpr, aligned: tl.constexpr, double: tl.constexpr, biased: tl.constexpr,
@@ -92,7 +92,7 @@ def _nf4(
 
 
 @triton.jit(do_not_specialize=["m"])
-def _int8(
+def _int8(  # type: ignore[no-untyped-def]
     y, x, packed, absmax, bias, m, n, k,
     rows: tl.constexpr, columns: tl.constexpr, groups: tl.constexpr, parts: tl.constexpr, width: tl.constexpr,
     block: tl.constexpr, aligned: tl.constexpr, biased: tl.constexpr,

@@ -13,7 +13,9 @@ from core.train.kernels.triton.nf4 import STORE, THREADS
 
 
 @triton.jit(do_not_specialize=["last"])
-def _dequantize(out, packed, absmax, last, rest, block: tl.constexpr, blocks: tl.constexpr):
+def _dequantize(  # type: ignore[no-untyped-def]
+    out, packed, absmax, last, rest, block: tl.constexpr, blocks: tl.constexpr
+):
     """`blocks` blocks a program; `rest` elements are left for the `last` program."""
     program = tl.program_id(0)
     left = tl.where(program == last, rest, block * blocks)

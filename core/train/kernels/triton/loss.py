@@ -69,7 +69,7 @@ def padded(vocabulary: int) -> int:
 
 
 @triton.jit
-def _logits(raw, bias, column, inside, scale, softcap):
+def _logits(raw, bias, column, inside, scale, softcap):  # type: ignore[no-untyped-def]
     """z, -inf outside the vocabulary."""
     z = raw.to(tl.float32)
     if bias is not None:
@@ -83,7 +83,7 @@ def _logits(raw, bias, column, inside, scale, softcap):
 
 
 @triton.jit(do_not_specialize=["vocabulary"])
-def _loss_rows(
+def _loss_rows(  # type: ignore[no-untyped-def]
     logits, labels, out, bias, weight, width, vocabulary, factor, scale, softcap, smoothing, z_loss,
     gradient: tl.constexpr, ignore: tl.constexpr, lanes: tl.constexpr, per_lane: tl.constexpr,
 ):  # fmt: skip

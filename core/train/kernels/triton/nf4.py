@@ -21,7 +21,7 @@ STORE = 16
 
 
 @triton.jit
-def scale_of(absmax, nested, table, offset, block, live, double: tl.constexpr):
+def scale_of(absmax, nested, table, offset, block, live, double: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 scales of the blocks `block`; where not `live`, any finite number. The product is rounded before the sum,
     as in `core.train.quant.nf4.resolve_absmax`, where the launch forbids fusing the two."""
     if double:
@@ -33,14 +33,14 @@ def scale_of(absmax, nested, table, offset, block, live, double: tl.constexpr):
 
 
 @triton.jit
-def values_of(pairs, packed):
+def values_of(pairs, packed):  # type: ignore[no-untyped-def]
     """The float32 values of each byte: of its high nibble, and of its low one."""
     pair = tl.load(pairs + packed.to(tl.int32))
     return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["last"])
-def _dequantize(
+def _dequantize(  # type: ignore[no-untyped-def]
     out, packed, pairs, absmax, nested, table, offset, last, rest, rest_bytes,
     half: tl.constexpr, blocks: tl.constexpr, double: tl.constexpr,
 ):  # fmt: skip
