@@ -9,13 +9,17 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from core.base.process import die_with_parent
 from core.spec.run.orders import MemoryLimit
 from core.train.base import memory_limit
 from core.train.render.options import RenderOptions
+
+if TYPE_CHECKING:
+    from core.train.render.renderer import Renderer
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -40,7 +44,7 @@ class Helpers:
             initargs=(os.getpid(), options, model_dir, memory_limit.of_helpers()),
         )
         self._others = set(multiprocessing.active_children())
-        self._started: set[Any] = set()
+        self._started: set[BaseProcess] = set()
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> Future[_T]:
         """Have one of them call it; it finds its renderer in `renderer()`. All of it is pickled."""
@@ -89,10 +93,10 @@ def _short() -> str:
 
 # --- in a process of its own -----------------------------------------------------------------------------
 
-_renderer: Any = None
+_renderer: Renderer | None = None
 
 
-def renderer() -> Any:
+def renderer() -> Renderer:
     """The renderer of this helper process."""
     assert _renderer is not None
     return _renderer

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from core.errors import DataError
 from core.train.data.dataset import TokenDataset
@@ -94,7 +95,7 @@ def cut_rows(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
     return cut, report
 
 
-def _refused(whole: TokenDataset, over: Any, max_length: int) -> DataError:
+def _refused(whole: TokenDataset, over: npt.NDArray[np.bool_], max_length: int) -> DataError:
     found = np.flatnonzero(over)
     shown = ", ".join(f"line {whole.lines[row]} has {whole.lengths[row]}" for row in found[:SHOWN])
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,12 +129,12 @@ def _out_of_order(messages: Sequence[Mapping[str, Any]], at: int) -> bool:
     return number >= len(calls) or calls[number].get("id") != answered
 
 
-def usual_shape(chat: Asked, prompt: bool) -> Any:
+def usual_shape(chat: Asked, prompt: bool) -> Hashable:
     """Shape of a chat whose turns have content and nothing else that must come out."""
     return tuple([turn["role"] for turn in chat.messages]), prompt
 
 
-def shape_of(chat: Asked, leaves: Sequence[Leaf], learned: Collection[int], prompt: bool) -> Any:
+def shape_of(chat: Asked, leaves: Sequence[Leaf], learned: Collection[int], prompt: bool) -> Hashable:
     """Chats of one shape are written in one way, as far as templates go by fields and not by words."""
     if [leaf.kind for leaf in leaves] == ["content"] * len(chat.messages):
         return usual_shape(chat, prompt)
