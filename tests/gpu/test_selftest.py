@@ -13,21 +13,21 @@ from core.hardware.discover import discover
 from core.hardware.tables.arch import lookup
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.recipe import run
-from core.train.selftest.measure import Check
+from core.train.selftest.measure import SelftestCheck
 from core.train.selftest.run import checks, measure
 from tests.support.trainer import events, pairs, write_rows, write_run
 from worker.environment import child_environment
 from worker.gpus.selftest_runner import SelfTestDevice, examine
 
 
-def _checks() -> list[Check]:
+def _checks() -> list[SelftestCheck]:
     import os
 
     return checks(torch.device(os.environ.get("EFT_TEST_DEVICE", "cuda")))
 
 
 @pytest.mark.parametrize("check", _checks(), ids=lambda check: check.name)
-def test_every_part_passes_or_is_not_to_be_had(device: torch.device, check: Check) -> None:
+def test_every_part_passes_or_is_not_to_be_had(device: torch.device, check: SelftestCheck) -> None:
     part = measure(check, device)
     assert part["status"] in ("passed", "unavailable"), part
     if part["status"] == "unavailable":

@@ -148,7 +148,7 @@ def test_an_ended_check_answers_whoever_waits_for_it(monkeypatch: pytest.MonkeyP
     checkers = Checkers()
     try:
         check = checkers.begin("auto", {})
-        with pytest.raises(checking.Unavailable):
+        with pytest.raises(checking.ServiceUnavailable):
             checkers.begin("auto", {})
         check.end()
         with pytest.raises(TooLarge):
