@@ -18,7 +18,7 @@ from api.jobs.schemas import iso
 from api.queue import gpu_schemas as schemas
 from core.db.engine import db_now
 from core.jobs.kinds import Kind
-from core.jobs.policies import holds
+from core.jobs.policies import holds, maintenance
 from core.jobs.scheduling import cluster
 
 router = APIRouter(tags=["queue"])
@@ -214,7 +214,9 @@ def _now(session: Session) -> float:
 def list_maintenance(principal: ReadingOrOperating, app: App) -> Response:
     """Planned and current maintenance."""
     with app.database.read() as session:
-        return JSONResponse({"data": [schemas.maintenance_view(row) for row in holds.planned(session, _now(session))]})
+        return JSONResponse(
+            {"data": [schemas.maintenance_view(row) for row in maintenance.planned(session, _now(session))]}
+        )
 
 
 @router.post(
@@ -236,7 +238,7 @@ async def plan_maintenance(request: Request, principal: Operating, app: App, onc
 
     def write(session: Session) -> dict[str, Any]:
         times = wish.starts_at.timestamp(), wish.until.timestamp()
-        return schemas.maintenance_view(holds.plan(session, principal, wish.node, *times, wish.why))
+        return schemas.maintenance_view(maintenance.plan(session, principal, wish.node, *times, wish.why))
 
     return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write, status=201)
 
@@ -254,6 +256,6 @@ async def cancel_maintenance(request: Request, principal: Operating, app: App, o
     wish = await read_json(request, schemas.CancelMaintenance, app.settings.max_body_bytes)
 
     def write(session: Session) -> dict[str, Any]:
-        return schemas.maintenance_view(holds.cancel(session, principal, wish.id))
+        return schemas.maintenance_view(maintenance.cancel(session, principal, wish.id))
 
     return await run_in_threadpool(answer, app, principal, once, wish.model_dump(mode="json"), write)

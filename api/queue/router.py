@@ -167,15 +167,8 @@ def collect(
     Artifacts and data that an active job may need stay."""
     if (found_before := earlier(app, principal, once, None)) is not None:
         return found_before
-    settings = app.settings
-    rules = retention.RetentionRules(
-        settings.keep_checkpoints_days,
-        settings.keep_previews_days,
-        settings.keep_unused_files_days,
-        settings.keep_history_days,
-    )
     with app.database.read() as session:
-        found = list(retention.find(session, app.layout, rules))
+        found = list(retention.find(session, app.layout, retention.RetentionRules.of(app.settings)))
     if not dry_run:
         retention.sweep(app.layout)
         found = [one for one in found if retention.remove(app.database, app.layout, principal, one)]

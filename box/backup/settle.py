@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Attempt, Delivery, Installation, Job, Leader
 from core.jobs.base.states import LEASED
-from core.jobs.lifecycle.claims import requeue
+from core.jobs.lifecycle.requeue import requeue
 from core.jobs.policies import audit
 
 Notices = Literal["hold", "send"]

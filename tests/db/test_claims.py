@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Attempt, Event, Job, OutboxMessage
 from core.jobs.base.states import TRANSITIONS, Status
-from core.jobs.lifecycle import claims, lease_expiry, relay
+from core.jobs.lifecycle import claims, lease_expiry, relay, requeue
 from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.finish import Failed, Outcome, Requeued, RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
@@ -295,7 +295,7 @@ def test_an_unheard_claim_is_handed_back_and_frees_its_slot(database: Database, 
     theirs = won(database, worker="worker-b")
     with database.write() as session:
         known = {(heard.token.job_id, heard.token.attempt)}
-        assert claims.requeue_unacknowledged(session, "worker-a", known) == [unheard]
+        assert requeue.requeue_unacknowledged(session, "worker-a", known) == [unheard]
     assert [row(job_id).status for job_id in (unheard, waiting, elsewhere)] == ["queued", "starting", "starting"]
     assert (heard.token.job_id, theirs.token.job_id) == (waiting, elsewhere)
     assert row(unheard).reason == "waits to go on: its worker did not hear that it had claimed it"

@@ -21,7 +21,7 @@ from core.jobs.lifecycle import lease_expiry, priority, submit
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
-from core.jobs.policies import holds, usage
+from core.jobs.policies import holds, maintenance, usage
 from tests.support.lab import GPU, Lab, gpu
 
 HOUR = 3600
@@ -313,7 +313,7 @@ def test_nothing_is_kept_that_comes_together_in_a_maintenance(lab: Lab) -> None:
     lab.job("wide", gpus=2, age=90.0)
     ada, now = lab.actor("ada"), lab.database.now()
     with lab.database.write() as session:
-        holds.plan(session, ada, "box-1", now + 1000, now + 9000, "fans")
+        maintenance.plan(session, ada, "box-1", now + 1000, now + 9000, "fans")
     lab.job("open", "bob")
     assert names(lab) == ["open"], "a slot that nobody could use before then"
 

@@ -17,7 +17,7 @@ from core.jobs.base.stop_reasons import StopReason
 from core.jobs.lifecycle import claims
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.submit import Actor
-from core.jobs.policies import holds
+from core.jobs.policies import holds, maintenance
 from core.jobs.scheduling import cluster
 from core.jobs.views.explain import QueueSettings, duration, ordinal
 from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
@@ -167,7 +167,7 @@ def test_another_projects_job_leaves_only_for_an_admin_of_the_box(lab: Lab) -> N
 def plan(lab: Lab, start: float, end: float, node: str | None = "box-1") -> str:
     with lab.database.write() as session:
         now = lab.database.now() if not lab.database.is_sqlite else session.execute(select(db_now())).scalar_one()
-        return holds.plan(session, ADA, node, now + start, now + end, "new fans").id
+        return maintenance.plan(session, ADA, node, now + start, now + end, "new fans").id
 
 
 def test_what_would_reach_into_maintenance_is_not_started(lab: Lab) -> None:
@@ -205,19 +205,19 @@ def test_when_it_begins_everybody_leaves_and_nobody_comes(lab: Lab) -> None:
     claim = lab.claim(FIRST, "box-1")
     assert claim is not None
     with lab.database.read() as session:
-        assert not holds.begins(session)
+        assert not maintenance.begins(session)
     number = plan(lab, -1.0, HOUR, None)
     with lab.database.write() as session:
-        assert holds.begins(session) and holds.begin(session) == 1
+        assert maintenance.begins(session) and maintenance.begin(session) == 1
     with lab.database.write() as session:
-        assert holds.begin(session) == 0, "asked once"
+        assert maintenance.begin(session) == 0, "asked once"
         assert claims.stop_requested(session, claim.token) == StopReason.MAINTENANCE
     lab.job("b")
     assert lab.claim(SECOND, "box-1") is None
     told = lab.why("b")
     assert told.code == "closed" and "maintenance until" in told.reason and "new fans" in told.reason
     with lab.database.write() as session:
-        holds.cancel(session, ADA, number)
+        maintenance.cancel(session, ADA, number)
     assert lab.claim(SECOND, "box-1") is not None
     with pytest.raises(EftError, match="ends after it begins"):
         plan(lab, HOUR, HOUR)

@@ -11,7 +11,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Audit, Event, Job, Node
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
-from core.jobs.policies import holds
+from core.jobs.policies import holds, maintenance
 from core.jobs.scheduling import preempt
 from core.jobs.scheduling.preempt import PreemptionSettings
 from tests.support.lab import QUEUE_SETTINGS, Lab, gpu
@@ -206,7 +206,7 @@ def test_a_maintenance_before_its_end_is_no_room(lab: Lab) -> None:
     actor = lab.actor("ada")
     now = lab.database.now()
     with lab.database.write() as session:
-        holds.plan(session, actor, "box-1", now + 1000, now + 2000, "fans")
+        maintenance.plan(session, actor, "box-1", now + 1000, now + 2000, "fans")
     lab.job("long", priority=5, limit=3000)
     assert ask(lab) == []
     lab.job("short", priority=4, limit=900)

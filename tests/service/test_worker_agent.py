@@ -26,7 +26,7 @@ from core.jobs.lifecycle import claims, lease_expiry
 from core.jobs.lifecycle.claims import Slot
 from core.jobs.lifecycle.lease_expiry import LossPolicy
 from core.jobs.lifecycle.submit import Actor, cancel, submit
-from core.jobs.policies import holds
+from core.jobs.policies import holds, maintenance
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -366,7 +366,7 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
     box.wait(job_id, "running")
     now = box.database.now()
     with box.database.write() as session:
-        holds.plan(session, ADA, "box", now - 1, now + 3600, "new fans")
+        maintenance.plan(session, ADA, "box", now - 1, now + 3600, "new fans")
     wait_for(lambda: box.job(job_id).reason == "waits to go on: the maintenance of box begins", 200, "the maintenance")
     working.join(120)
     job = box.job(job_id)

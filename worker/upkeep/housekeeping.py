@@ -14,7 +14,7 @@ from core.db.engine import Database
 from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.jobs.lifecycle import claims, leader, lease_expiry, retention
-from core.jobs.policies import holds, nodes, usage
+from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
 from core.jobs.scheduling import preempt
 from core.settings import Settings
@@ -141,21 +141,21 @@ class Housekeeper:
         """What the rules of retention let go (core/jobs/lifecycle/retention.py)."""
         retention.sweep(self._layout)
         with self._database.read() as session:
-            found = list(retention.find(session, self._layout, reclaim.rules(self._settings)))
+            found = list(retention.find(session, self._layout, retention.RetentionRules.of(self._settings)))
         for one in found:
             if self._stopped.is_set():
                 break
             if retention.remove(self._database, self._layout, None, one):
                 log.info("removed: %s of %s (%d MiB), since %s", one.kind, one.id, one.bytes >> 20, one.why)
         if self._bucket is not None:
-            freed = objects.collect(self._database, self._bucket, reclaim.rules(self._settings))
+            freed = objects.collect(self._database, self._bucket, retention.RetentionRules.of(self._settings))
             log.info("removed from %s: %d MiB of runs that ended long ago", self._bucket.where, freed >> 20)
         return True
 
     def _keep_books(self) -> bool:
         """Charge what slots were held for, let begin what was planned, and ask for room for higher priorities."""
         with self._database.read() as session:
-            charge, maintain, preempted = usage.due(session), holds.begins(session), preempt.possible(session)
+            charge, maintain, preempted = usage.due(session), maintenance.begins(session), preempt.possible(session)
         while charge:
             with self._database.write() as session:
                 count = usage.charge(session, self._settings.fairshare_half_life_hours * 3600.0, BOOKS)
@@ -165,7 +165,7 @@ class Housekeeper:
                 log.warning("%s has a higher priority: %s make room", one.waiting, ", ".join(one.victims))
         if maintain:
             with self._database.write() as session:
-                asked = holds.begin(session)
+                asked = maintenance.begin(session)
             if asked:
                 log.warning("maintenance begins: %d job(s) write a checkpoint and leave", asked)
         return True

@@ -23,15 +23,6 @@ from worker.upkeep import disk_usage
 log = logging.getLogger("eft.housekeeping")
 
 
-def rules(settings: Settings) -> RetentionRules:
-    return RetentionRules(
-        settings.keep_checkpoints_days,
-        settings.keep_previews_days,
-        settings.keep_unused_files_days,
-        settings.keep_history_days,
-    )
-
-
 def reclaim(
     database: Database, layout: Layout, settings: Settings, stopped: Callable[[], bool] = lambda: False
 ) -> tuple[Over, ...]:
@@ -47,7 +38,7 @@ def reclaim(
         over = _measured(database, layout, limits)
     soon = max(settings.budget_keep_hours / 24, 1e-9)  # 0 days would be: never
     early = RetentionRules(checkpoints_days=soon, previews_days=soon)
-    for which in (rules(settings), early):
+    for which in (RetentionRules.of(settings), early):
         if not over:
             break
         with database.read() as session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from core.spec.job import JobSpec
 
 SHAPE, WHOLE = "shape", "whole"
 """In what a preparation answers: the model's shape, and whether it is that of its files (else of its configuration)."""
-SILENT_AFTER = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None)
 
 
 def seats(session: Session) -> list[SlotState]:
-    """The slots of all registered nodes, silent ones too."""
+    """The slots of all registered nodes. A silent node counts: it may come back before the job starts."""
     now = float(session.execute(select(db_now())).scalar_one())
-    return cluster.slot_states(session, now, SILENT_AFTER)
+    return cluster.slot_states(session, now, silent_after=math.inf)
 
 
 def training(seats: list[SlotState]) -> list[Slot]:

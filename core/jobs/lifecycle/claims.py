@@ -6,7 +6,7 @@ that worker carries. Lease times are computed and compared by the database's clo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,10 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job, Node
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, shapes
-from core.jobs.base import outbox
 from core.jobs.base.scheduler_lock import lock_scheduler
 from core.jobs.base.shares import HALF_LIFE_SECONDS
 from core.jobs.base.slots import Key, Slot
-from core.jobs.base.states import LEASED, Status
+from core.jobs.base.states import Status
 from core.jobs.base.transitions import Token, move
 from core.jobs.kinds import CHILDREN, Kind
 from core.jobs.policies import holds
@@ -128,20 +127,33 @@ def claim(
         raise Unclaimable(job_id) from error
 
 
-def _take(
-    session: Session, job: Job, worker: str, node: str, slots: tuple[Slot, ...], lease_seconds: float
-) -> Claim | None:
-    """None: somebody else was quicker."""
-    slot = slots[0]
-    kind = slot.phase
-    names = [one.id for one in slots]
-    words = f"starts on {node}, slot{'s' if len(slots) > 1 else ''} {', '.join(names)}"
-    after = Status.STARTING
-    if job.prepared is None:
-        kind, after, words = Kind.PREPARE, Status.PREPARING, f"{node} prepares the model"
-    least = min(slots, key=lambda one: one.device_bytes)
-    opened = _settle(session, job, least) if kind == Kind.TRAIN and auto_method.is_open(job.spec, job.settled) else {}
-    won = Claim(
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The change of state that goes with a claim."""
+
+    after: Status
+    reason: str
+    data: dict[str, Any]
+    """Data of the event."""
+    first: bool
+    """Whether the job starts for the first time; preparing its model is no start."""
+
+
+def kind_of(job: Job, slots: Sequence[Slot]) -> Kind:
+    """What an attempt on these slots does: a job whose model is not there yet is prepared, whatever the slot."""
+    return Kind.PREPARE if job.prepared is None else slots[0].phase
+
+
+def decide(
+    job: Job, worker: str, node: str, slots: tuple[Slot, ...], opened: Mapping[str, Any], spent: float
+) -> tuple[Claim, Start]:
+    """What a claim of `job` comes to. Pure: it reads the row that was read, and asks no database.
+
+    `opened`: columns that change because `method: auto` is decided now. `spent`: seconds of earlier training attempts.
+    """
+    kind = kind_of(job, slots)
+    names = [slot.id for slot in slots]
+    claimed = Claim(
         Token(job.id, job.attempt + 1, worker),
         kind,
         slots,
@@ -152,9 +164,25 @@ def _take(
         job.resume_from,
         opened.get("adjusted", job.adjusted) or {},
         opened.get("settled", job.settled),
-        runtime_estimates.spent(session, job.id),
+        spent,
         job.request_id,
     )
+    data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
+    data |= {name: opened[name] for name in ("settled", "adjusted") if opened.get(name)}
+    if kind == Kind.PREPARE:
+        return claimed, Start(Status.PREPARING, f"{node} prepares the model", data, first=False)
+    reason = f"starts on {node}, slot{'s' if len(slots) > 1 else ''} {', '.join(names)}"
+    return claimed, Start(Status.STARTING, reason, data, first=job.started_at is None)
+
+
+def _take(
+    session: Session, job: Job, worker: str, node: str, slots: tuple[Slot, ...], lease_seconds: float
+) -> Claim | None:
+    """Write what `decide` says; None: another worker was quicker."""
+    least = min(slots, key=lambda one: one.device_bytes)
+    opens = kind_of(job, slots) == Kind.TRAIN and auto_method.is_open(job.spec, job.settled)
+    opened = _settle(session, job, least) if opens else {}
+    won, start = decide(job, worker, node, slots, opened, runtime_estimates.spent(session, job.id))
     values: dict[str, Any] = {
         "attempt": Job.attempt + 1,
         "worker": worker,
@@ -166,11 +194,9 @@ def _take(
         "preempted": null(),
         **opened,
     }
-    if kind != Kind.PREPARE and job.started_at is None:
+    if start.first:
         values["started_at"] = db_now()
-    data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})
-    data |= {name: opened[name] for name in ("settled", "adjusted") if opened.get(name)}
-    if not move(session, job, after, reason=words, data=data, values=values):
+    if not move(session, job, start.after, reason=start.reason, data=start.data, values=values):
         return None
     ids = {
         "job_id": won.token.job_id,
@@ -178,15 +204,16 @@ def _take(
         "owner_id": won.owner_id,
         "project_id": won.project_id,
     }
+    slot = won.slot
     try:
-        session.execute(insert(Attempt).values(**ids, kind=kind, node=node, worker=worker, slot=names[0]))
+        session.execute(insert(Attempt).values(**ids, kind=won.kind, node=node, worker=worker, slot=slot.id))
     except IntegrityError as error:  # the job's own number, and not the slot
         raise Unclaimable(job.id) from error
     # What only prepares or previews is charged to nobody, and that is settled at once.
     charged = {} if CHILDREN[slot.phase].billed else {"charged_at": db_now()}
     gpus = 1 if slot.kind == "gpu" else 0
-    for name in names:
-        row = {**ids, "node": node, "slot": name, "gpus": gpus, "billing": slot.billing, **charged}
+    for one in slots:
+        row = {**ids, "node": node, "slot": one.id, "gpus": gpus, "billing": slot.billing, **charged}
         session.execute(insert(Allocation).values(**row))
     return won
 
@@ -259,59 +286,3 @@ def running(session: Session, token: Token) -> None:
     job = session.execute(select(Job).where(*token.holds()).with_for_update()).scalar_one_or_none()
     if job is not None and job.status == Status.STARTING.value:
         move(session, job, Status.RUNNING, reason=f"runs on {job.node}", guards=token.holds())
-
-
-def release(
-    session: Session, job_id: str, attempt: int, outcome: str, exit_code: int | None, *, paced: bool = False
-) -> None:
-    """Free the slots and close the attempt. Call once the process group is dead, or the lease has run out. `paced`: it
-    has left with a checkpoint of where it was."""
-    freed = session.execute(
-        update(Allocation)
-        .where(Allocation.job_id == job_id, Allocation.attempt == attempt, Allocation.released_at.is_(None))
-        .values(released_at=db_now())
-        .returning(Allocation.slot)
-        .execution_options(synchronize_session=False)
-    ).all()
-    for _ in freed[1:]:  # the thread that ran it looks for one job; the other slots need a bell each
-        outbox.ring(session, job_id)
-    session.execute(
-        update(Attempt)
-        .where(Attempt.job_id == job_id, Attempt.attempt == attempt, Attempt.ended_at.is_(None))
-        .values(ended_at=db_now(), outcome=outcome, exit_code=exit_code)
-    )
-    runtime_estimates.keep(session, job_id, paced=paced)
-
-
-def requeue(session: Session, job: Job, why: str, values: Mapping[str, Any] | None = None) -> None:
-    """The worker of `job` is gone: queue the job (with these `values`), or end it where its owner had asked for that.
-
-    core/jobs/lifecycle/lease_expiry.py counts such losses; here none is.
-    """
-    job_id, attempt = job.id, job.attempt
-    if Status(job.status) is Status.STOPPING:
-        moved = move(session, job, Status.CANCELLED, reason=f"cancelled ({why})", data={"actor": "eft"})
-    elif Status(job.status) is Status.PAUSING:
-        moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True, "actor": "eft"})
-    else:
-        data = {"lost": True, "actor": "eft"}
-        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data=data, values=values)
-        if moved:
-            outbox.ring(session, job_id)
-    if moved:
-        release(session, job_id, attempt, why, None)
-
-
-def requeue_unacknowledged(session: Session, worker: str, known: Collection[tuple[str, int]]) -> list[str]:
-    """Hand back what `worker` holds beside the `known` (job, attempt) pairs; the jobs' ids.
-
-    The database may have gone away between the commit of a claim and its answer. Call while that worker claims nothing.
-    """
-    held = session.execute(
-        select(Job).where(Job.worker == worker, Job.lease_until.is_not(None), Job.status.in_(LEASED)).with_for_update()
-    )
-    jobs = [job for job in held.scalars() if (job.id, job.attempt) not in known]
-    ids = [job.id for job in jobs]
-    for job in jobs:
-        requeue(session, job, "its worker did not hear that it had claimed it")
-    return ids

@@ -18,7 +18,7 @@ from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.base.transitions import Token, move
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle.claims import release
+from core.jobs.lifecycle.requeue import release
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
 from core.spec.job import JobSpec

@@ -17,7 +17,7 @@ from core.db.engine import db_now
 from core.db.tables import Allocation, Attempt, Job
 from core.jobs.base.states import LEASED, Status
 from core.jobs.base.transitions import move
-from core.jobs.lifecycle.claims import release, requeue
+from core.jobs.lifecycle.requeue import release, requeue
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import deletion
 from core.jobs.policies import audit
 from core.removal import delete_tree, set_aside
+from core.settings import Settings
 from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, EVENTS_FILE, LOG_FILE
 from core.storage.layout import Layout
 
@@ -46,6 +47,15 @@ class RetentionRules:
     previews_days: float = 30.0
     unused_files_days: float = 0.0
     history_days: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> RetentionRules:
+        return cls(
+            settings.keep_checkpoints_days,
+            settings.keep_previews_days,
+            settings.keep_unused_files_days,
+            settings.keep_history_days,
+        )
 
 
 @dataclass(frozen=True, slots=True)

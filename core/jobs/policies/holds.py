@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, false, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -19,19 +18,12 @@ from core.db.engine import db_now
 from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
 from core.errors import Conflict, EftError, Fault, Forbidden, NotFound
 from core.ids import new_id
-from core.jobs.base import outbox
 from core.jobs.base.scheduler_lock import lock_scheduler
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.base.transitions import Actor
-from core.jobs.policies import audit
-
-
-class BadTime(EftError):
-    """A hold or a maintenance that would be over before it begins."""
-
-    code = "bad_time"
-    status = 422
+from core.jobs.policies import audit, maintenance
+from core.jobs.policies.times import BadTime, clock, iso, ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +241,7 @@ def release(session: Session, actor: Actor, names: Sequence[str], *, anybodys: b
         session.refresh(held)
         audit.record(session, actor, "gpu.release", one.label, {"hold": held.id}, project_id=None)
         done.append(_shown(session, held))
-    _ring(session)
+    ring(session)
     return done
 
 
@@ -261,81 +253,6 @@ def active(session: Session, moment: float) -> list[NamedHold]:
 
 def _counts(moment: float) -> list[ColumnElement[bool]]:
     return [Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > moment)]
-
-
-# -- maintenance
-
-
-def plan(session: Session, actor: Actor, node: str | None, starts_at: float, ends_at: float, why: str) -> Maintenance:
-    """Nothing runs on `node` (None: on any) from `starts_at` to `ends_at`: a job whose time limit reaches into it is
-    not started, and what still runs then is handed back with a checkpoint. Raises NotFound, BadTime."""
-    moment = lock_scheduler(session)
-    if ends_at <= max(starts_at, moment):
-        message = "a maintenance ends after it begins, and after now"
-        raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
-    if node is not None and session.get(Node, node) is None:
-        raise NotFound(f"there is no node `{node[:60]}`; `eft nodes` lists them (`GET /nodes`)", field="node")
-    row = {"id": new_id("maint"), "node": node, "starts_at": starts_at, "ends_at": ends_at, "why": why}
-    session.execute(insert(Maintenance).values(**row, user_id=actor.user_id))
-    audit.record(
-        session,
-        actor,
-        "maintenance.plan",
-        node or "all nodes",
-        row | {"starts_at": iso(starts_at), "ends_at": iso(ends_at)},
-        project_id=None,
-    )
-    return session.get_one(Maintenance, row["id"])
-
-
-def cancel(session: Session, actor: Actor, maintenance_id: str) -> Maintenance:
-    """It does not take place, or is over now. Asking twice is fine. Raises NotFound."""
-    lock_scheduler(session)
-    found = session.get(Maintenance, maintenance_id, with_for_update=True)
-    if found is None:
-        raise NotFound("there is no such maintenance; `GET /maintenance` lists them", field="maintenance_id")
-    if found.cancelled_at is None:
-        session.execute(update(Maintenance).where(Maintenance.id == found.id).values(cancelled_at=db_now()))
-        session.refresh(found)
-        audit.record(session, actor, "maintenance.cancel", found.node or "all nodes", {"id": found.id}, project_id=None)
-        _ring(session)
-    return found
-
-
-def planned(session: Session, moment: float) -> list[Maintenance]:
-    """Those that are not over, in the order of their beginnings."""
-    query = select(Maintenance).where(Maintenance.ends_at > moment, Maintenance.cancelled_at.is_(None))
-    return list(session.execute(query.order_by(Maintenance.starts_at, Maintenance.id)).scalars())
-
-
-def begins(session: Session) -> bool:
-    """Whether `begin` would ask anybody: looked at every few seconds, and mostly not the case."""
-    return session.execute(select(Job.id).where(*_in_the_way(session)).limit(1)).first() is not None
-
-
-def _in_the_way(session: Session) -> list[ColumnElement[bool]]:
-    """What runs on nodes whose maintenance has begun and was not asked to leave yet."""
-    moment = float(session.execute(select(db_now())).scalar_one())
-    begun = [window.node for window in planned(session, moment) if window.starts_at <= moment]
-    if not begun:
-        return [false()]
-    running: list[ColumnElement[bool]] = [
-        Job.status.in_((Status.PREPARING, Status.STARTING, Status.RUNNING)),
-        Job.stop_requested.is_(None),
-    ]
-    return running if None in begun else [*running, Job.node.in_([node for node in begun if node is not None])]
-
-
-def begin(session: Session) -> int:
-    """Ask what runs on nodes whose maintenance has begun to leave. Returns how many were asked; the housekeeper's."""
-    asked = session.execute(
-        update(Job)
-        .where(*_in_the_way(session))
-        .values(stop_requested=StopReason.MAINTENANCE)
-        .returning(Job.id)
-        .execution_options(synchronize_session=False)
-    )
-    return len(asked.all())
 
 
 # -- for a claim
@@ -352,7 +269,7 @@ class Opening:
 
 def opening(session: Session, node: str, slot: str, moment: float) -> Opening:
     held = session.execute(select(Hold).where(Hold.node == node, Hold.slot == slot, *_counts(moment)).limit(1))
-    windows = [window for window in planned(session, moment) if window.node in (None, node)]
+    windows = [window for window in maintenance.planned(session, moment) if window.node in (None, node)]
     return opening_of(held.scalar_one_or_none(), windows, moment)
 
 
@@ -371,22 +288,3 @@ def held_words(held: Hold, moment: float) -> str:
     until = f" until {clock(held.until, moment)}" if held.until is not None else ""
     whose = f" for {held.held_for}" if held.held_for else ""
     return f"{_KINDS[held.kind]}{until}{whose}{f' ({held.why})' if held.why else ''}"
-
-
-def iso(time: float) -> str:
-    """E.g. `2026-11-22T18:00:00Z`, as the audit has it."""
-    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def clock(time: float, moment: float) -> str:
-    """`18:00 UTC`, with the date where that is not today."""
-    then, today = datetime.fromtimestamp(time, UTC), datetime.fromtimestamp(moment, UTC).date()
-    return f"{then:%H:%M} UTC" if then.date() == today else f"{then:%Y-%m-%d %H:%M} UTC"
-
-
-def _ring(session: Session) -> None:
-    waiting = session.execute(
-        select(Job.id).where(Job.status == Status.QUEUED.value).order_by(Job.created_at, Job.id).limit(1)
-    ).scalar_one_or_none()
-    if waiting is not None:
-        outbox.ring(session, waiting)

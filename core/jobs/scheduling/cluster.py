@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Hold, Job, Maintenance, Node, User
 from core.jobs.base.slots import Slot
-from core.jobs.policies import holds
+from core.jobs.policies import holds, maintenance
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class SlotState:
 def slot_states(session: Session, now: float, silent_after: float) -> list[SlotState]:
     """All slots, by node, in the order in which their workers name them."""
     held: dict[tuple[str, str], Hold] = {(one.hold.node, one.hold.slot): one.hold for one in holds.active(session, now)}
-    planned = holds.planned(session, now)
+    planned = maintenance.planned(session, now)
     busy: dict[tuple[str, str], tuple[str, str]] = {}
     for taken in session.execute(
         select(Allocation.node, Allocation.slot, Allocation.job_id, Allocation.project_id).where(

@@ -33,10 +33,10 @@ from core.jobs.scheduling.queue_order import Waiting
 class PreemptionSettings:
     """What an installation is set up with."""
 
-    min_seconds: float = 600.0
-    """That a run trains, counted from its first step of this attempt, before it can be asked to leave."""
-    silent_after: float = 90.0
-    """Seconds without a heartbeat, after which a node's slots are nobody's."""
+    min_seconds: float
+    """Minimum run time after the attempt's first step before it can be preempted, seconds."""
+    silent_after: float
+    """Seconds without a heartbeat after which a node counts as silent."""
     room: int | None = None
     """Bytes that a job may take of the data root; None: nobody has looked."""
     half_life: float = HALF_LIFE_SECONDS

@@ -25,8 +25,8 @@ from core.jobs.base.stop_reasons import StopReason
 from core.jobs.kinds import Kind
 from core.jobs.policies import disk_room as room
 from core.jobs.policies.budget import NO_BUDGET, Budget, Over
-from core.jobs.policies.holds import clock
 from core.jobs.policies.quotas import names
+from core.jobs.policies.times import clock
 from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.views.forecast import Forecast
@@ -57,12 +57,12 @@ class Explanation:
 class QueueSettings:
     """What an installation is set up with, as far as the queue depends on it."""
 
+    silent_after: float
+    """Seconds without a heartbeat after which a node counts as silent."""
     free: int | None = None
-    """Bytes on the data root; None: nobody has looked."""
+    """Free bytes of the data root; None: unknown."""
     reserve: int = 0
     half_life: float = HALF_LIFE_SECONDS
-    silent_after: float = 90.0
-    """Seconds without a heartbeat."""
     budget: Budget = NO_BUDGET
     over: Sequence[Over] = ()
     """Budgets of the data root that are used up; `free` is then so much less than the reserve."""
