@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 
-from api import errors, health
+from api import health
 from api.auth.audit_router import router as audit_router
 from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
@@ -20,19 +20,20 @@ from api.docs import reference
 from api.events.hub import Hub
 from api.events.router import router as events_router
 from api.export.router import router as export_router
-from api.files.preview import router as preview_router
+from api.files.preview_router import router as preview_router
 from api.files.router import router as files_router
 from api.files.upload import remove_stale
+from api.http import errors
 from api.http.body_limits import RequestLimits
 from api.http.middleware import RequestContext
 from api.jobs.router import router as jobs_router
-from api.jobs.samples import router as samples_router
+from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.metrics.router import router as metrics_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
-from api.queue.gpus import router as gpus_router
+from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
 from core import __version__
 from core.db.engine import Database

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from api import joining
 from api.auth.policy import PUBLIC
 from api.deps import App
-from api.errors import responses
+from api.http.errors import responses
 from api.queue.settings import queue_settings
 from core import __version__, health
 from core.spec.job import SPEC_VERSION

@@ -1,6 +1,6 @@
 """Errors a user may see: a stable code, a message that says what to do, the field's path.
 
-The API renders every one of them in one shape (`api/errors.py`), the command line prints the same text.
+The API renders every one of them in one shape (`api/http/errors.py`), the command line prints the same text.
 Anything that is not an EftError is a defect of ours and is shown as `internal` with a request id.
 """
 

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from api.auth import people, schemas
 from api.auth.policy import ManagingOrOperating
 from api.deps import After, App, Limit
-from api.errors import responses
 from api.fields import QueryMoment
+from api.http.errors import responses
 from core.errors import NotFound
 from core.jobs.policies import audit
 

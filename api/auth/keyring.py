@@ -15,7 +15,7 @@ from api.auth.permit import forbidden
 from api.auth.policy import Principal, Right, Role, Scope, widest
 from api.auth.schemas import KeyWish
 from api.errors import BadRequest
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import ApiKey, Project, User
 from core.errors import Conflict, NotFound, Unauthorized
 from core.jobs.base.paging import ResultPage, UnknownCursor
@@ -288,4 +288,4 @@ def _must_manage(session: Session, principal: Principal) -> None:
 
 
 def _now(session: Session) -> float:
-    return float(session.execute(select(db_now())).scalar_one())
+    return read_now(session)

@@ -10,7 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from api.auth.policy import Role
+from api.auth.policy import Principal, Role
 from core.db.engine import db_now
 from core.db.tables import ApiKey, Membership, Project, User
 from core.errors import Conflict, NotFound
@@ -215,3 +215,26 @@ def _add(session: Session, row: T, what: str) -> T:
         raise taken from error
     session.refresh(row)
     return row
+
+
+# -- lists
+
+
+def users(session: Session) -> Sequence[User]:
+    """All users, by name."""
+    return session.execute(select(User).order_by(User.name)).scalars().all()
+
+
+def projects(session: Session, only: str | None) -> Sequence[Project]:
+    """All projects by name, or the one with the id `only`."""
+    query = select(Project).order_by(Project.name)
+    return session.execute(query if only is None else query.where(Project.id == only)).scalars().all()
+
+
+def reachable_project(session: Session, principal: Principal, id_or_name: str) -> Project:
+    """Raises NotFound for another project than the key's, as for none, to all but admins of the box."""
+    if id_or_name in (principal.project_id, principal.project_name):
+        return session.get_one(Project, principal.project_id)
+    if not principal.operates:
+        raise NotFound(no_project(id_or_name), field="project")
+    return project(session, id_or_name)

@@ -8,17 +8,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.auth import people, schemas
-from api.auth.policy import ManagingOrOperating, Operating, Principal, ReadingOrOperating, Role
+from api.auth.policy import ManagingOrOperating, Operating, ReadingOrOperating, Role
 from api.deps import App, AppState
-from api.errors import responses
 from api.http.body import json_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, answer
-from core.db.tables import Project, User
-from core.errors import NotFound
 from core.jobs.policies import quotas
 
 router = APIRouter(tags=["access"])
@@ -39,8 +36,7 @@ ProjectName = Annotated[
 def list_users(principal: Operating, app: App) -> Response:
     """All users of this box."""
     with app.database.read() as session:
-        users = session.execute(select(User).order_by(User.name)).scalars().all()
-        return JSONResponse({"data": [schemas.user_view(user) for user in users]})
+        return JSONResponse({"data": [schemas.user_view(user) for user in people.users(session)]})
 
 
 @router.post(
@@ -107,11 +103,8 @@ async def change_user(request: Request, user: UserName, principal: Operating, ap
 )
 def list_projects(principal: ReadingOrOperating, app: App) -> Response:
     """The project of your key, or all for admins of the box."""
-    query = select(Project).order_by(Project.name)
-    if not principal.operates:
-        query = query.where(Project.id == principal.project_id)
     with app.database.read() as session:
-        projects = session.execute(query).scalars().all()
+        projects = people.projects(session, None if principal.operates else principal.project_id)
         allowed = quotas.preemptible(session, [project.id for project in projects])
         return JSONResponse({"data": [schemas.project_view(one, one.id in allowed) for one in projects]})
 
@@ -148,7 +141,7 @@ async def create_project(request: Request, principal: Operating, app: App, once:
 def show_project(project: ProjectName, principal: ReadingOrOperating, app: App) -> Response:
     """Id, name, time of creation and options."""
     with app.database.read() as session:
-        found = _project(session, principal, project)
+        found = people.reachable_project(session, principal, project)
         return JSONResponse(schemas.project_view(found, bool(quotas.preemptible(session, [found.id]))))
 
 
@@ -165,7 +158,7 @@ async def change_project(request: Request, project: ProjectName, principal: Mana
     wish = await read_json(request, schemas.ProjectChange, app.settings.max_body_bytes)
 
     def change(session: Session) -> dict[str, Any]:
-        where = _project(session, principal, project)
+        where = people.reachable_project(session, principal, project)
         quotas.set_preemptible(session, principal, where.id, wish.preemptible)
         return schemas.project_view(where, wish.preemptible)
 
@@ -182,7 +175,7 @@ async def change_project(request: Request, project: ProjectName, principal: Mana
 def list_members(project: ProjectName, principal: ReadingOrOperating, app: App) -> Response:
     """Lists the members of a project, each with a role and the time of joining."""
     with app.database.read() as session:
-        rows = people.members(session, _project(session, principal, project).id)
+        rows = people.members(session, people.reachable_project(session, principal, project).id)
         return JSONResponse({"data": [schemas.member_view(membership, user) for membership, user in rows]})
 
 
@@ -201,7 +194,7 @@ async def set_member(
     wish = await read_json(request, schemas.NewRole, app.settings.max_body_bytes)
 
     def change(session: Session) -> dict[str, Any]:
-        where = _project(session, principal, project)
+        where = people.reachable_project(session, principal, project)
         member = people.user(session, user)
         return schemas.member_view(people.set_member(session, principal, where.id, member, wish.role), member)
 
@@ -218,19 +211,10 @@ async def set_member(
 def remove_member(project: ProjectName, user: UserName, principal: ManagingOrOperating, app: App) -> Response:
     """Remove a member and revoke their keys for this project; their jobs and files stay."""
     with app.database.write() as session:
-        where = _project(session, principal, project)
+        where = people.reachable_project(session, principal, project)
         member = people.user(session, user)
         people.remove_member(session, principal, where.id, member)
         return JSONResponse({"user": member.id, "removed": True})
-
-
-def _project(session: Session, principal: Principal, id_or_name: str) -> Project:
-    """Raises NotFound for another project than the key's, as for none, to all but admins of the box."""
-    if id_or_name in (principal.project_id, principal.project_name):
-        return session.get_one(Project, principal.project_id)
-    if not principal.operates:
-        raise NotFound(people.no_project(id_or_name), field="project")
-    return people.project(session, id_or_name)
 
 
 async def _written(app: AppState, work: Callable[[Session], dict[str, Any]]) -> Response:

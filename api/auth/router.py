@@ -14,8 +14,9 @@ from api.auth import keyring, schemas
 from api.auth.keyring import Shown
 from api.auth.policy import Knowing, MakingKeys, ReadingOrOperating
 from api.deps import After, App, Limit
-from api.errors import printable, responses
+from api.errors import printable
 from api.http.body import json_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, answer
 from core.errors import NotFound
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from api.export.archive import Archive
 from api.notices.addresses import parse
 from core import __version__
-from core.db.engine import Database, db_now
+from core.db.engine import Database, read_now
 from core.db.tables import Base, Job, Project, User
 from core.logfile import first_byte
 from core.spec.run.folder import CHECKPOINTS, LOG_FILE, UNFINISHED
@@ -71,7 +71,7 @@ class Exporter:
         """The archive. Raises OSError or StoreAway where it cannot go on; then its end is missing."""
         with self.database.read() as session:
             project = session.get_one(Project, self.project_id)
-            now = float(session.execute(select(db_now())).scalar_one())
+            now = read_now(session)
         archive = Archive(f"eft-{project.id}", self.layout.uploads, now)
         try:
             yield from self._parts(archive, project, now)

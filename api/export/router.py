@@ -11,8 +11,8 @@ from api.auth import people
 from api.auth.people_router import ProjectName
 from api.auth.policy import Managing
 from api.deps import App
-from api.errors import responses
 from api.export.contents import Exporter
+from api.http.errors import responses
 from api.http.ranges import disposition
 from core.errors import NotFound
 from core.jobs.policies import audit

@@ -14,10 +14,11 @@ from starlette.requests import ClientDisconnect
 
 from api.auth.policy import Reading, Writing
 from api.deps import After, App, AppState, FileId, Limit
-from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable, responses
+from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable
 from api.files import budget, schemas, service
 from api.files.form import UploadForm
 from api.files.upload import FORMATS, Upload, checked_filename
+from api.http.errors import responses
 from api.http.once import Asked, answer
 from api.http.ranges import FileReply
 from core.jobs.views import queries

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import errors
 from api.context import request_id
+from api.http import errors
 from api.metrics.latencies import Latencies
 
 log = logging.getLogger("eft.api")
@@ -63,7 +63,7 @@ class RequestContext:
         try:
             if "content-length" in headers and "transfer-encoding" in headers:
                 # RFC 9112, 6.3: somebody between us and the client may have cut the stream at another place.
-                await errors.two_lengths()(scope, body.receive, answer)
+                await errors.two_lengths(scope)(scope, body.receive, answer)
             else:
                 await self.app(scope, body.receive, answer)
         except ClientDisconnect:
@@ -72,7 +72,7 @@ class RequestContext:
             log.exception("%s %s failed", scope["method"], _path(scope))
             if status:
                 raise  # half an answer is out: only closing the connection tells the client
-            await errors.internal()(scope, body.receive, answer)
+            await errors.internal(scope)(scope, body.receive, answer)
         finally:
             took = (time.monotonic() - began) * 1000
             who = _who(scope) + ("" if theirs is None else f" as {theirs}")

@@ -13,9 +13,10 @@ from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
 from api.deps import After, App, JobId, Limit
-from api.errors import BadRequest, nearest, printable, responses
+from api.errors import BadRequest, nearest, printable
 from api.fields import QueryMoment, cell
 from api.http.body import json_body, read_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
 from api.http.ranges import FileReply
 from api.jobs import logs, schemas

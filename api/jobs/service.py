@@ -53,10 +53,22 @@ class Submission:
     path: str
     idempotency_key: str | None = None
 
-    def fingerprints(self, document: Any) -> tuple[str, str]:
+    def once(self, document: Any) -> OnlyOnce | None:
         """Fingerprints of the document, and of the bytes, by which rows of an earlier version tell requests apart."""
+        if self.idempotency_key is None:
+            return None
         parts = (self.path.encode(), self.content_type.encode(), self.body)
-        return idempotency.fingerprint(self.path, document), hashlib.sha256(b"\0".join(parts)).hexdigest()
+        whole = hashlib.sha256(b"\0".join(parts)).hexdigest()
+        return OnlyOnce(self.idempotency_key, (idempotency.fingerprint(self.path, document), whole))
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyOnce:
+    """The idempotency of a request: a second one with the same key and a known fingerprint gets the first answer."""
+
+    key: str
+    fingerprints: tuple[str, ...]
+    """The first is stored; the others are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +87,22 @@ class Jobs:
         self._layout = layout
 
     def create(self, actor: Actor, sent: Submission, *, dry_run: bool = False) -> SubmitReply:
-        """Raises SpecError, NoSpace, BadRequest, UnsupportedMediaType, IdempotencyKeyReused; nothing is stored then."""
-        key = None if sent.idempotency_key is None else idempotency.checked(sent.idempotency_key)
+        """As `create_from_document`, from the bytes of a request. Raises UnsupportedMediaType too."""
+        if sent.idempotency_key is not None:
+            idempotency.checked(sent.idempotency_key)
         document = decode(sent.body, sent.content_type)
+        return self.create_from_document(actor, document, once=sent.once(document), dry_run=dry_run)
+
+    def create_from_document(
+        self, actor: Actor, document: Any, *, once: OnlyOnce | None = None, dry_run: bool = False
+    ) -> SubmitReply:
+        """Check a job spec and put it in the queue, whatever contract it came by. `once`: what makes a second request
+        the same as the first; None: every call makes a job.
+
+        Raises SpecError, NoSpace, BadRequest, IdempotencyKeyReused; nothing is stored then.
+        """
+        key = None if once is None else idempotency.checked(once.key)
+        asked = () if once is None else once.fingerprints
         if dry_run:
             checked = self.resolved(actor, document, unsent=True)
             with self._database.read() as session:
@@ -88,7 +113,6 @@ class Jobs:
             body = {"spec": resolved, "dry_run": True, "plan": planned, "plan_reason": words, "notices": told}
             return SubmitReply(200, body)
         # Before anything is checked: the answer to a retry does not change because the disk has filled up since.
-        asked = sent.fingerprints(document)
         if key is not None:
             with self._database.read() as session:
                 known = idempotency.known(session, actor, key, *asked)

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from api.metrics.exposition import Family, Histogram
 from core import __version__
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.db.tables import QUEUED, DeletedJobs, Delivery, Job, Metric, Node, Project, Webhook
 from core.jobs.base.states import Status
 from core.jobs.kinds import Kind
@@ -35,7 +35,7 @@ OF_A_STEP = {
 
 def collect(session: Session, settings: QueueSettings) -> list[Family]:
     names = {row.id: row.name for row in session.execute(select(Project.id, Project.name))}
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     seats = [seat for seat in cluster.slot_states(session, now, settings.silent_after) if seat.slot.phase == Kind.TRAIN]
     build = Family("eft_build_info", "gauge", "1; its label says which version answers")
     build.add(1, version=__version__)

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from api.auth.policy import Scraping
 from api.deps import App
-from api.errors import responses
+from api.http.errors import responses
 from api.metrics.collect import collect
 from api.metrics.exposition import CONTENT_TYPE, Family, page
 from api.queue.settings import queue_settings

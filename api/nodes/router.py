@@ -15,8 +15,8 @@ from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
 from api.deps import App, AppState
-from api.errors import responses
 from api.fields import shown
+from api.http.errors import responses
 from api.http.once import Asked, answer
 from api.nodes import schemas
 from core.jobs.lifecycle.submit import Actor

@@ -10,7 +10,7 @@ from sqlalchemy import delete, func, select, text, update
 from sqlalchemy.orm import Session
 
 from api.notices.post import WebhookReply
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import Delivery, Webhook
 from core.jobs.policies import audit
 
@@ -100,7 +100,7 @@ def disable(session: Session, webhook: Webhook, why: str) -> None:
     """Nothing is sent there any more; what waited becomes dead letters, which can be sent again once it is enabled."""
     if webhook.disabled_at is not None:
         return
-    webhook.disabled_at, webhook.disabled_reason = session.execute(select(db_now())).scalar_one(), why
+    webhook.disabled_at, webhook.disabled_reason = read_now(session), why
     told = {"name": webhook.name, "reason": why}
     audit.record(session, None, "webhook.disable", webhook.id, told, project_id=webhook.project_id)
     session.execute(

@@ -12,8 +12,9 @@ from sqlalchemy.orm import Session
 
 from api.auth.policy import Managing, Principal, Reading
 from api.deps import After, App, AppState, Limit
-from api.errors import printable, responses
+from api.errors import printable
 from api.http.body import json_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
 from api.notices import schemas, service
 from core.errors import NotFound

@@ -12,7 +12,7 @@ from api.auth.policy import Principal
 from api.notices.addresses import parse
 from api.notices.render import new_secret, valid
 from api.notices.schemas import WebhookWish
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import Delivery, Project, Webhook
 from core.errors import Conflict, NotFound
 from core.ids import new_id
@@ -106,7 +106,7 @@ def rotate(session: Session, principal: Principal, webhook_id: str, overlap_seco
     webhook = find(session, principal, webhook_id, lock="change")
     if webhook.kind == "chat":
         raise Conflict("a chat checks no signature; make a new webhook there if its URL has leaked", code="no_secret")
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     secret, ends = new_secret(), now + overlap_seconds
     before = [
         {"secret": one["secret"], "until": ends if one["until"] is None else min(one["until"], ends)}

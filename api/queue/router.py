@@ -10,18 +10,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, ReadingOrOperating
 from api.deps import App
-from api.errors import BadRequest, responses
+from api.errors import BadRequest
 from api.fields import QueryDay, cell
 from api.http.body import json_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
 from api.queue import schemas
 from api.queue.settings import queue_settings
-from core.db.tables import Limit
 from core.jobs.lifecycle import retention
 from core.jobs.policies import quotas, usage
 from core.jobs.views import explain
@@ -116,12 +115,8 @@ def report_usage(
 )
 def list_limits(principal: ReadingOrOperating, app: App) -> Response:
     """Your own and your project's; all of them for an admin of the box."""
-    query = select(Limit).order_by(Limit.scope.desc(), Limit.subject_id)
-    if not principal.operates:
-        project = (Limit.scope == "project") & (Limit.subject_id == principal.project_id)
-        query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == principal.user_id)))
     with app.database.read() as session:
-        rows = session.execute(query).scalars().all()
+        rows = quotas.limits(session, None if principal.operates else principal)
         names = quotas.names(session, [row.subject_id for row in rows])
         return JSONResponse({"data": [schemas.limit_view(row, names) for row in rows]})
 

@@ -31,6 +31,11 @@ class db_now(FunctionElement[float]):  # noqa: N801 -- reads as a SQL function
     inherit_cache = True
 
 
+def read_now(session: Session) -> float:
+    """The database's time, Unix seconds."""
+    return float(session.execute(db_now().select()).scalar_one())
+
+
 _CLOCKED = "eft_clocked"
 """Mark of a dialect whose connections have `eft_now()`."""
 
@@ -153,7 +158,7 @@ class Database:
 
     def now(self) -> float:
         with self.read() as session:
-            return float(session.execute(db_now().select()).scalar_one())
+            return read_now(session)
 
     def dispose(self) -> None:
         self._writer.dispose()

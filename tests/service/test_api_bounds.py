@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from api import errors
 from api.auth import service as auth
 from api.auth.policy import Role, Scope
+from api.http import errors
 from api.notices import service as webhooks
 from api.notices.schemas import WebhookWish
 from core.db.tables import User, Webhook
@@ -170,7 +170,7 @@ def test_a_path_that_may_not_be_read_is_not_allowed(here: World, boss: Caller) -
 
 
 def test_an_error_comes_out_whatever_it_holds() -> None:
-    reply = errors._body(422, {"code": "x", "message": HALF, "field": float("nan")})
+    reply = errors.render_eft(422, {"code": "x", "message": HALF, "field": float("nan")}, None)
     assert json.loads(bytes(reply.body))["error"]["message"] == "?"
 
 

@@ -9,7 +9,10 @@ import pytest
 from sqlalchemy import delete, func, select, update
 
 from api.auth.policy import Role, Scope
+from api.http.idempotency import IdempotencyKeyReused
+from api.jobs.service import Jobs, OnlyOnce
 from core.db.tables import ApiKey, Audit, Delivery, Hold, IdempotencyKey, Job, Webhook
+from core.jobs.base.transitions import Actor
 from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, Caller, World
 
@@ -155,3 +158,17 @@ def test_many_at_once_are_done_once(here: World, boss: Caller) -> None:
         assert len(set(pool.map(send, range(8)))) == 1
     with here.database.read() as session:
         assert session.execute(select(func.count()).select_from(Job)).scalar_one() == before + 1
+
+
+def test_a_job_is_made_from_a_document_of_whatever_contract(here: World) -> None:
+    """Another router translates its own contract and has its own idempotency; no bytes of ours are made up for it."""
+    state = here.app.state.eft
+    jobs = Jobs(state.database, state.settings, state.layout)
+    document = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": here.lab.file}
+    actor = Actor(here.lab.owner.user_id, here.lab.id)
+    once = OnlyOnce(here.fresh("batch"), ("of another contract",))
+    made = [jobs.create_from_document(actor, document, once=mark) for mark in (once, once, None, None)]
+    assert [(reply.status, reply.replayed) for reply in made] == [(201, False), (201, True), (201, False), (201, False)]
+    assert len({reply.body["id"] for reply in made}) == 3
+    with pytest.raises(IdempotencyKeyReused):
+        jobs.create_from_document(actor, document, once=OnlyOnce(once.key, ("another request",)))

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from sqlalchemy import func, select
 
-from core.db.engine import Database, db_now
+from core.db.engine import Database, read_now
 from core.db.tables import Artifact, Job
 from core.jobs.base.states import FINAL
 from core.jobs.housekeeping import unknown_files
@@ -48,7 +48,7 @@ def collect(database: Database, bucket: Bucket, rules: RetentionRules) -> int:
     for job_id, entries in runs.items():
         with database.read() as session:
             job = session.execute(select(Job).where(Job.id == job_id)).scalar_one_or_none()
-            now = float(session.execute(select(db_now())).scalar_one())
+            now = read_now(session)
             if job is None or job.finished_at is None or job.status not in {status.value for status in FINAL}:
                 continue
             age = (now - job.finished_at) / DAY

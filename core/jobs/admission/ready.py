@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.db.tables import Job
 from core.errors import SpecError
 from core.jobs.admission import auto_method, fit, lengths, shapes
@@ -63,7 +62,7 @@ def check(session: Session, project_id: str, spec: JobSpec, shape: Shape | None)
 
 def seats(session: Session) -> list[SlotState]:
     """The slots of all registered nodes. A silent node counts: it may come back before the job starts."""
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     return cluster.slot_states(session, now, silent_after=math.inf)
 
 

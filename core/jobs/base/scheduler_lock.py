@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import read_now
 
 _LOCK = 6710615
 """Number of PostgreSQL's advisory lock; 6710614 is the migrations'."""
@@ -18,4 +18,4 @@ def lock_scheduler(session: Session) -> float:
     """
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text(f"select pg_advisory_xact_lock({_LOCK})"))
-    return float(session.execute(select(db_now())).scalar_one())
+    return read_now(session)

@@ -15,7 +15,7 @@ from sqlalchemy import func, insert, null, select, update
 from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import Allocation, Attempt, Job, Node
 from core.jobs.admission import auto_method, fit, lengths, oom_backoff, shapes
 from core.jobs.base.scheduler_lock import lock_scheduler
@@ -246,7 +246,7 @@ def _write_down(session: Session, kept: Sequence[gang_scheduling.Reservation], n
 
 def runnable(session: Session, *, room: int | None = None) -> str | None:
     """The oldest job that waits for nothing but a worker's look, or None; `room` as for `claim`."""
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     query = select(Job.id).where(Job.status == Status.QUEUED.value, *queue_order.ready(now, room, None))
     return session.execute(query.order_by(Job.created_at, Job.id).limit(1)).scalar_one_or_none()
 

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import Allocation, Attempt, Job
 from core.jobs.base.states import LEASED, Status
 from core.jobs.base.transitions import move
@@ -115,6 +115,4 @@ def postpone(session: Session, job_id: str, policy: LossPolicy) -> None:
     job = session.execute(query).scalar_one_or_none()
     if job is not None:
         job.losses += 1
-        job.not_before = session.execute(select(db_now())).scalar_one() + policy.backoff_seconds * 2 ** min(
-            job.losses - 1, 10
-        )
+        job.not_before = read_now(session) + policy.backoff_seconds * 2 ** min(job.losses - 1, 10)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.db.tables import Job
 from core.errors import Conflict
 from core.jobs.base import outbox
@@ -34,7 +33,7 @@ def change(session: Session, actor: Actor, job_id: str, priority: int) -> Job:
     data = {**told, "actor": actor.user_id, "request_id": actor.request_id}
     values = {"priority": priority, "queue_key": str(Key(key.needs, key.project_id, key.owner_id, priority))}
     values |= {"reserved_at": None, "reserved_node": None}  # it had come to its turn among others
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     append_events(session, job, [], [("priority", now, data)], values)
     audit.record(session, actor, "job.priority", job_id, told)
     if job.status == Status.QUEUED.value:

@@ -20,7 +20,7 @@ from typing import Literal
 from sqlalchemy import ColumnElement, Select, Text, cast, delete, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from core.db.engine import Database, db_now
+from core.db.engine import Database, read_now
 from core.db.tables import Artifact, Event, File, Job, Metric
 from core.jobs.base.states import FINAL
 from core.jobs.base.transitions import Actor
@@ -75,7 +75,7 @@ class Removal:
 
 def find(session: Session, layout: Layout, rules: RetentionRules) -> Iterator[Removal]:
     """What may go now, by the rules. Nothing is changed."""
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     if rules.checkpoints_days:
         words, before = (
             f"its job ended more than {rules.checkpoints_days:g} days ago",

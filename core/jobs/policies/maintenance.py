@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import ColumnElement, false, insert, select, update
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import db_now, read_now
 from core.db.tables import Job, Maintenance, Node
 from core.errors import Fault, NotFound
 from core.ids import new_id
@@ -66,7 +66,7 @@ def begins(session: Session) -> bool:
 
 def _in_the_way(session: Session) -> list[ColumnElement[bool]]:
     """What runs on nodes whose maintenance has begun and was not asked to leave yet."""
-    moment = float(session.execute(select(db_now())).scalar_one())
+    moment = read_now(session)
     begun = [window.node for window in planned(session, moment) if window.starts_at <= moment]
     if not begun:
         return [false()]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -159,6 +159,15 @@ def _disk(session: Session) -> dict[tuple[str, str], int]:
         for whose in _scopes(owner_id, project_id):
             used[whose] = used.get(whose, 0) + count
     return used
+
+
+def limits(session: Session, only: Actor | None) -> Sequence[Limit]:
+    """Shares and quotas of everybody, or of the user and project of `only`."""
+    query = select(Limit).order_by(Limit.scope.desc(), Limit.subject_id)
+    if only is not None:
+        project = (Limit.scope == "project") & (Limit.subject_id == only.project_id)
+        query = query.where(or_(project, (Limit.scope == "owner") & (Limit.subject_id == only.user_id)))
+    return session.execute(query).scalars().all()
 
 
 # -- priority

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Select, func, insert, select
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.db.tables import Allocation, File, Job, UsageDay, UsageTotal
 from core.jobs.base.shares import HALF_LIFE_SECONDS, Booked, UsageSpan, effective, faded, weighed
 from core.jobs.base.states import FINAL, Status
@@ -77,7 +77,7 @@ def _due() -> Select[Allocation]:
 def _book(session: Session, ended: Sequence[Allocation], half_life: float) -> int:
     if not ended:
         return 0
-    now = session.execute(select(db_now())).scalar_one()
+    now = read_now(session)
     billed: dict[tuple[str, str], float] = {}
     days: dict[tuple[int, str, str], list[float]] = {}
     for row in ended:
@@ -133,7 +133,7 @@ def owners_of_runs(session: Session, job_ids: Sequence[str]) -> dict[str, tuple[
 
 def tell_disk(session: Session, runs: Mapping[tuple[str, str], int]) -> None:
     """`runs`: bytes of run folders by (owner, project). Uploaded files are added from their rows."""
-    now = session.execute(select(db_now())).scalar_one()
+    now = read_now(session)
     taken = dict(runs)
     query = select(File.owner_id, File.project_id, func.sum(File.bytes)).group_by(File.owner_id, File.project_id)
     for owner_id, project_id, count in session.execute(query):
@@ -175,7 +175,7 @@ def report(
 
     Time that is not charged yet (what runs, and what ended seconds ago) is counted in its days.
     """
-    now = float(session.execute(select(db_now())).scalar_one())
+    now = read_now(session)
     hours: dict[tuple[str, str], list[float]] = {}
 
     def count(whose: tuple[str, str], gpu: float, cpu: float) -> None:

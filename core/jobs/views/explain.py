@@ -15,7 +15,7 @@ from typing import Literal
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.db.tables import WAITS_FOR, Job
 from core.jobs.admission import auto_method
 from core.jobs.base.shares import HALF_LIFE_SECONDS
@@ -110,7 +110,7 @@ class QueueExplainer:
 
     def __init__(self, session: Session, settings: QueueSettings) -> None:
         self._session, self._settings = session, settings
-        self.now = float(session.execute(select(db_now())).scalar_one())
+        self.now = read_now(session)
         self._seats = cluster.slot_states(session, self.now, settings.silent_after)
         self._running = cluster.running(session, self._seats)
         self._forecast = Forecast(session, self.now, self._seats, self._running, settings.leave_seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
@@ -164,3 +164,9 @@ def thin_out(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, 
             kept.extend(run[index] for index in sorted({low, high}))
     kept.append(points[-1])
     return kept
+
+
+def samples(session: Session, job_id: str) -> dict[int, list[dict[str, Any]]]:
+    """Step → the samples of its evaluation, as the latest attempt has written them."""
+    query = select(Event.data).where(Event.job_id == job_id, Event.type == "samples").order_by(Event.seq)
+    return {data["step"]: data["samples"] for data in session.execute(query).scalars()}

@@ -16,8 +16,9 @@ from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
 from api.deps import App, AppState, FileId
-from api.errors import printable, responses
+from api.errors import printable
 from api.http.body import read_body
+from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
 from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode

@@ -11,12 +11,12 @@ from sqlalchemy.orm import Session
 
 from api.auth.policy import Operating, Principal, ReadingOrOperating, Writing
 from api.deps import App, AppState
-from api.errors import responses
 from api.http.body import json_body, read_json
+from api.http.errors import responses
 from api.http.once import Asked, Once, answer
 from api.jobs.schemas import iso
 from api.queue import gpu_schemas as schemas
-from core.db.engine import db_now
+from core.db.engine import read_now
 from core.jobs.kinds import Kind
 from core.jobs.policies import holds, maintenance
 from core.jobs.scheduling import cluster
@@ -35,7 +35,7 @@ def list_gpus(principal: ReadingOrOperating, app: App) -> Response:
     """Every training slot with its hardware and its user, if it is not free: a job, a hold, or a process outside eft
     (with pid and user)."""
     with app.database.read() as session:
-        seats = cluster.slot_states(session, _now(session), app.settings.lease_seconds)
+        seats = cluster.slot_states(session, read_now(session), app.settings.lease_seconds)
     data = [schemas.gpu_view(seat, principal.project_id) for seat in seats if seat.slot.phase == Kind.TRAIN]
     return JSONResponse({"data": data})
 
@@ -83,7 +83,7 @@ def gpu_history(
 def list_holds(principal: ReadingOrOperating, app: App) -> Response:
     """GPUs that are held or drained now, with user, end and reason."""
     with app.database.read() as session:
-        return JSONResponse({"data": _shown(session, holds.active(session, _now(session)))})
+        return JSONResponse({"data": _shown(session, holds.active(session, read_now(session)))})
 
 
 @router.post(
@@ -197,10 +197,6 @@ def _shown(session: Session, held: list[holds.NamedHold]) -> list[dict[str, Any]
     return [schemas.hold_view(one, labels) for one in held]
 
 
-def _now(session: Session) -> float:
-    return float(session.execute(db_now().select()).scalar_one())
-
-
 # -- maintenance
 
 
@@ -215,7 +211,7 @@ def list_maintenance(principal: ReadingOrOperating, app: App) -> Response:
     """Planned and current maintenance."""
     with app.database.read() as session:
         return JSONResponse(
-            {"data": [schemas.maintenance_view(row) for row in maintenance.planned(session, _now(session))]}
+            {"data": [schemas.maintenance_view(row) for row in maintenance.planned(session, read_now(session))]}
         )
 
 

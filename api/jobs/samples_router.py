@@ -7,14 +7,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import select
 
 from api.auth.policy import Reading
 from api.deps import App, JobId
-from api.errors import responses
-from core.db.tables import Event, Job
+from api.http.errors import responses
+from core.db.tables import Job
 from core.errors import NotFound
 from core.jobs.lifecycle.submit import find
+from core.jobs.views import queries
 
 router = APIRouter(tags=["jobs"])
 
@@ -78,8 +78,7 @@ def job_samples(
     """The samples of `evaluation.samples`: those of the untrained model beside those of a later step."""
     with app.database.read() as session:
         job = find(session, principal, job_id)
-        query = select(Event.data).where(Event.job_id == job_id, Event.type == "samples").order_by(Event.seq)
-        told = {data["step"]: data["samples"] for data in session.execute(query).scalars()}  # the latest attempt's word
+        told = queries.samples(session, job_id)
         chosen = step if step is not None else _handed_back(job, told)
     steps = sorted(told)
     if step is not None and step not in told:
