@@ -12,7 +12,7 @@ from api.auth.policy import Principal, Right, Role, Scope
 from api.auth.service import rights_of
 from api.fields import Name, trimmed, unmistakable
 from api.http.body import Body
-from api.jobs.schemas import iso
+from api.view import iso, view_of
 from core.db.tables import ApiKey, Audit, Membership, Project, User
 
 
@@ -67,13 +67,7 @@ class UserList(BaseModel):
 
 
 def user_view(user: User) -> dict[str, Any]:
-    return {
-        "id": user.id,
-        "name": user.name,
-        "box_admin": user.box_admin,
-        "created_at": iso(user.created_at),
-        "disabled_at": iso(user.disabled_at),
-    }
+    return view_of(UserView, user)
 
 
 # -- projects and their members
@@ -148,12 +142,7 @@ class MemberRemoved(BaseModel):
 
 
 def project_view(project: Project, preemptible: bool) -> dict[str, Any]:
-    return {
-        "id": project.id,
-        "name": project.name,
-        "preemptible": preemptible,
-        "created_at": iso(project.created_at),
-    }
+    return view_of(ProjectView, project, preemptible=preemptible)
 
 
 def member_view(membership: Membership, user: User) -> dict[str, Any]:
@@ -261,22 +250,8 @@ def key_view(key: ApiKey, user: User, project: Project) -> dict[str, Any]:
         state = "revoked"
     elif key.expires_at is not None and key.expires_at <= time.time():
         state = "expired"
-    return {
-        "id": key.id,
-        "prefix": key.prefix,
-        "name": key.name,
-        "user": {"id": user.id, "name": user.name},
-        "project": {"id": project.id, "name": project.name},
-        "scope": key.scope,
-        "rights": sorted(rights_of(key.rights)),
-        "state": state,
-        "created_at": iso(key.created_at),
-        "expires_at": iso(key.expires_at),
-        "last_used_at": iso(key.last_used_at),
-        "revoked_at": iso(key.revoked_at),
-        "rotated_from": key.rotated_from,
-        "made_with": key.made_with,
-    }
+    whose = {"user": {"id": user.id, "name": user.name}, "project": {"id": project.id, "name": project.name}}
+    return view_of(KeyView, key, **whose, rights=sorted(rights_of(key.rights)), state=state)
 
 
 # -- me

@@ -20,8 +20,8 @@ from api.errors import printable
 from api.http.body import read_body
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
-from api.jobs.schemas import iso
 from api.jobs.service import JSON_TYPES, Jobs, decode
+from api.view import iso
 from core.db.tables import Job
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.base.states import FINAL, Status

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.jobs.schemas import iso
+from api.view import view_of
 from core.db.tables import File
 
 _ID = "file-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -89,14 +89,4 @@ class FileDeleted(BaseModel):
 
 
 def file_view(file: File) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "filename": file.filename,
-        "bytes": file.bytes,
-        "sha256": file.sha256,
-        "rows": file.rows,
-        "format": file.format,
-        "report": file.report,
-        "created_at": iso(file.created_at),
-        "links": {"self": f"/files/{file.id}", "content": f"/files/{file.id}/content"},
-    }
+    return view_of(FileView, file, links={"self": f"/files/{file.id}", "content": f"/files/{file.id}/content"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.http.body import Body
 from api.jobs import plan_schemas
+from api.view import view_of
 from core.db.tables import Artifact, Job
 from core.jobs.lifecycle.deletion import Freed
 from core.spec.job import JobSpec
@@ -234,33 +234,16 @@ def job_view(
     listed: bool = False,
 ) -> dict[str, Any]:
     """`listed`: as one of many, without its spec."""
-    return {
-        "id": job.id,
-        "name": job.name,
-        "status": job.status,
-        "reason": job.reason,
-        "attempt": job.attempt,
-        "training_attempts": training_attempts,
-        "created_at": iso(job.created_at),
-        "started_at": iso(job.started_at),
-        "finished_at": iso(job.finished_at),
-        "progress": job.progress,
-        "result": job.result,
-        "failure": job.failure,
-        "spec": None if listed else job.spec,
-        "adjusted": job.adjusted,
-        "settled": job.settled,
-        "node": job.node,
-        "slots": [] if slots is None and job.node is None else slots,
-        "retry_of": job.retry_of,
-        "priority": job.priority,
-        "queue": queue,
-        "notices": None,
-        "links": {
-            "self": f"/jobs/{job.id}",
-            **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS},
-        },
-    }
+    return view_of(
+        JobView,
+        job,
+        training_attempts=training_attempts,
+        spec=None if listed else job.spec,
+        slots=[] if slots is None and job.node is None else slots,
+        queue=queue,
+        notices=None,
+        links={"self": f"/jobs/{job.id}", **{name: f"/jobs/{job.id}/{name}" for name in ACTIONS}},
+    )
 
 
 def deleted_view(job_id: str, freed: Freed) -> dict[str, Any]:
@@ -268,20 +251,7 @@ def deleted_view(job_id: str, freed: Freed) -> dict[str, Any]:
 
 
 def artifact_view(artifact: Artifact) -> dict[str, Any]:
-    return {
-        "path": artifact.path,
-        "kind": artifact.kind,
-        "bytes": artifact.bytes,
-        "sha256": artifact.sha256,
-        "url": f"/jobs/{artifact.job_id}/artifacts/{quote(artifact.path)}",
-    }
-
-
-def iso(seconds: float | None) -> str | None:
-    """2026-11-21T09:20:57.120000Z"""
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return view_of(ArtifactView, artifact, url=f"/jobs/{artifact.job_id}/artifacts/{quote(artifact.path)}")
 
 
 def openapi_schemas() -> dict[str, Any]:

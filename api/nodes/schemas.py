@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.jobs.schemas import iso
+from api.view import iso, view_of
 from core.jobs.policies.nodes import NodeStatus
 
 _NODE: dict[str, Any] = {
@@ -86,14 +86,5 @@ def node_view(box: NodeStatus, project_id: str, lease_seconds: float) -> dict[st
     drained = None
     if node.drained_at is not None:
         drained = {"since": iso(node.drained_at), "by": box.drained_by, "reason": node.drain_reason or ""}
-    return {
-        "name": node.name,
-        "state": state,
-        "version": node.version,
-        "slots": slots,
-        "notes": list(node.notes),
-        "labels": list(node.labels),
-        "heartbeat_seconds": round(box.heartbeat_age, 1),
-        "started_at": iso(node.started_at),
-        "drained": drained,
-    }
+    age = round(box.heartbeat_age, 1)
+    return view_of(NodeView, node, state=state, slots=slots, heartbeat_seconds=age, drained=drained)

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, assert_never
 
-from api.jobs.schemas import iso
 from api.notices.addresses import parse
+from api.view import iso
 from core.db.tables import Delivery
 from core.jobs.base.deliveries import TEST
 

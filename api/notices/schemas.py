@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from api.fields import trimmed
 from api.http.body import Body
-from api.jobs.schemas import iso
 from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
+from api.view import iso, view_of
 from core.db.tables import Delivery, Webhook
 from core.jobs.base.deliveries import EVENTS
 
@@ -136,30 +136,9 @@ class DeliveryPage(BaseModel):
 
 
 def webhook_view(webhook: Webhook) -> dict[str, Any]:
-    return {
-        "id": webhook.id,
-        "name": webhook.name,
-        "kind": webhook.kind,
-        "origin": parse(webhook.url).origin,
-        "events": webhook.events,
-        "all_jobs": webhook.all_jobs,
-        "created_at": iso(webhook.created_at),
-        "failing_since": iso(webhook.failing_since),
-        "disabled_at": iso(webhook.disabled_at),
-        "disabled_reason": webhook.disabled_reason,
-    }
+    return view_of(WebhookView, webhook, origin=parse(webhook.url).origin)
 
 
 def delivery_view(delivery: Delivery) -> dict[str, Any]:
-    return {
-        "id": delivery.id,
-        "type": delivery.type,
-        "job": delivery.job_id,
-        "state": delivery.state,
-        "attempts": delivery.attempts,
-        "created_at": iso(delivery.created_at),
-        "next_at": iso(delivery.next_at) if delivery.state == "pending" else None,
-        "last_at": iso(delivery.last_at),
-        "last_status": delivery.last_status,
-        "last_error": delivery.last_error,
-    }
+    next_at = iso(delivery.next_at) if delivery.state == "pending" else None
+    return view_of(DeliveryView, delivery, job=delivery.job_id, next_at=next_at)

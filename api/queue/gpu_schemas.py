@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.fields import Moment, Name, Slot, Words
 from api.http.body import Body
-from api.jobs.schemas import iso
+from api.view import iso
 from core.db.tables import Hold, Maintenance
 from core.jobs.policies.holds import NamedHold
 from core.jobs.scheduling.cluster import SlotState
@@ -265,11 +265,5 @@ class MaintenanceList(BaseModel):
 
 
 def maintenance_view(row: Maintenance) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "node": row.node,
-        "from": iso(row.starts_at),
-        "until": iso(row.ends_at),
-        "why": row.why,
-        "cancelled_at": iso(row.cancelled_at),
-    }
+    times = {"from": iso(row.starts_at), "until": iso(row.ends_at)}
+    return {"id": row.id, "node": row.node, **times, "why": row.why, "cancelled_at": iso(row.cancelled_at)}

@@ -14,8 +14,8 @@ from api.deps import App, AppState
 from api.http.body import json_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer
-from api.jobs.schemas import iso
 from api.queue import gpu_schemas as schemas
+from api.view import iso
 from core.db.engine import read_now
 from core.jobs.kinds import Kind
 from core.jobs.policies import holds, maintenance

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.fields import Name, Whole
 from api.http.body import Body
-from api.jobs.schemas import iso
+from api.view import iso, view_of
 from core.db.tables import Limit
-from core.jobs.policies.quotas import FIELDS
 from core.jobs.policies.usage import UsageRow
 from core.jobs.views.explain import Explanation
 
@@ -154,16 +153,9 @@ class UsageList(BaseModel):
 
 
 def usage_view(row: UsageRow, names: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "owner": names.get(row.owner_id, row.owner_id),
-        "project": names.get(row.project_id, row.project_id),
-        "gpu_hours": round(row.gpu_hours, 4),
-        "cpu_hours": round(row.cpu_hours, 4),
-        "running": row.running,
-        "queued": row.queued,
-        "disk_bytes": row.disk_bytes,
-        "counted_hours": round(row.counted_hours, 4),
-    }
+    hours = {name: round(getattr(row, name), 4) for name in ("gpu_hours", "cpu_hours", "counted_hours")}
+    owner, project = (names.get(number, number) for number in (row.owner_id, row.project_id))
+    return view_of(UsageView, row, owner=owner, project=project, **hours)
 
 
 _LIMIT: dict[str, Any] = {
@@ -229,11 +221,7 @@ class LimitList(BaseModel):
 
 
 def limit_view(row: Limit, names: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "scope": row.scope,
-        "name": names.get(row.subject_id, row.subject_id),
-        **{field: getattr(row, field) for field in FIELDS},
-    }
+    return view_of(LimitView, row, name=names.get(row.subject_id, row.subject_id))
 
 
 # -- retention

@@ -1,0 +1,25 @@
+"""From a row to the JSON of a reply: the fields of a view are written down once, in its model."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def iso(seconds: float | None) -> str | None:
+    """2026-11-21T09:20:57.120000Z"""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def view_of(model: type[BaseModel], row: object, **given: Any) -> dict[str, Any]:
+    """The fields of `model`: those that are `given`, and all others from `row`. A field `…_at` of the row is a time."""
+    return {name: given[name] if name in given else _read(row, name) for name in model.model_fields}
+
+
+def _read(row: object, name: str) -> Any:
+    value = getattr(row, name)
+    return iso(value) if name.endswith("_at") else value
