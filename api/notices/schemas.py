@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
@@ -15,7 +15,7 @@ from core.db.tables import Delivery, Webhook
 from core.jobs.base.deliveries import EVENTS
 
 EventName = Literal["job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled"]
-assert set(EVENTS.values()) == set(EventName.__args__)  # type: ignore[attr-defined]
+assert set(EVENTS.values()) == set(get_args(EventName))
 
 
 def _url(url: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from core import __version__
 from core.base.clock import boottime
 from core.jobs import installation
-from core.jobs.lifecycle import claims, lease_expiry
+from core.jobs.lifecycle import claims, lease_expiry, requeue
 from core.jobs.lifecycle.claims import Claim, Slot
 from worker.attempt.attempt import AttemptRunner
 from worker.attempt.context import DATABASE_AWAY, WorkerContext
@@ -161,7 +161,7 @@ class ClaimLoop:
             return
         known = {(attempt.token.job_id, attempt.token.attempt) for attempt in self.attempts()}
         with self._context.database.write() as session:
-            given_back = claims.requeue_unacknowledged(session, self._worker, known)
+            given_back = requeue.requeue_unacknowledged(session, self._worker, known)
         self.unheard = False
         for job_id in given_back:
             log.warning("%s: handed back; it was claimed while the database went away", job_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def decode_json(raw: bytes, faults: Faults) -> Any:
         faults.add("invalid_utf8", f"byte {error.start + 1} is not UTF-8; save the file as UTF-8")
     except ValueError as error:
         # JSONDecodeError has a place; ours says which key.
-        at = f"{error.msg} at column {error.colno}" if hasattr(error, "colno") else str(error)  # type: ignore[attr-defined]
+        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         faults.add("invalid_json", f"not valid JSON: {at}")
     except RecursionError as error:
         faults.add("invalid_json", f"not valid JSON: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Integer, String
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -40,8 +42,7 @@ class Limit(Base):
     """Shares and quotas of a project or an owner. Null: no quota."""
 
     __tablename__ = "limits"
-    scope: Mapped[str] = mapped_column(String(8), primary_key=True)
-    """project or owner."""
+    scope: Mapped[Literal["project", "owner"]] = mapped_column(String(8), primary_key=True)
     subject_id: Mapped[str] = mapped_column(Id, primary_key=True)
     shares: Mapped[float | None] = mapped_column(Float)
     """Shares of an owner; null: 1."""

@@ -63,7 +63,7 @@ class Quota:
 class QuotaUsage:
     """Quotas and what is used of them, as of one moment. `take` counts a job that is started."""
 
-    limits: Mapping[tuple[str, str], Limit]
+    limits: Mapping[tuple[Scope, str], Limit]
     running: dict[tuple[str, str], int] = field(default_factory=dict)
     gpu_hours: Mapping[tuple[str, str], float] = field(default_factory=dict)
     disk: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -98,9 +98,7 @@ class QuotaUsage:
     def queues(self) -> list[tuple[Scope, str, int]]:
         """The quotas of queued jobs."""
         return [
-            (row.scope, row.subject_id, row.max_queued)  # type: ignore[misc]
-            for row in self.limits.values()
-            if row.max_queued is not None
+            (row.scope, row.subject_id, row.max_queued) for row in self.limits.values() if row.max_queued is not None
         ]
 
     def take(self, owner_id: str, project_id: str) -> None:
