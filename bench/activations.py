@@ -75,9 +75,7 @@ class Way:
         batch = Batch(ids, labels, (length,) * rows, rows * (length - 1))
         self.switch()
         with self.around():
-            loss: Tensor = (
-                self.model.engine.forward(batch, self.model.loss, batch.label_tokens).total / batch.label_tokens
-            )
+            loss: Tensor = self.model.forward(batch)
         return loss
 
     def step(self, ids: Tensor) -> float:

@@ -75,7 +75,7 @@ class Bench:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from core.spec.axes.method import LoRA
-        from core.train.checkpoint.rng import seed_all
+        from core.train.base.rng import seed_all
         from core.train.methods.lora import adapt_lora
 
         seed_all(SEED)
@@ -129,9 +129,9 @@ class Bench:
 
         from core.spec.axes.optimizer import AdamW
         from core.train.attention.probe import prepare_packing
-        from core.train.data.windows import RowFeed
+        from core.train.data.loaders import RowLoader
         from core.train.engine import build_engine
-        from core.train.stages.sft import choose_sft_loss
+        from core.train.stages.sft import SupervisedFineTuning
 
         model, order = self.model(), self.order(arm)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,18 +139,19 @@ class Bench:
         engine = build_engine(model, AdamW(learning_rate=1e-4), device=device, autocast=torch.bfloat16)
         if arm == "packed":
             prepare_packing(engine)
-        loss_function, _ = choose_sft_loss(engine)
-        feed = RowFeed(self.dataset, order, packed=arm == "packed", pad_token_id=self.tokenizer.pad_token_id)
+        stage = SupervisedFineTuning()
+        pad = self.tokenizer.pad_token_id
+        loader = RowLoader(self.dataset, order, stage.shares, packed=arm == "packed", pad_token_id=pad)
         steps = self.typical(arm)
         if widest:
-            slots = [sum(make().slots for make in feed.window(step).batches) for step in range(order.steps_of(0))]
+            slots = [sum(make().slots for make in loader.batches(step).batches) for step in range(order.steps_of(0))]
             steps = [max(range(len(slots)), key=slots.__getitem__)]
         tokens, began = 0, time.perf_counter()
         for step in steps:
-            window = feed.window(step)
+            window = loader.batches(step)
             for make in window.batches:
                 batch = make()
-                engine.backward(engine.forward(batch, loss_function, window.label_tokens).total / window.label_tokens)
+                engine.backward(engine.forward(batch, stage.loss, window.totals).total)
                 tokens += batch.tokens
             engine.step()
         return tokens / (time.perf_counter() - began)

@@ -27,7 +27,7 @@ from core.train.model.load import load_model
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
-from core.train.stages.sft import choose_sft_loss
+from core.train.stages.sft import SupervisedFineTuning
 
 WAYS = ("resident", "checkpointed", "host", "disk")
 
@@ -40,7 +40,6 @@ def wait(device: torch.device) -> None:
 @dataclass
 class Contender:
     engine: Engine
-    loss: Any
     streamed: StreamedModel | None
     held: int = 0
     """Bytes on a GPU that its weights, adapters and slots take."""
@@ -54,11 +53,15 @@ class Contender:
         device = self.engine.device
         wait(device)
         began = time.perf_counter()
-        loss = self.engine.forward(batch, self.loss, batch.label_tokens).total / batch.label_tokens
+        loss = self.forward(batch)
         self.engine.backward(loss)
         self.engine.step()
         wait(device)
         return time.perf_counter() - began, float(loss.detach())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Mean loss of the label tokens of a batch."""
+        return self.engine.forward(batch, SupervisedFineTuning().loss, {"label_tokens": batch.label_tokens}).total
 
     def resident_share(self) -> dict[str, float]:
         """Of the frozen bytes of all blocks, those that are on the device: the slots as they were allocated, and what
@@ -110,4 +113,4 @@ def contender(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = build_engine(model, AdamW(learning_rate=1e-4), device=device, autocast=torch.bfloat16)
     held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-    return Contender(engine, choose_sft_loss(engine)[0], streamed, held)
+    return Contender(engine, streamed, held)

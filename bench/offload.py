@@ -40,7 +40,7 @@ from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.model.load import load_model
-from core.train.stages.sft import choose_sft_loss
+from core.train.stages.sft import SupervisedFineTuning
 
 RATE = 1e-5
 ROW = 512
@@ -78,12 +78,12 @@ def ours(folder: Path, device: torch.device, args: argparse.Namespace, *, offloa
     model.to(device)
     _checkpoint(model, args)
     engine = build_engine(model, AdamW(learning_rate=RATE), device=device, autocast=torch.bfloat16, updates=updates)
-    loss = choose_sft_loss(engine)[0]
+    loss = SupervisedFineTuning().loss
 
     def step(window: list[Batch]) -> None:
-        items = sum(batch.label_tokens for batch in window)
+        totals = {"label_tokens": sum(batch.label_tokens for batch in window)}
         for batch in window:
-            engine.backward(engine.forward(batch, loss, items).total / items)
+            engine.backward(engine.forward(batch, loss, totals).total)
         engine.step()
 
     return Contender(step, device, engine)
@@ -220,7 +220,7 @@ def _same(here: dict[str, Contender]) -> bool | float | None:
     mine, theirs = (here[name].engine if name in here else None for name in ("offloaded", "resident"))
     if mine is None or theirs is None:
         return None
-    mine.updates.gather()
+    mine.updates.synchronize()
     off = total = 0.0
     for name, one in mine.trained_parameters.items():
         other = theirs.trained_parameters[name].detach().cpu()

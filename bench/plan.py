@@ -149,15 +149,15 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     from core.spec.run.orders import DataOrder, RunOrder
     from core.spec.settled import method_of
     from core.train.attention.probe import prepare_packing
-    from core.train.base.events import Unheard
+    from core.train.base.events import NullEventWriter
     from core.train.data.dataset import TokenDataset, eval_batches
     from core.train.engine import build_engine
-    from core.train.evaluate import measure as evaluate
+    from core.train.evaluation.held_out import measure as evaluate
     from core.train.model.build import build_model
     from core.train.model.load import quiet
     from core.train.model.placement import place
     from core.train.run import Run
-    from core.train.stages.sft import choose_sft_loss
+    from core.train.stages.sft import SupervisedFineTuning
 
     quiet()
     folder = work / (("small-" if small else "") + combination.model)
@@ -169,13 +169,13 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
         job_id="plan", attempt=1, spec=spec, model_dir=str(folder), train=DataOrder(sources=[]),
         cache_dir=str(work / "cache"),
     )  # fmt: skip
-    built = build_model(Run(order, work, Unheard()), placement, tokenizer_for(folder), longest)
+    built = build_model(Run(order, work, NullEventWriter()), placement, tokenizer_for(folder), longest)
     engine = build_engine(
         built.model, spec.optimizer, device=placement.device, autocast=placement.autocast, updates=built.updates
     )
     if isinstance(spec.batching, Packed):
         prepare_packing(engine)
-    loss = choose_sft_loss(engine)[0]
+    stage = SupervisedFineTuning()
     rows = 2 if small else _rows(spec, longest)
     many = max(rows, combination.eval_rows)
     ids = (np.arange(many * longest) * 7919 + 11) % 1000
@@ -189,13 +189,13 @@ def _run(work: Path, combination: Combination, device: Any, *, small: bool, acco
     for _ in range(1 if small else STEPS):
         for _ in range(spec.training.gradient_accumulation_steps):
             batch = data.pack(range(rows)) if isinstance(spec.batching, Packed) else data.collate(range(rows), 0)
-            engine.backward(engine.forward(batch, loss, batch.label_tokens).total / batch.label_tokens)
+            engine.backward(engine.forward(batch, stage.loss, {"label_tokens": batch.label_tokens}).total)
             del batch
         engine.step()
     high["steps"] = _high()
     _reset()
     if combination.eval_rows and not small:
-        evaluate(engine, eval_batches(data, combination.eval_rows, 0, most_tokens=rows * longest))
+        evaluate(engine, stage, eval_batches(data, combination.eval_rows, 0, most_tokens=rows * longest))
         high["evaluation"] = _high()
     if live is not None:
         live.__exit__(None, None, None)

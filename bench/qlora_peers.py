@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.qlora_models import tokenizer_for
 from core.train.batch import IGNORE_INDEX, Batch
@@ -81,11 +81,13 @@ def build(name: str, folder: Path, shape: Shape, batches: Sequence[Tensor]) -> S
 
 def _ours(folder: Path, shape: Shape) -> Step:
     from core.spec.axes.optimizer import AdamW
-    from core.train.engine import Loss, build_engine
+    from core.train.engine import build_engine
     from core.train.loss.head import OutputHead, head_of, hidden_states
     from core.train.loss.linear_cross_entropy import linear_cross_entropy
+    from core.train.policy import PolicyModel
     from core.train.quant.adapters import fuse_adapters
     from core.train.quant.model import load_quantized
+    from core.train.stage import Loss, Totals
 
     base: Any = load_quantized(folder, torch.bfloat16)[0]
     base.to(shape.device)
@@ -97,18 +99,18 @@ def _ours(folder: Path, shape: Shape) -> Step:
     spec = AdamW(learning_rate=1e-4, weight_decay=0.0)
     engine = build_engine(model, spec, device=shape.device, autocast=torch.bfloat16)
 
-    def loss_of(_: nn.Module, batch: Batch) -> Loss:
+    def loss_of(_: PolicyModel, batch: Batch, totals: Totals) -> Loss:
         hidden = hidden_states(head, batch.input_ids)[:, :-1].flatten(0, 1)
         labels = batch.labels[:, 1:].flatten()
         total = linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, options=head.options)
-        return Loss(total, batch.label_tokens)
+        return Loss(total / totals["label_tokens"], {})
 
     def step(ids: Tensor) -> Tensor:
         rows, tokens = ids.shape
         labels = ids.clone()
         labels[:, 0] = IGNORE_INDEX
-        loss = engine.forward(Batch(ids, labels, (tokens,) * rows, rows * (tokens - 1)), loss_of)
-        mean = loss.total / loss.items
+        batch = Batch(ids, labels, (tokens,) * rows, rows * (tokens - 1))
+        mean = engine.forward(batch, loss_of, {"label_tokens": batch.label_tokens}).total
         engine.backward(mean)
         engine.step()
         return mean.detach()

@@ -91,7 +91,7 @@ def trained(
     from core.train.model.build import build_model
     from core.train.model.load import load_tokenizer
     from core.train.model.placement import place
-    from core.train.ranks.group import ALONE
+    from core.train.ranks.group import SINGLE_PROCESS
     from core.train.recipe import run
     from core.train.run import Run
     from tests.support.trainer import write_run
@@ -120,7 +120,7 @@ def trained(
     result = json.loads((run_dir / EVENTS_FILE).read_text().splitlines()[-1])["result"]
     settled = RunOrder.model_validate_json(order_file.read_bytes())
     spec = settled.spec
-    assert ALONE.world == 1
+    assert SINGLE_PROCESS.world == 1
     placement = place(spec.resources, spec.training, method_of(spec))
     events = EventWriter(folder / "again.jsonl")
     built = build_model(Run(settled, folder, events), placement, load_tokenizer(model_dir), LENGTH)

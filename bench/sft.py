@@ -56,8 +56,8 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
 
     from bench.trl_peer import Clock, InOrder, config
     from core.spec.run.orders import DataOrder
+    from core.train.base.rng import seed_all
     from core.train.batch import IGNORE_INDEX
-    from core.train.checkpoint.rng import seed_all
     from core.train.data.order import BatchOrder
     from core.train.data.reader import rows_of
     from core.train.data.tokenise import tokenise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -10,8 +9,9 @@ from sqlalchemy.orm import Session
 from api.jobs import plan
 from api.jobs.sizing import estimated_tokens
 from core.errors import Fault
-from core.jobs.admission import lengths, oom_backoff
+from core.jobs.admission import lengths
 from core.plan import advice
+from core.plan.steps import estimated_steps, step_size
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import format_of
 from core.spec.axes.method import Auto, Full, LoRA
@@ -43,8 +43,7 @@ def _steps(session: Session, project_id: str, spec: JobSpec) -> tuple[int | None
         tokens = estimated_tokens(session, project_id, spec) if spec.data.split is None else None
         if tokens is None:
             return None, True
-    step = oom_backoff.micro_batch(spec)[0] * spec.training.gradient_accumulation_steps * spec.resources.gpus
-    return max(1, math.ceil(math.ceil(tokens / step) * spec.training.num_train_epochs)), True
+    return estimated_steps(spec.training, tokens, step_size(spec)), True
 
 
 def _rates(spec: JobSpec, planned: dict[str, Any]) -> list[Fault]:

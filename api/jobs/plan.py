@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from core.jobs.kinds import Kind
 from core.jobs.scheduling.cluster import SlotState
 from core.plan.memory import Item, Plan, plan
 from core.plan.models.shape import Shape
+from core.plan.steps import micro_batch, step_size, steps_for, total_steps
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
 from core.spec.axes.model import GGUFModel, HubModel, LocalModel
@@ -251,7 +251,7 @@ def _items(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _batch(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) -> dict[str, Any]:
-    size, field, _ = oom_backoff.micro_batch(spec)
+    size, field, _ = micro_batch(spec)
     steps_known, why = steps(session, project_id, spec, rows)
     accumulation = spec.training.gradient_accumulation_steps
     return {
@@ -259,14 +259,14 @@ def _batch(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) -
         "field": field,
         "gradient_accumulation_steps": accumulation,
         "ranks": spec.resources.gpus,
-        "per_step": size * accumulation * spec.resources.gpus,
+        "per_step": step_size(spec),
         "steps": steps_known,
         "steps_from": why,
     }
 
 
 def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
-    """Optimizer steps, and where the figure is from or why there is none (core/train/data/order.py counts the same)."""
+    """Optimizer steps, and where the figure is from or why there is none."""
     if spec.training.max_steps is not None:
         return spec.training.max_steps, "training.max_steps"
     if not isinstance(spec.batching, Rows):
@@ -284,10 +284,8 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) ->
         if count is None:
             return None, "its file is not uploaded yet"
         source = "the rows of its file"
-    step = spec.training.per_device_train_batch_size * spec.training.gradient_accumulation_steps * spec.resources.gpus
-    each, epochs = math.ceil(count / step), spec.training.num_train_epochs
-    whole = math.floor(epochs)
-    return whole * each + math.ceil((epochs - whole) * each), source
+    each = steps_for(count, step_size(spec))
+    return total_steps(spec.training.num_train_epochs, None, lambda epoch: each), source
 
 
 def _time(session: Session, project_id: str, spec: JobSpec, rows: RowLengths, slot: Slot) -> dict[str, Any]:
@@ -320,9 +318,8 @@ def _tokens(spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     steps = spec.training.max_steps
     if steps is None:
         return round(rows.epoch_tokens * spec.training.num_train_epochs), "the tokens that a preview has counted"
-    size = spec.training.gradient_accumulation_steps * spec.resources.gpus * oom_backoff.micro_batch(spec)[0]
     each = rows.epoch_tokens / rows.epoch_rows if isinstance(spec.batching, Rows) else 1.0
-    return round(steps * size * each), f"{steps} steps of the mean row that a preview has counted"
+    return round(steps * step_size(spec) * each), f"{steps} steps of the mean row that a preview has counted"
 
 
 def _paces(session: Session, project_id: str, spec: JobSpec, slot: Slot) -> list[float]:

@@ -10,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.db.tables import File
+from core.plan.steps import micro_batches
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
 from core.spec.job import JobSpec
@@ -44,7 +45,6 @@ def sized(session: Session, project_id: str, spec: JobSpec) -> JobSpec:
         return spec
     if spec.training.max_steps is not None or (tokens := estimated_tokens(session, project_id, spec)) is None:
         return spec
-    times = spec.training.gradient_accumulation_steps * spec.resources.gpus
-    wanted = int(tokens * spec.training.num_train_epochs / (times * STEPS)) // LEAST * LEAST
+    wanted = int(tokens * spec.training.num_train_epochs / (micro_batches(spec) * STEPS)) // LEAST * LEAST
     budget = max(LEAST, min(wanted, batching.tokens_per_batch))
     return spec.model_copy(update={"batching": batching.model_copy(update={"tokens_per_batch": budget})})

@@ -4,9 +4,8 @@ loss."""
 
 from __future__ import annotations
 
-import math
-
 from core.errors import Fault
+from core.plan.steps import micro_batch, step_size, warmup_steps
 from core.spec.axes.batching import Rows
 from core.spec.axes.method import Full, Method
 from core.spec.job import JobSpec
@@ -24,9 +23,7 @@ def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Faul
     """Warnings about a run of so many optimizer steps."""
     found, about = [], "about " if estimated else ""
     if total < FEW_STEPS:
-        field = (
-            "training.per_device_train_batch_size" if isinstance(spec.batching, Rows) else "batching.tokens_per_batch"
-        )
+        _, field, _ = micro_batch(spec)
         if spec.training.max_steps is not None and spec.training.max_steps <= total:
             why, out = f"`training.max_steps` is {spec.training.max_steps}", "raise it"
         else:
@@ -40,7 +37,7 @@ def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Faul
                 field if spec.training.max_steps is None else "training.max_steps",
             )
         )
-    warmup = math.ceil(total * spec.schedule.warmup_ratio)
+    warmup = warmup_steps(total, spec.schedule.warmup_ratio)
     if 2 * warmup > total:
         found.append(
             Fault(
@@ -54,10 +51,7 @@ def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Faul
 
 
 def _step(spec: JobSpec) -> str:
-    times = spec.training.gradient_accumulation_steps * spec.resources.gpus
-    if isinstance(spec.batching, Rows):
-        return f"{spec.training.per_device_train_batch_size * times} rows"
-    return f"up to {spec.batching.tokens_per_batch * times} tokens"
+    return f"{step_size(spec)} rows" if isinstance(spec.batching, Rows) else f"up to {step_size(spec)} tokens"
 
 
 def of_rate(method: Method, rate: float | None, where: str) -> Fault | None:

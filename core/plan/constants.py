@@ -50,10 +50,6 @@ def aligned(nbytes: int) -> int:
 
 
 # --- offload ---------------------------------------------------------------------------------------------
-
-OFFLOADED_BYTES = 16
-"""Host memory of a trained parameter whose optimizer state is offloaded, bytes: weight, gradient and AdamW's two
-moments, all in float32."""
 PIECE_BYTES = 32 * MIB
 """Size of each of the two buffers between the device and the host. At 25 GB/s a piece takes 1.3 ms, long beside the
 20 µs that a copy takes to start."""

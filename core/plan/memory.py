@@ -17,7 +17,6 @@ from core.plan.constants import (
     BUCKET_BYTES,
     BUCKETS_IN_FLIGHT,
     INPUTS_IN_FLIGHT,
-    OFFLOADED_BYTES,
     PIECE_BYTES,
     SCRATCH_BYTES,
 )
@@ -25,6 +24,7 @@ from core.plan.device import SLACK_BYTES, Device
 from core.plan.logits import chunked, evaluation_bytes, logits_why, training_bytes
 from core.plan.models.shape import Shape
 from core.plan.models.weights import WeightBytes, weigh
+from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.method import Full, LoRA, QLoRA
@@ -246,14 +246,15 @@ def _beside(held_out: HeldOut, training: Pass, longest: int) -> Pass:
 def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, stream: Decision) -> list[Item]:
     """The items that are on the device for the whole run."""
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
-    optimizer = 0 if offloads else 8 * held.trained + 4 * held.tensors
+    kept = state_of(spec.optimizer)
+    optimizer = 0 if offloads else kept.bytes(held.trained, held.tensors)
     scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
     streams = stream.where != "none"
     return [
         Item("weights", held.stays if streams else held.weights, _weights_why(spec, shape, streams)),
         Item("adapter", held.adapter, "in float32"),
         Item("slots", min(stream.slots, shape.layers) * held.largest, f"{stream.slots} of the largest block"),
-        Item("optimizer", optimizer, "AdamW: two means in float32 and a counter a tensor"),
+        Item("optimizer", optimizer, kept.kept),
         Item("scratch", scratch, "dense copies of packed weights for the moment of a product"),
         Item("slack", SLACK_BYTES[device.kind], "the matrix libraries' buffers, the allocator's gaps"),
     ]
@@ -377,7 +378,9 @@ def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) ->
         yield Item("process", PROCESS_BYTES, "Python, torch, transformers")
     if isinstance(spec.memory.offload_optimizer, HostOffload):
         yield Item(
-            "optimizer", OFFLOADED_BYTES * held.trained, "weights, AdamW's means and the gradient, all in float32"
+            "optimizer",
+            state_of(spec.optimizer).trained * held.trained,
+            "weights, AdamW's means and the gradient, all in float32",
         )
         if not device.one_memory:
             yield Item("staging", 2 * PIECE_BYTES, "gradients and weights on their way")
@@ -395,7 +398,7 @@ def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) ->
 
 
 def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> Iterable[Item]:
-    one = OFFLOADED_BYTES * held.trained
+    one = state_of(spec.optimizer).trained * held.trained
     yield Item(
         "checkpoints",
         one * (spec.checkpoint.keep_last + 1),

@@ -14,8 +14,9 @@ from core.spec.run.exit_codes import EXIT_FAILED
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
+from core.train.base.stop import Stop
 from core.train.entry.arguments import run_folder
-from core.train.entry.fencing import Stop, arm, leave
+from core.train.entry.fencing import arm, leave
 
 
 def main() -> int:

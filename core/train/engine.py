@@ -15,9 +15,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,17 +26,17 @@ from transformers import GenerationConfig
 
 from core.errors import EftError
 from core.spec.axes.optimizer import Optimizer
+from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
-from core.train.checkpoint.rng import capture_rng, restore_rng
-from core.train.logits import label_figures, label_logprobs
-from core.train.loss.head import OutputHead, head_of
-from core.train.loss.linear_cross_entropy import TokenFigures
 from core.train.model.load import count_parameters
 from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
+from core.train.optim.groups import ParameterGroup, decay_groups
 from core.train.optim.optimizers import build_optimizer
-from core.train.optim.updates import OnDevice, Updates
-from core.train.ranks.group import ALONE, Ranks
+from core.train.optim.updates import DeviceUpdates, UpdateStrategy
+from core.train.policy import PolicyModel
+from core.train.ranks.group import SINGLE_PROCESS, ProcessGroup
+from core.train.stage import Loss, LossFunction, Totals
 
 
 class Diverged(EftError):
@@ -46,25 +46,8 @@ class Diverged(EftError):
     status = 422
 
 
+T = TypeVar("T")
 REMEDY = "lower optimizer.learning_rate, raise schedule.warmup_ratio or set training.precision to fp32"
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a stage's loss function answers for a batch."""
-
-    total: Tensor
-    """Scalar with gradient: the sum over all items (for SFT: label tokens), not yet normalised."""
-    items: int
-    """How many items the sum is over."""
-    stats: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-class LossFunction(Protocol):
-    """A stage: batch → loss, given the model in the precision and mode the engine set."""
-
-    def __call__(self, model: nn.Module, batch: Batch, upstream: float = 1.0) -> Loss:
-        """`upstream`: the gradient of the total that the backward is going to bring."""
 
 
 Schedule = Callable[[int], float]
@@ -82,7 +65,7 @@ class Stateful(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     grad_norm: Tensor
-    """Global L2 norm before clipping: a scalar on the device, which nobody has waited for."""
+    """Global L2 norm before clipping: a scalar on the device, not waited for."""
     learning_rate: float
     skipped: bool = False
     """fp16 overflowed: no weight has changed, the norm is no finite number, and the schedule waits."""
@@ -111,8 +94,8 @@ class Engine:
         pad_token_id: int = 0,
         parts: Mapping[str, Stateful] | None = None,
         scaler: LossScaler | None = None,
-        ranks: Ranks = ALONE,
-        updates: Updates | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        updates: UpdateStrategy | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -128,9 +111,10 @@ class Engine:
         """Optimizer steps done."""
         self.micro_steps = 0
         """Backward passes since the last optimizer step."""
-        self.updates: Updates = OnDevice(model) if updates is None else updates
+        self.updates: UpdateStrategy = DeviceUpdates(model) if updates is None else updates
         self._trained = self.updates.parameters
-        self._head: OutputHead | str | None = None
+        self.policy = PolicyModel(model, self.inference, autocast=autocast, scaler=scaler)
+        """The model as stages see it."""
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
@@ -147,17 +131,17 @@ class Engine:
 
     # --- the primitives ------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, loss_function: LossFunction, divisor: float = 1.0) -> Loss:
-        """Loss of a batch, in training mode (dropout draws from the torch generator). `divisor`: what the total is
-        divided by before `backward`; all that it decides is how gradients in 16 bits are rounded."""
+    def forward(self, batch: Batch, loss_function: LossFunction, totals: Totals) -> Loss:
+        """Compute the loss of a batch of a step with these totals, in training mode (dropout draws from the torch
+        generator)."""
+        self.policy.head()
         self.model.train()
         self.updates.before_pass()
-        upstream = (1.0 if self.scaler is None else self.scaler.scale) / divisor
         with self._compute():
-            return loss_function(self.model, batch.to(self.device), upstream)
+            return loss_function(self.policy, batch.to(self.device), totals)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar to those already there. Normalise before: gradients of calls are summed."""
+        """Add the gradients of a scalar to those already there."""
         scaled = loss if self.scaler is None else loss * self.scaler.scale
         scaled.backward()  # type: ignore[no-untyped-call]
         self.micro_steps += 1
@@ -167,14 +151,14 @@ class Engine:
         waited for.
 
         When the gradient, or `watch` (a scalar, such as the loss, the same on all ranks), is not finite, the weights
-        stay as they are, in this step and in all that follow, and `check` raises Diverged from then on. Updates that
-        cannot be skipped on the device by themselves (those of torch's fused optimizers can) are checked here.
+        stay as they are, in this step and in all that follow, and `check` raises Diverged from then on. An update
+        that cannot be skipped on the device by itself (that of torch's fused optimizers can) is checked here.
 
         With a loss scaler the norm is waited for, since an overflow changes what comes next: the step is skipped and
         counts, its rows are not seen again, and the schedule stays where it is (as accelerate does it for
         `transformers.Trainer`).
         """
-        self.updates.gather()
+        self.updates.synchronize()
         self.ranks.sum_gradients(self._trained)
         gradients = [p.grad for p in self._trained.values() if p.grad is not None]
         if self.scaler is not None:
@@ -208,7 +192,7 @@ class Engine:
     def _note(self, sentinel: Tensor) -> None:
         """Let the optimizer skip its update from the first `sentinel` on that is no finite number."""
         self._broken = torch.where((self._broken == 0) & ~sentinel.isfinite(), self.steps + 1, self._broken)
-        if not self.updates.skips(self.optimizer, self._broken):
+        if not self.updates.supports_found_inf(self.optimizer, self._broken):
             self.check()
 
     def check(self) -> None:
@@ -221,7 +205,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients: the accumulation window starts anew."""
-        self.updates.drop(self.optimizer)
+        self.updates.zero_grad(self.optimizer)
         self.micro_steps = 0
 
     @contextmanager
@@ -237,25 +221,15 @@ class Engine:
         finally:
             self.model.train(training)
 
-    def head(self, veto: str | None = None) -> OutputHead | str:
-        """The output head as the chunked loss takes it, or why it is none of those. Found by trying, at the first call;
-        `veto`, which counts then, is a reason not to try."""
-        if self._head is None:
-            with self.inference() as model:
-                self._head = head_of(model) if veto is None else veto
-        return self._head
-
-    def figures(self, batch: Batch) -> TokenFigures:
-        """Loss and rightness of every label under the model, row after row."""
-        head = self.head()
-        with self.inference() as model:
-            return label_figures(model, head, batch.to(self.device))
+    def evaluate(self, batch: Batch, function: Callable[[PolicyModel, Batch], T]) -> T:
+        """Call a function with the model and a batch, without gradients and dropout."""
+        self.policy.head()
+        with self.inference():
+            return function(self.policy, batch.to(self.device))
 
     def logprobs(self, batch: Batch) -> list[Tensor]:
         """Log-probability of every label under the model: one float32 vector a row, of its labelled tokens in order."""
-        head = self.head()
-        with self.inference() as model:
-            values = label_logprobs(model, head, batch.to(self.device))
+        values = self.evaluate(batch, PolicyModel.logprobs)
         return list(torch.split(values, batch.label_counts()))
 
     def generate(
@@ -271,7 +245,7 @@ class Engine:
     ) -> list[list[int]]:
         """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out.
 
-        The model's own generation_config has no say, be it a repetition penalty, a minimum length or forced tokens:
+        The model's own generation_config is ignored, be it a repetition penalty, a minimum length or forced tokens:
         greedy is the most likely token, and nothing but `stop_token_ids` ends an answer before `max_new_tokens`.
         `between` runs after each token and may raise to stop.
         """
@@ -336,9 +310,9 @@ class Engine:
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
     def save_rank(self, folder: Path) -> dict[str, Any]:
-        """What a rank has for itself, into the folder of `save`: random numbers, and the gradients of the unfinished
-        window. What of it is JSON is answered by the first rank, and written by all others."""
-        self.updates.gather()
+        """Write what each rank has for itself into the folder of `save`: random numbers, and the gradients of the
+        unfinished window. The first rank returns its JSON part, all others write it."""
+        self.updates.synchronize()
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         save_file(_flat(gradients), folder / self._own("gradients.safetensors"))
         tensors, numbers = capture_rng()
@@ -353,8 +327,8 @@ class Engine:
         return name if self.ranks.first else f"{stem}-{self.ranks.rank}.{ending}"
 
     def checkpoint_bytes(self) -> int:
-        """What `save` and `save_rank` of all would write now, less some kilobytes of JSON and random numbers."""
-        self.updates.gather()
+        """Bytes that `save` and `save_rank` would write now, without some kilobytes of JSON and random numbers."""
+        self.updates.synchronize()
         gradients = [p.grad for p in self._trained.values() if p.grad is not None] * self.ranks.world
         tensors = [
             *self._weights().values(),
@@ -364,23 +338,25 @@ class Engine:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def save_weights(self, folder: Path) -> None:
-        """Only what `load_weights` takes, into an existing empty folder. Raises Diverged as `save`."""
+        """Write the weights alone, as `load_weights` reads them, into an existing empty folder. Raises Diverged as
+        `save` does."""
         self.check()
-        self.updates.gather()
+        self.updates.synchronize()
         save_file(_flat(self._weights()), folder / "weights.safetensors")
 
-    def hold_together(self) -> None:
-        """RanksDrifted when the ranks do not have the same weights, bit for bit."""
-        self.ranks.hold_together(self._weights())
+    def assert_in_sync(self) -> None:
+        """Raise RanksDiverged when the ranks do not have the same weights, bit for bit."""
+        self.ranks.assert_in_sync(self._weights())
 
     def weight_bytes(self) -> int:
-        """What `save_weights` would write now."""
+        """Bytes that `save_weights` would write now."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights().values())
 
     def load_weights(self, folder: Path) -> None:
-        """The model as `save` or `save_weights` wrote it; all else stays. ValueError when it is of another model."""
+        """Restore the weights that `save` or `save_weights` wrote; all else stays. ValueError when they belong to
+        another model."""
         weights = load_file(folder / "weights.safetensors")
-        self.updates.gather()
+        self.updates.synchronize()
         here = self._weights()
         if weights.keys() != here.keys():
             odd = sorted(weights.keys() ^ here.keys())
@@ -390,7 +366,7 @@ class Engine:
                 if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
                     raise ValueError(f"the checkpoint is of another model: {name} has another shape or dtype")
                 tensor.copy_(weights[name])
-        self.updates.written()
+        self.updates.refresh_weights()
 
     def load(self, folder: Path) -> None:
         """Restore what `save` and this rank's `save_rank` wrote. ValueError when it belongs to another model or
@@ -420,7 +396,8 @@ class Engine:
         restore_rng(load_file(folder / self._own("rng.safetensors")), numbers)  # last: nothing may draw after it
 
     def _load_scaler(self, saved: dict[str, Any] | None) -> float:
-        """What saved gradients must be multiplied by: 1, unless the run goes on in another precision than before."""
+        """Restore the loss scale; the factor that saved gradients must be multiplied by, which is 1 unless the run
+        goes on in another precision than before."""
         if self.scaler is not None and saved is not None:
             self.scaler.load_state_dict(saved)
             return 1.0
@@ -448,15 +425,16 @@ def build_engine(
     pad_token_id: int = 0,
     parts: Mapping[str, Stateful] | None = None,
     scaler: LossScaler | None = None,
-    ranks: Ranks = ALONE,
-    updates: Updates | None = None,
+    ranks: ProcessGroup = SINGLE_PROCESS,
+    updates: UpdateStrategy | None = None,
+    groups: Sequence[ParameterGroup] | None = None,
 ) -> Engine:
     """An engine over all of `model` that requires a gradient, with the optimizer of the spec. The model is built and on
-    `device` (default: the CPU); the rest is as `Engine` takes it."""
-    updates = OnDevice(model) if updates is None else updates
+    `device` (default: the CPU); `groups` are those of its method, the rest is as `Engine` takes it."""
+    updates = DeviceUpdates(model) if updates is None else updates
     return Engine(
         model,
-        build_optimizer(optimizer, updates.parameters, model),
+        build_optimizer(optimizer, decay_groups(model) if groups is None else groups, updates.parameters),
         schedule,
         device=torch.device("cpu") if device is None else device,
         autocast=autocast,

@@ -1,4 +1,4 @@
-"""Whose fault an error is, in the words of core/spec/run/events.py."""
+"""The failure class of an error (core/spec/run), its code and its message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.train.data.helpers import HelperKilled, HelperShort
 from core.train.export.handed_back import ArtifactsDiffer
 from core.train.memory.streaming.block_source import BlocksLost
 from core.train.model.placement import DeviceMissing, DeviceRefused
-from core.train.ranks.group import PeerLost, RanksDrifted
+from core.train.ranks.group import PeerLost, RanksDiverged
 
 _DEVICE_WORDS = ("CUDA error", "HIP error", "cuDNN error", "MIOpen", "NCCL error", "RCCL error")
 _BATCH = "training.per_device_train_batch_size"
@@ -24,7 +24,7 @@ _EVAL_BATCH = "evaluation.per_device_eval_batch_size"
 
 
 def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
-    """The payload of an error event. `phase` is where it happened."""
+    """Make the payload of an error event. `phase`: what the run was doing."""
     if disk_full(error):
         words = error.message if isinstance(error, EftError) else f"no space left: {error}"
         needs = error.needs_bytes if isinstance(error, NoSpace) else None
@@ -47,7 +47,7 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
         )
     if isinstance(error, PeerLost):
         return _event("machine", "rank_lost", f"the ranks lost each other: {error}")
-    if isinstance(error, RanksDrifted):
+    if isinstance(error, RanksDiverged):
         return _event("machine", "ranks_drifted", str(error))
     if isinstance(error, ArtifactsDiffer):
         return _event("machine", "artifacts_differ", str(error))
@@ -63,7 +63,7 @@ def describe(error: BaseException, phase: str = "training") -> dict[str, Any]:
 
 
 def _held(error: BaseException, phase: str) -> dict[str, Any]:
-    """What becomes of it where it is not the box, nor a device, that has no more."""
+    """Change the payload where a limit of this process was reached, not the memory of the box or of a device."""
     words = memory_limit.words()
     if words is None or isinstance(error, torch.OutOfMemoryError):
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, assert_never
 
 from torch import Tensor
@@ -13,14 +14,15 @@ from core.data.ignored import glance
 from core.errors import SpecError
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
+from core.spec.run.orders import DataOrder
+from core.train.base.files import sha256
 from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
+from core.train.data.loaders import RowLoader, Shares, StepLoader
 from core.train.data.order import build_order
-from core.train.data.streaming import StreamFeed
+from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
-from core.train.data.windows import Feed, RowFeed
-from core.train.model.record import data_record
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
 from core.train.run import Run
@@ -42,13 +44,18 @@ class RunData:
     rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use; of a stream max_length."""
-    stream: StreamFeed | None = None
+    stream: StreamLoader | None = None
     """With data.streaming; `train` is its first block then."""
 
     @property
     def first_rows(self) -> list[Tensor]:
         """Ids of the first training rows."""
         return [self.train[row][0] for row in range(min(len(self.train), FIRST_ROWS))]
+
+    @property
+    def completions(self) -> bool:
+        """Whether the labels are completions (or some of them), not all tokens."""
+        return self.options.loss_on != "all"
 
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""
@@ -77,9 +84,9 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     for ignored in glance(order.train):
         run.notice(ignored.code, ignored.message)
     reader = TokenReader(order, tokenizer, progress, partial(run.notice, "token_cache"))
-    stream: StreamFeed | None = None
+    stream: StreamLoader | None = None
     if spec.data.streaming:
-        stream = StreamFeed(
+        stream = StreamLoader(
             order.train,
             spec,
             lambda row_format: renderer_of(spec, row_format, tokenizer),
@@ -111,11 +118,11 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
             )
         held, held_report = _truncated(eval_tokens, limit, policy)
         _tell(held_report, "held-out", limit, policy, run)
-        held_record = data_record(order.eval, eval_tokens.format, held_report)
+        held_record = _record(order.eval, eval_tokens.format, held_report)
         longest = max(longest, held_report.longest)
     if (template := renderer.saved_template()) is not None:
         tokenizer.chat_template = template  # the tuned model is asked as it was trained
-    train_record = data_record(order.train, row_format, report)
+    train_record = _record(order.train, row_format, report)
     if stream is not None:
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
@@ -149,15 +156,31 @@ def _tell(report: DataReport, which: str, limit: int, policy: Truncation, run: R
         run.notice("prompt_boundary", message)
 
 
+def _record(order: DataOrder, row_format: str, report: DataReport) -> dict[str, Any]:
+    """`sha256` of the one file, or `sources` with those of all of them; then what became of the rows."""
+    hashes = [[sha256(Path(path)) for path in source.paths] for source in order.sources]
+    which: dict[str, Any] = {"sha256": hashes[0][0]}
+    if sum(map(len, hashes)) > 1 or order.sources[0].origin:
+        which = {
+            "sources": [
+                source.origin | {"sha256": digests} | ({"weight": source.weight} if source.weight is not None else {})
+                for source, digests in zip(order.sources, hashes, strict=True)
+            ]
+        }
+    if order.split is not None:
+        which |= {"split": order.split.model_dump(mode="json"), "part": order.part}
+    return which | {"format": row_format} | report.as_dict()
+
+
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-def build_feed(run: Run, data: RunData, pad_token_id: int) -> tuple[Feed, int]:
+def build_loader(run: Run, data: RunData, shares: Shares, pad_token_id: int) -> tuple[StepLoader, int]:
     """The batches of this rank, and the number of the run's optimizer steps."""
     training, batching = run.spec.training, run.spec.batching
     if data.stream is not None:
         assert training.max_steps is not None  # the spec sees to it
-        data.stream.pad_token_id = pad_token_id
+        data.stream.shares, data.stream.pad_token_id = shares, pad_token_id
         return data.stream, training.max_steps
     order = build_order(run.spec, data.train.lengths, rank=run.ranks.rank, world=run.ranks.world)
     match batching:
@@ -169,5 +192,5 @@ def build_feed(run: Run, data: RunData, pad_token_id: int) -> tuple[Feed, int]:
                 run.notice("rows_over_budget", message)
         case _ as never:
             assert_never(never)
-    feed = RowFeed(data.train, order, packed=isinstance(batching, Packed), pad_token_id=pad_token_id)
-    return feed, order.total_steps(training.num_train_epochs, training.max_steps)
+    loader = RowLoader(data.train, order, shares, packed=isinstance(batching, Packed), pad_token_id=pad_token_id)
+    return loader, order.total_steps(training.num_train_epochs, training.max_steps)

@@ -1,11 +1,11 @@
-"""The loop of a batch run: windows of micro-steps, figures, evaluations, checkpoints, and leaving when asked."""
+"""The loop of a batch run: steps of micro-steps, figures, evaluations, checkpoints, and leaving when asked."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,16 @@ from torch import Tensor
 from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
 from core.spec.run.folder import CHECKPOINTS
-from core.train.async_metrics import Mark, Readings, mark, seconds_between
 from core.train.base import disk
+from core.train.base.async_metrics import AsyncMetrics, Timestamp, seconds_between, timestamp
+from core.train.base.stop import StopRequested
 from core.train.checkpoint import store
-from core.train.data.windows import Feed
-from core.train.early_stopping import judge, needed
-from core.train.engine import REMEDY, Diverged, Engine, LossFunction
-from core.train.evaluate import Evaluator, Share
-from core.train.run import Run, StopRequested
+from core.train.data.loaders import StepLoader
+from core.train.engine import REMEDY, Diverged, Engine
+from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
+from core.train.evaluation.held_out import Evaluator, Share
+from core.train.run import Run
+from core.train.stage import Stage, Totals
 from core.train.state import TrainerState
 
 PROGRESS_SECONDS = 0.3
@@ -33,32 +35,30 @@ RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Closed:
+class StepRecord:
     """A step that was done, as far as the host knows it before the device answers."""
 
     step: int
-    items: int
-    loss: float
-    """Of the part of the window that an attempt before has done; a sum."""
-    tokens: int
-    slots: int
+    totals: Totals
+    before: Mapping[str, float]
+    """Sums, tokens and slots of the part of the step that an attempt before has done."""
     seconds: float
-    """Of that part, too."""
-    started: Mark
-    ended: Mark
+    """Seconds that this part took."""
+    started: Timestamp
+    ended: Timestamp
     learning_rate: float
     memory_bytes: int
     skipped: bool
     scaling: dict[str, float]
-    """Of a run in fp16: the loss scale from then on, and the steps skipped so far."""
+    """The loss scale of a run in fp16 from then on, and the steps skipped so far."""
 
 
 @dataclass(slots=True)
-class _Part:
-    """What this process has done of the window at hand: of several ranks each has its own part."""
+class PartialStep:
+    """What this process has done of the step at hand: of several ranks each has its own part."""
 
-    loss: Tensor
-    """A sum; float64 on the device. Sums of float32 are exact in it, however a window is cut."""
+    sums: dict[str, Tensor]
+    """Sums of the stage; float64 on the device. Sums of float32 are exact in it, however a step is cut."""
     tokens: int = 0
     slots: int = 0
 
@@ -67,8 +67,8 @@ class _Part:
 class Loop:
     run: Run
     engine: Engine
-    loss_function: LossFunction
-    feed: Feed
+    stage: Stage
+    loader: StepLoader
     total_steps: int
     evaluator: Evaluator | None
     """May raise StopRequested; None with NoEvaluation."""
@@ -77,10 +77,10 @@ class Loop:
     _told_skip: bool = field(default=False, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
-    _readings: Readings[_Closed] = field(init=False)
+    _metrics: AsyncMetrics[StepRecord] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._readings = Readings(self.engine.device)
+        self._metrics = AsyncMetrics(self.engine.device)
 
     @property
     def evaluation(self) -> HeldOut | NoEvaluation:
@@ -120,32 +120,39 @@ class Loop:
 
     @property
     def _asked(self) -> bool:
-        """Whether one rank at least was asked to leave: all of them leave at the same micro-step."""
-        return self.engine.ranks.any(self.run.stop.requested)
+        """Whether at least one rank was asked to stop: all of them leave at the same micro-step."""
+        return self.engine.ranks.any_rank(self.run.stop.requested)
+
+    @property
+    def _early_stopping(self) -> EarlyStoppingState:
+        return early_stopping(self.state.evaluations, self.evaluation, self.stage)
 
     @property
     def stopped_early(self) -> bool:
-        return self.engine.steps < self.total_steps and judge(self.state.evaluations, self.evaluation).stop
+        return (
+            self.engine.steps < self.total_steps
+            and early_stopping(self.state.evaluations, self.evaluation, self.stage).stop
+        )
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
         self._settle()
         engine, ranks, root = self.engine, self.engine.ranks, self.run.folder / CHECKPOINTS
-        engine.hold_together()
+        engine.assert_in_sync()
         if ranks.first:
             self._save(root)
         else:
-            engine.save_rank(Path(ranks.share("")))
+            engine.save_rank(Path(ranks.broadcast("")))
             ranks.barrier()
-        ranks.barrier()  # whoever leaves now leaves a whole checkpoint behind
+        ranks.barrier()  # a rank that leaves now leaves a whole checkpoint behind
 
     def _save(self, root: Path) -> None:
-        """The first rank's part; the others put theirs into the same folder before it is sealed."""
+        """Write the first rank's part; the others put theirs into the same folder before it is sealed."""
         engine, ranks = self.engine, self.engine.ranks
 
         def fill(aside: Path) -> None:
-            ranks.share(str(aside))
+            ranks.broadcast(str(aside))
             engine.save(aside)
             ranks.barrier()
 
@@ -153,7 +160,7 @@ class Loop:
         store.prune(root, self.run.spec.checkpoint.keep_last)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
-            store.prune_best(root, needed(self.state.evaluations, self.evaluation, kept))
+            store.prune_best(root, needed(self.state.evaluations, self.evaluation, self.stage, kept))
         self.run.events.write(
             "checkpoint", step=engine.steps, micro_step=engine.micro_steps, path=f"{CHECKPOINTS}/{path.name}"
         )
@@ -170,38 +177,39 @@ class Loop:
     # --- one optimizer step --------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """All micro-steps of a window that are still to be done, and the update.
+        """All micro-steps of a step that are still to be done, and the update.
 
-        Every micro-batch's summed loss is divided by the label tokens of the whole window, so that the update does not
-        depend on how the window is cut.
+        The loss of every micro-batch is divided by the totals of the whole step, so that the update does not depend on
+        how the step is cut.
         """
         engine, state = self.engine, self.state
-        window = self.feed.window(engine.steps)
-        items, started = window.label_tokens, mark(engine.device)
-        part = _Part(torch.zeros((), dtype=torch.float64, device=engine.device))
-        for batch_of in window.batches[engine.micro_steps :]:
+        work = self.loader.batches(engine.steps)
+        started = timestamp(engine.device)
+        part = PartialStep({"loss": torch.zeros((), dtype=torch.float64, device=engine.device)})
+        for batch_of in work.batches[engine.micro_steps :]:
             if self._asked:
                 self._leave(part, started)
             self.run.events.alive()
             batch = batch_of()
-            loss = engine.forward(batch, self.loss_function, items)
-            engine.backward(loss.total / items)
-            part.loss = part.loss + loss.total.detach().double()
+            loss = engine.forward(batch, self.stage.loss, work.totals)
+            engine.backward(loss.total)
+            for name, value in loss.sums.items():
+                part.sums[name] = part.sums[name] + value if name in part.sums else value
             part.tokens += batch.tokens if batch.label_tokens else 0  # a rank without rows computes on some others'
             part.slots += batch.slots
         if self._asked:
             self._leave(part, started)
         figures = self._figures(part)
         result = engine.step(watch=figures["loss"] + state.window_loss)
-        closed = _Closed(
+        closed = StepRecord(
             step=engine.steps,
-            items=items,
-            loss=state.window_loss,
-            tokens=state.window_tokens,
-            slots=state.window_slots,
+            totals=work.totals,
+            before=state.window_sums
+            | {"loss": state.window_loss}
+            | {"tokens": state.window_tokens, "slots": state.window_slots},
             seconds=state.window_seconds,
             started=started,
-            ended=mark(engine.device),
+            ended=timestamp(engine.device),
             learning_rate=result.learning_rate,
             memory_bytes=memory_bytes(engine.device),
             skipped=result.skipped,
@@ -210,52 +218,56 @@ class Loop:
             else {"loss_scale": engine.scaler.scale, "skipped_steps": float(engine.scaler.skipped)},
         )
         state.drop_window()
-        self._readings.put(closed, figures | {"grad_norm": result.grad_norm})
-        for about, told in self._readings.ready():
+        self._metrics.put(closed, figures | {"grad_norm": result.grad_norm})
+        for about, told in self._metrics.ready():
             self._tell(about, told)
 
-    def _figures(self, part: _Part) -> dict[str, Tensor]:
-        """What the ranks have done of a window, as one sum on the device; and the memory of each of several."""
+    def _figures(self, part: PartialStep) -> dict[str, Tensor]:
+        """Sum what the ranks have done of a step, on the device; with several ranks, the memory of each too."""
         ranks, device = self.engine.ranks, self.engine.device
         if ranks.world == 1:
             self.state.window_tokens += part.tokens
             self.state.window_slots += part.slots
-            return {"loss": part.loss}
+            return part.sums
         memory = [0.0] * ranks.world
         memory[ranks.rank] = float(memory_bytes(device))
         host = torch.tensor([part.tokens, part.slots, *memory], dtype=torch.float64).to(device)
-        names = ["loss", "tokens", "slots", *(f"memory_bytes_rank_{rank}" for rank in range(ranks.world))]
-        total = ranks.sum(torch.cat([part.loss.reshape(1), host]))
+        names = [*part.sums, "tokens", "slots", *(f"memory_bytes_rank_{rank}" for rank in range(ranks.world))]
+        total = ranks.all_reduce(torch.cat([torch.stack(list(part.sums.values())), host]))
         return dict(zip(names, total.unbind(), strict=True))
 
-    def _leave(self, part: _Part, started: Mark) -> NoReturn:
-        """StopRequested, with the figures of the unfinished window in the state."""
+    def _leave(self, part: PartialStep, started: Timestamp) -> NoReturn:
+        """Raise StopRequested, with the figures of the unfinished step in the state."""
         self._settle()
-        figures = self._figures(part)
-        loss = float(figures["loss"])
+        state, figures = self.state, {name: float(value) for name, value in self._figures(part).items()}
         if self.engine.scaler is None:
-            _finite(loss, "loss", self.engine.steps + 1)
-        self.state.window_loss += loss
+            _finite(figures["loss"], "loss", self.engine.steps + 1)
+        state.window_loss += figures["loss"]
+        for name in part.sums.keys() - {"loss"}:
+            state.window_sums[name] = state.window_sums.get(name, 0.0) + figures[name]
         if self.engine.ranks.world > 1:
-            self.state.window_tokens += int(figures["tokens"])
-            self.state.window_slots += int(figures["slots"])
-        self.state.window_seconds += seconds_between(started, mark(self.engine.device))
+            state.window_tokens += int(figures["tokens"])
+            state.window_slots += int(figures["slots"])
+        state.window_seconds += seconds_between(started, timestamp(self.engine.device))
         raise StopRequested
 
     def _settle(self) -> None:
-        """Tell of every step that was done: before anything is written or decided that rests on them."""
-        for about, figures in self._readings.all():
+        """Report every step that was done, before anything is written or decided that rests on it."""
+        for about, figures in self._metrics.all():
             self._tell(about, figures)
 
-    def _tell(self, closed: _Closed, figures: dict[str, float]) -> None:
-        """Diverged, if the step was none; whatever was queued behind it has changed no weight (`Engine.step`)."""
+    def _tell(self, closed: StepRecord, figures: dict[str, float]) -> None:
+        """Report a step. Raises Diverged if its figures are not finite; steps queued behind it have changed no weight
+        (`Engine.step`)."""
         state = self.state
-        loss = (closed.loss + figures["loss"]) / closed.items
+        sums = {name: closed.before.get(name, 0.0) + figures.get(name, 0.0) for name in {**figures, **closed.before}}
+        found = self.stage.figures(sums, closed.totals)
+        loss = found["loss"]
         lost = closed.skipped and not math.isfinite(loss)
-        told = {} if lost else {"loss": _finite(loss, "loss", closed.step)}  # first: a gradient breaks by its loss
+        told = {} if lost else found | {"loss": _finite(loss, "loss", closed.step)}  # first: a gradient breaks by it
         norm = {} if closed.skipped else {"grad_norm": _finite(figures["grad_norm"], "gradient", closed.step)}
         seconds = closed.seconds + seconds_between(closed.started, closed.ended)
-        tokens, slots = (getattr(closed, name) + figures.get(name, 0.0) for name in ("tokens", "slots"))
+        tokens, slots = sums["tokens"], sums["slots"]
         memory = {name: figure for name, figure in figures.items() if name.startswith("memory_bytes")}
         values = {
             **told,
@@ -266,7 +278,7 @@ class Loop:
             "padding_share": 1.0 - tokens / slots,
             "memory_bytes": max(memory.values(), default=float(closed.memory_bytes)),
             **memory,
-            "epoch": self.feed.epochs_after(closed.step),
+            "epoch": self.loader.epochs_after(closed.step),
         }
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
         state.loss_sum += 0.0 if lost else loss
@@ -279,8 +291,8 @@ class Loop:
             self._tell_skip(closed)
         self._tell_progress(closed.step)
 
-    def _tell_skip(self, closed: _Closed) -> None:
-        """The first one of an attempt; the figures tell of all."""
+    def _tell_skip(self, closed: StepRecord) -> None:
+        """Report the first skipped step of an attempt; the metrics have all of them."""
         if self._told_skip:
             return
         self._told_skip = True
@@ -301,7 +313,7 @@ class Loop:
             "progress",
             step=step,
             total_steps=self.total_steps,
-            epoch=self.feed.epochs_after(step),
+            epoch=self.loader.epochs_after(step),
             seconds_left=round(seconds_left, 1),
         )
 
@@ -334,7 +346,7 @@ class Loop:
         share: Share | None = None
         with suppress(StopRequested):
             share = self.evaluator.share()
-        if self.engine.ranks.any(share is None):
+        if self.engine.ranks.any_rank(share is None):
             raise StopRequested
         assert share is not None
         values, samples = self.evaluator.together(share)
@@ -349,12 +361,12 @@ class Loop:
             self.run.phase("training")
 
     def _keep_best(self) -> None:
-        """The weights of the best evaluation so far, as long as they could still be wanted. Older ones go when no
-        checkpoint would know them as the best any more (`save`)."""
+        """Write the weights of the best evaluation so far. Older ones go when no checkpoint would have them as the best
+        any more (`save`)."""
         engine = self.engine
         if isinstance(self.evaluation, NoEvaluation) or not self.evaluation.load_best_model_at_end:
             return
-        best = judge(self.state.evaluations, self.evaluation).best
+        best = self._early_stopping.best
         if best is not None and best["step"] == engine.steps < self.total_steps and engine.ranks.first:
             name = best_name(engine.steps)
             if (left := self.run.folder / CHECKPOINTS / name).exists():  # by a process that died before its checkpoint
@@ -364,7 +376,10 @@ class Loop:
     def _tell_end(self) -> None:
         if isinstance(self.evaluation, NoEvaluation) or not self.stopped_early:
             return
-        verdict, metric = judge(self.state.evaluations, self.evaluation), self.evaluation.metric_for_best_model
+        verdict, metric = (
+            early_stopping(self.state.evaluations, self.evaluation, self.stage),
+            self.evaluation.metric_for_best_model,
+        )
         assert verdict.best is not None
         best, step = verdict.best[metric], verdict.best["step"]
         message = (
@@ -375,7 +390,7 @@ class Loop:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on a GPU; on a CPU the resident set of this process now."""
+    """Peak bytes allocated on a GPU; on a CPU the resident set of this process now, bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -15,13 +15,9 @@ from core.spec.job import JobSpec
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
-from core.train.entry.fencing import Stop
-from core.train.ranks.env import Seat
-from core.train.ranks.group import ALONE, Ranks
-
-
-class StopRequested(Exception):
-    """SIGTERM was seen at a place where the run can be left."""
+from core.train.base.stop import Stop, StopRequested
+from core.train.ranks.env import RankEnv
+from core.train.ranks.group import SINGLE_PROCESS, ProcessGroup
 
 
 @dataclass
@@ -32,9 +28,9 @@ class Run:
     folder: Path
     events: EventWriter
     stop: Stop = field(default_factory=Stop)
-    seat: Seat | None = None
+    rank_env: RankEnv | None = None
     """Rank of this process; None where the run has one rank."""
-    ranks: Ranks = ALONE
+    ranks: ProcessGroup = SINGLE_PROCESS
     """All ranks of the run, once they have met (core/train/model/compute.py)."""
     _at_end: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 

@@ -16,7 +16,7 @@ from core.spec.axes.optimizer import AdamW
 from core.train.batch import Batch
 from core.train.engine import Engine, build_engine
 from core.train.memory.offload.optimizer import OptimizerOffload
-from core.train.stages.sft import sft_loss
+from tests.support.losses import summed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and the allocator are a GPU's")
 BLOCKS = 12
@@ -52,7 +52,7 @@ def window(one: Engine, number: int) -> list[float]:
     for micro in range(2):
         here = batch(2 * number + micro)
         with sdpa_kernel(SDPBackend.MATH):  # the others' backward adds up in no fixed order
-            loss = one.forward(here, sft_loss)
+            loss = summed(one, here)
             one.backward(loss.total / here.label_tokens / 2)
         losses.append(loss.total.item())
     return losses
@@ -70,13 +70,13 @@ def test_gradients_are_the_residents_and_weights_are_after_a_step_but_for_roundi
 ) -> None:
     resident, offloaded = engine(device, False, autocast), engine(device, True, autocast, pinned)
     assert window(resident, 0) == window(offloaded, 0)
-    offloaded.updates.gather()
+    offloaded.updates.synchronize()
     for name, master in offloaded.trained_parameters.items():
         assert master.grad is not None and torch.equal(master.grad, resident.trained_parameters[name].grad.cpu()), name
     assert all(p.grad is None for p in offloaded.model.parameters())
     norms = [float(each.step().grad_norm) for each in (resident, offloaded)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    offloaded.updates.gather()
+    offloaded.updates.synchronize()
     shown = dict(offloaded.model.named_parameters())
     for name, master in offloaded.trained_parameters.items():
         wanted = resident.trained_parameters[name].detach().cpu()
@@ -101,7 +101,7 @@ def test_the_allocators_peak_is_weights_one_blocks_gradients_and_activations(dev
             window(here, number)
             if off:  # a resident step would add AdamW's state: it may have all of that for itself
                 here.step()
-        here.updates.gather()
+        here.updates.synchronize()
         torch.cuda.synchronize(device)
         peaks[off] = torch.cuda.max_memory_allocated(device) - before
         if off:
@@ -124,7 +124,7 @@ def test_the_update_runs_beside_the_next_forward(device: torch.device) -> None:
     assert isinstance(held, OptimizerOffload) and len(held.units) == BLOCKS + 2
     window(here, 0)
     here.step()
-    here.updates.gather()  # the optimizer's state is made in the first step
+    here.updates.synchronize()  # the optimizer's state is made in the first step
     window(here, 1)
     undone: list[bool] = []
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_in_mid_window_is_gone_on_with_to_the_bit(device: torch.dev
     for each in (whole, again):
         each.step()
         window(each, 2)
-        each.updates.gather()
+        each.updates.synchronize()
     for name, master in whole.trained_parameters.items():
         other = again.trained_parameters[name]
         assert torch.equal(master, other) and torch.equal(master.grad, other.grad), name  # type: ignore[arg-type]

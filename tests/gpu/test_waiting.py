@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.async_metrics import Readings, mark, seconds_between
+from core.train.base.async_metrics import AsyncMetrics, seconds_between, timestamp
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, write_rows, write_run
 from tests.support.waiting import Watching
@@ -48,9 +48,9 @@ def test_no_step_waits_for_the_device(
 
 
 def test_figures_come_in_order_and_no_further_behind_than_agreed(device: torch.device) -> None:
-    readings, told = Readings[int](device, behind=1), list[tuple[int, dict[str, float]]]()
+    readings, told = AsyncMetrics[int](device, behind=1), list[tuple[int, dict[str, float]]]()
     busy = torch.randn(2048, 2048, device=device)
-    began = mark(device)
+    began = timestamp(device)
     for step in range(5):
         for _ in range(20):
             busy = busy @ busy * 1e-3
@@ -59,4 +59,4 @@ def test_figures_come_in_order_and_no_further_behind_than_agreed(device: torch.d
         assert len(told) >= step
     told += readings.all()
     assert [about for about, _ in told] == [0, 1, 2, 3, 4] == [values["step"] for _, values in told]
-    assert 0 < seconds_between(began, mark(device)) < 600
+    assert 0 < seconds_between(began, timestamp(device)) < 600

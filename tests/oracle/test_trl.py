@@ -24,8 +24,8 @@ from trl import SFTConfig, SFTTrainer
 
 from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.run.orders import DataOrder
+from core.train.base.rng import seed_all
 from core.train.batch import IGNORE_INDEX
-from core.train.checkpoint.rng import seed_all
 from core.train.data.order import BatchOrder
 from core.train.data.reader import rows_of
 from core.train.data.tokenise import tokenise

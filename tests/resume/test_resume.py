@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.base.stop import Stop
 from core.train.checkpoint import store
-from core.train.entry.fencing import Stop
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, start, wait_until, weights, write_rows, write_run
 

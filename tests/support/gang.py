@@ -1,8 +1,8 @@
 """Runs of several ranks, one after another in the same processes: `torchrun … -m tests.support.gang RUN_DIR…`.
 
 Starting a rank is seconds, and the runs of tests are less. The first run is begun as `-m core.train.ranks RUN_DIR`
-would begin it, the others go on from `run` with the seat that a launcher would have given. `RUN_DIR@RANK:PLACE` asks
-one rank alone to leave, at the n-th place in training where it looks whether it should.
+would begin it, the others go on from `run` with the environment that a launcher would have given.
+`RUN_DIR@RANK:PLACE` asks one rank alone to leave, at the n-th place in training where it looks whether it should.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from core.train.entry.fencing import Stop
+from core.train.base.stop import Stop
 from core.train.ranks import __main__ as rank_main
-from core.train.ranks.env import Seat
+from core.train.ranks.env import RankEnv
 
 CODES = "codes.json"
 """In the first run's folder: the exit code of every run, as rank 0 had it. Other ranks: `codes-1.json` and so on."""
@@ -44,7 +44,7 @@ class AskedAt(Stop):
 
 def main() -> None:
     first, *more = sys.argv[1:]
-    seat = Seat.mine()
+    rank_env = RankEnv.from_environ()
     sys.argv = [rank_main.__file__, first]
     codes = [rank_main.main()]
     import torch.distributed as dist
@@ -55,11 +55,11 @@ def main() -> None:
         folder, _, asked = argument.partition("@")
         rank, _, place = asked.partition(":")
         run_dir = Path(folder)
-        stop = AskedAt(int(place), run_dir, seat.rank) if asked and int(rank) == seat.rank else Stop()
-        codes.append(run(run_dir, stop, replace(seat, folder=run_dir)))
+        stop = AskedAt(int(place), run_dir, rank_env.rank) if asked and int(rank) == rank_env.rank else Stop()
+        codes.append(run(run_dir, stop, replace(rank_env, folder=run_dir)))
         if dist.is_initialized():  # one that left early would have ended its process
             dist.destroy_process_group()
-    name = CODES if seat.rank == 0 else f"codes-{seat.rank}.json"
+    name = CODES if rank_env.rank == 0 else f"codes-{rank_env.rank}.json"
     (Path(first) / name).write_text(json.dumps(codes))
     sys.stdout.flush()
     os._exit(0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.train.entry.fencing import Stop
+from core.train.base.stop import Stop
 from tests.support.trainer import events
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")

@@ -19,7 +19,7 @@ from core.plan.constants import INPUTS_IN_FLIGHT
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
-from core.train.entry.fencing import Stop
+from core.train.base.stop import Stop
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
@@ -384,7 +384,10 @@ def test_jobs_hand_back_the_same_however_they_keep_activations(tiny_dir: Path, t
         {"kept": "inputs", "where": "host", "pinned": False},
         {"kept": "selected", "where": "device"},
     ]
-    notices = [[e["code"] for e in events(each, "notice")] for each in (plain, first, second)]
+    notices = [
+        [e["code"] for e in events(each, "notice") if e["code"] not in ("few_steps", "long_warmup")]
+        for each in (plain, first, second)
+    ]
     assert notices == [[], ["activation_offloading"], []]
 
 

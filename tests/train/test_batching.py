@@ -17,23 +17,26 @@ from core.plan.compatibility import cells, check, values_of
 from core.spec.axes.optimizer import AdamW
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
+from core.train import policy
 from core.train.attention.probe import prepare_packing
 from core.train.base.events import EventWriter
 from core.train.batch import IGNORE_INDEX
 from core.train.data.dataset import TokenDataset
+from core.train.data.loaders import RowLoader
 from core.train.data.order import BatchOrder, GroupedOrder, PackedOrder, TokenOrder
 from core.train.data.packing import best_fit, spread
 from core.train.data.truncate import truncate
-from core.train.data.windows import RowFeed
 from core.train.engine import build_engine
-from core.train.feed import build_feed, read_data
-from core.train.loss.head import head_of
+from core.train.feed import build_loader, read_data
 from core.train.model.load import load_model, load_tokenizer
 from core.train.run import Run
-from core.train.stages.sft import chunked_sft_loss, sft_loss
+from core.train.stages.sft import SupervisedFineTuning
+from tests.support.losses import by_kernels, summed
 from tests.support.trainer import pairs, write_rows, write_run
 
 KINDS = ("rows", "grouped", "tokens", "packed")
+
+SHARES = SupervisedFineTuning().shares
 
 
 def make(kind: str, lengths: list[int], batch: int, accumulation: int, seed: int, rank: int = 0, world: int = 1) -> Any:
@@ -280,22 +283,24 @@ def test_every_cell_of_the_table_that_is_allowed_makes_batches(
     order = RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes())
     assert check(order.spec) == () and values_of(order.spec).items() >= cell.items()
     here = Run(order, folder, EventWriter(folder / "events.jsonl"))
-    feed, steps = build_feed(here, read_data(here, load_tokenizer(tiny_dir)), 0)
+    loader, steps = build_loader(here, read_data(here, load_tokenizer(tiny_dir)), SHARES, 0)
     assert steps == 3
     for step in range(steps):
-        window = feed.window(step)
+        window = loader.batches(step)
         made = [make_batch() for make_batch in window.batches]
-        assert sum(batch.label_tokens for batch in made) == window.label_tokens > 0
+        assert sum(batch.label_tokens for batch in made) == window.totals["label_tokens"] > 0
         assert all(batch.packed == (cell["batching"] == "packed") for batch in made)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_empty_batch_is_a_pass_that_teaches_nothing(packed: bool, tiny_dir: Path) -> None:
+def test_an_empty_batch_is_a_pass_that_teaches_nothing(
+    packed: bool, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a rank computes that has no rows: a loss of 0, gradients of 0, and every parameter has its part in it."""
     dataset = token_rows(5, 4, prompt=1)
     orders = [make("rows", dataset.lengths, 1, 1, 0, rank, 4) for rank in range(4)]
-    windows = [RowFeed(dataset, order, packed=packed, pad_token_id=0).window(0) for order in orders]
-    assert {window.label_tokens for window in windows} == {7}
+    windows = [RowLoader(dataset, order, SHARES, packed=packed, pad_token_id=0).batches(0) for order in orders]
+    assert [window.totals for window in windows] == [{"label_tokens": 7}] * 4
     assert [len(window.batches) for window in windows] == [1] * 4
     batches = [make_batch() for window in windows for make_batch in window.batches]
     assert sorted(batch.label_tokens for batch in batches) == [0, 0, 3, 4]
@@ -304,13 +309,11 @@ def test_an_empty_batch_is_a_pass_that_teaches_nothing(packed: bool, tiny_dir: P
     if packed:
         prepare_packing(engine)
     (blank, *_) = [batch for batch in batches if batch.label_tokens == 0]
-    with engine.inference() as evaluated:
-        head = head_of(evaluated)
-    assert not isinstance(head, str)
-    for loss_function in (sft_loss, chunked_sft_loss(head)):
-        loss = engine.forward(blank, loss_function)
-        assert loss.total.item() == 0.0 and loss.items == 0
-        engine.backward(loss.total / windows[0].label_tokens)
+    monkeypatch.setattr(policy, "WHOLE_LOGITS_BYTES", -1)  # the chunked form, although the head is trained
+    for loss_of in (summed, by_kernels):
+        loss = loss_of(engine, blank)
+        assert loss.total.item() == 0.0
+        engine.backward(loss.total / windows[0].totals["label_tokens"])
         gradients = [parameter.grad for parameter in model.parameters()]
         assert all(gradient is not None and not gradient.any() for gradient in gradients)
         engine.optimizer.zero_grad()

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW
+from core.train import policy
 from core.train.batch import IGNORE_INDEX, Batch
 from core.train.engine import Engine, build_engine
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
-from core.train.stages import sft
 
 VOCABULARY = 258
 
@@ -42,15 +42,15 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The forms that were computed, in order."""
     found: list[str] = []
     for name in ("label_logits", "linear_cross_entropy"):
-        real = getattr(sft, name)
-        monkeypatch.setattr(sft, name, lambda *a, name=name, real=real, **k: (found.append(name), real(*a, **k))[1])
+        real = getattr(policy, name)
+        monkeypatch.setattr(policy, name, lambda *a, name=name, real=real, **k: (found.append(name), real(*a, **k))[1])
     return found
 
 
 def test_a_frozen_head_always_takes_the_chunked_form(tiny_dir: Path, taken: list[str]) -> None:
-    loss, record = sft.choose_sft_loss(engine(tiny_dir))
-    assert record == {"kernel": "chunked", "backend": "portable"}  # the C kernels are for bfloat16
-    loss(engine(tiny_dir).model, batch(3))
+    here = engine(tiny_dir).policy
+    assert here.about()["loss"] == {"kernel": "chunked", "backend": "portable"}  # the C kernels are for bfloat16
+    here.cross_entropy(batch(3))
     assert taken == ["linear_cross_entropy"]
 
 
@@ -59,17 +59,17 @@ def test_a_trained_head_takes_it_for_large_batches_with_the_same_result(
 ) -> None:
     """Stated tolerance: 1e-5, float32. At the bound whole logits, one label token above it chunks."""
     here = engine(tiny_dir, None)
-    _, record = sft.choose_sft_loss(here)
+    record = here.policy.about()["loss"]
     bound = 2**28 // (4 * VOCABULARY)
     assert record == {"kernel": "by size", "backend": "portable", "chunked_above_tokens": bound}
     results: list[list[Tensor]] = []
     for bound, wanted in ((9, "label_logits"), (8, "linear_cross_entropy")):
-        monkeypatch.setattr(sft, "WHOLE_LOGITS_BYTES", bound * VOCABULARY * 4)
-        loss, record = sft.choose_sft_loss(here)
+        monkeypatch.setattr(policy, "WHOLE_LOGITS_BYTES", bound * VOCABULARY * 4)
+        record = here.policy.about()["loss"]
         assert record["chunked_above_tokens"] == bound
         taken.clear()
         here.zero_grad()
-        total = loss(here.model, batch(9)).total
+        total = here.policy.cross_entropy(batch(9))
         total.backward()  # type: ignore[no-untyped-call]
         assert taken == [wanted]
         results.append([total.detach(), *(p.grad.clone() for p in here.model.parameters() if p.grad is not None)])
@@ -80,10 +80,9 @@ def test_a_trained_head_takes_it_for_large_batches_with_the_same_result(
 def test_a_head_of_another_kind_takes_the_models_logits_and_the_record_says_why(
     tiny_dir: Path, taken: list[str]
 ) -> None:
-    adapted = engine(tiny_dir, ["q_proj", "lm_head"])
-    loss, record = sft.choose_sft_loss(adapted)
-    assert record == {"kernel": "logits", "reason": "the output head has an adapter"}
-    loss(adapted.model, batch(3))
+    adapted = engine(tiny_dir, ["q_proj", "lm_head"]).policy
+    assert adapted.about()["loss"] == {"kernel": "logits", "reason": "the output head has an adapter"}
+    adapted.cross_entropy(batch(3))
     assert taken == ["label_logits"]
 
 
@@ -92,6 +91,6 @@ def test_a_trained_bias_of_the_head_takes_the_models_logits(tiny_dir: Path) -> N
     here = engine(tiny_dir, None)
     head: Any = here.model.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    assert sft.choose_sft_loss(here)[1] == {"kernel": "logits", "reason": "the output head's bias is trained"}
+    assert here.policy.about()["loss"] == {"kernel": "logits", "reason": "the output head's bias is trained"}
     head.bias.requires_grad_(False)
-    assert sft.choose_sft_loss(here)[1]["kernel"] == "by size"
+    assert here.policy.about()["loss"]["kernel"] == "by size"

@@ -14,17 +14,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
+from core.train.base.rng import seed_all
 from core.train.batch import IGNORE_INDEX, Batch
-from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine, build_engine
-from core.train.evaluate import evaluate
+from core.train.evaluation.held_out import evaluate
 from core.train.logits import label_logits
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
-from core.train.optim.optimizers import without_decay
+from core.train.optim.groups import without_decay
 from core.train.optim.schedules import build_schedule
-from core.train.stages.sft import sft_loss
+from core.train.stages.sft import SupervisedFineTuning
+from tests.support.losses import summed
 
 CPU = torch.device("cpu")
 LORA = LoRA(r=4, lora_alpha=8, lora_dropout=0.0)
@@ -74,7 +75,7 @@ def train(engine: Engine, windows: list[list[Batch]]) -> list[float]:
         items = sum(part.label_tokens for part in window)
         loss_sum = 0.0
         for part in window:
-            loss = engine.forward(part, sft_loss)
+            loss = summed(engine, part)
             engine.backward(loss.total / items)
             loss_sum += float(loss.total.detach())
         engine.step()
@@ -106,10 +107,10 @@ def test_activation_checkpointing_changes_no_bit(tiny_dir: Path) -> None:
 
 def test_the_head_on_label_positions_gives_the_loss_of_the_whole_model(tiny_dir: Path) -> None:
     engine, rows = make(tiny_dir), batch(5)
-    ours = engine.forward(rows, sft_loss)
+    ours = summed(engine, rows)
     mask = torch.arange(rows.input_ids.shape[1])[None, :] < torch.tensor(rows.lengths)[:, None]
     theirs = engine.model(input_ids=rows.input_ids, attention_mask=mask.long(), labels=rows.labels).loss
-    torch.testing.assert_close(ours.total / ours.items, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.total / rows.label_tokens, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_schedule_scales_every_group_and_decay_spares_norms(tiny_dir: Path) -> None:
@@ -157,7 +158,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before(tiny_dir: Path) 
     engine.schedule = lambda step: 1.0
     engine._base_learning_rates = [1.0]
     before = {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
-    engine.backward(engine.forward(rows, sft_loss).total)
+    engine.backward(summed(engine, rows).total)
     assert engine.step().grad_norm > 1.0
     moved = torch.stack([(p.detach() - before[name]).norm() for name, p in engine.trained_parameters.items()]).norm()
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
@@ -170,7 +171,7 @@ def test_from_the_first_broken_step_on_nothing_changes(tiny_dir: Path, tmp_path:
     for each in (engine, calm):
         train(each, [[batch(2)], [batch(2, 1)]])
     factor = float("nan") if broken == "gradient" else 1.0
-    loss = engine.forward(batch(2), sft_loss)
+    loss = summed(engine, batch(2))
     engine.backward(loss.total * factor)
     engine.step(watch=loss.total / (0.0 if broken == "loss" else 1.0))
     train(engine, [[batch(2, 3)]])
@@ -194,7 +195,7 @@ def test_an_optimizer_that_cannot_skip_is_asked_at_once(tiny_dir: Path) -> None:
     engine = make(tiny_dir)
     engine.optimizer = torch.optim.SGD(engine.trained_parameters.values(), lr=1.0)
     before = {name: p.detach().clone() for name, p in engine.trained_parameters.items()}
-    engine.backward(engine.forward(batch(2), sft_loss).total * float("inf"))
+    engine.backward(summed(engine, batch(2)).total * float("inf"))
     with pytest.raises(Diverged, match="at step 1"):
         engine.step()
     assert all(torch.equal(p, before[name]) for name, p in engine.trained_parameters.items())
@@ -204,7 +205,7 @@ def test_logprobs_are_those_of_the_labels(tiny_dir: Path) -> None:
     engine, rows = make(tiny_dir), batch(3)
     values = engine.logprobs(rows)
     assert [len(v) for v in values] == [(row != IGNORE_INDEX).sum() for row in rows.labels]
-    loss = engine.forward(rows, sft_loss)
+    loss = summed(engine, rows)
     torch.testing.assert_close(-torch.cat(values).sum(), loss.total.detach(), rtol=1e-5, atol=1e-4)
 
 
@@ -262,7 +263,7 @@ def test_looking_does_not_disturb(tiny_dir: Path) -> None:
     got = []
     seed_all(5)
     for seed in range(4):
-        evaluate(watched, [batch(3, 50)], exact_match=True)
+        evaluate(watched, SupervisedFineTuning(), [batch(3, 50)])
         watched.logprobs(batch(2))
         watched.generate([[5, 6]], max_new_tokens=3, temperature=1.0, seed=seed)
         got += train(watched, [[batch(4, seed)]])
@@ -277,7 +278,7 @@ def test_exact_match_is_greedy_decoding(tiny_dir: Path) -> None:
     ids = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
     labels = ids.clone()
     labels[:, :4] = IGNORE_INDEX
-    values = evaluate(engine, [Batch(ids, labels, (8, 8), 8)], exact_match=True)
+    values = evaluate(engine, SupervisedFineTuning(), [Batch(ids, labels, (8, 8), 8)])
     assert values["eval_exact_match"] == 0.5
     logits, targets = label_logits(engine.model.eval(), Batch(ids, labels, (8, 8), 8))
     assert values["eval_loss"] == pytest.approx(float(functional.cross_entropy(logits, targets)), rel=1e-5)
@@ -299,7 +300,7 @@ def test_state_at_any_micro_step(tiny_dir: Path, tmp_path: Path, method: LoRA | 
             engine = make(tiny_dir, method=method, autocast=True)
             seed_all(999)
             engine.load(folder)
-            loss = engine.forward(part, sft_loss)
+            loss = summed(engine, part)
             engine.backward(loss.total / items)
             loss_sum += float(loss.total.detach())
         engine.step()

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK
+from core.train.base.stop import Stop
 from core.train.checkpoint import store
 from core.train.data.order import BatchOrder
-from core.train.entry.fencing import Stop
 from core.train.failures import describe
 from core.train.recipe import run
 from tests.support.squeeze import MMAPS, squeeze

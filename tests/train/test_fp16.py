@@ -12,19 +12,19 @@ import torch
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.base.rng import seed_all
+from core.train.base.stop import Stop
 from core.train.batch import IGNORE_INDEX, Batch
-from core.train.checkpoint.rng import seed_all
 from core.train.engine import Diverged, Engine, build_engine
-from core.train.entry.fencing import Stop
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model, load_tokenizer
 from core.train.model.scaler import LOWEST_SCALE, PATIENCE, LossScaler
 from core.train.optim.schedules import build_schedule
 from core.train.recipe import run
-from core.train.stages.sft import sft_loss
+from tests.support.losses import summed
 from tests.support.trainer import events, pairs, weights, write_rows, write_run
 
-STEPS = 12
+STEPS, LABELS = 12, 30
 SCHEDULE = build_schedule(Linear(warmup_ratio=0.1), 30)
 
 
@@ -50,13 +50,13 @@ def batch(seed: int) -> Batch:
     ids = torch.randint(2, 250, (3, 16), generator=generator)
     labels = ids.clone()
     labels[:, :6] = IGNORE_INDEX
-    return Batch(ids, labels, (16, 16, 16), 30)
+    return Batch(ids, labels, (16, 16, 16), LABELS)
 
 
 def step(engine: Engine, seed: int) -> tuple[float, Any]:
-    loss = engine.forward(batch(seed), sft_loss)
-    engine.backward(loss.total / loss.items)
-    return float(loss.total.detach()) / loss.items, engine.step(watch=loss.total)
+    loss = summed(engine, batch(seed))
+    engine.backward(loss.total / LABELS)
+    return float(loss.total.detach()) / LABELS, engine.step(watch=loss.total)
 
 
 def trained(engine: Engine) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ def test_an_overflow_is_skipped_and_recovered_from(tiny_dir: Path) -> None:
 def test_what_no_scale_helps_is_told(tiny_dir: Path) -> None:
     engine = make(tiny_dir, scale=LOWEST_SCALE)
     for grad in (float("inf"), float("inf")):
-        loss = engine.forward(batch(0), sft_loss)
+        loss = summed(engine, batch(0))
         engine.backward(loss.total)
         next(iter(engine.trained_parameters.values())).grad.fill_(grad)  # type: ignore[union-attr]
         engine.step()
@@ -130,7 +130,7 @@ def test_what_no_scale_helps_is_told(tiny_dir: Path) -> None:
 
 def lose(engine: Engine, loss: float) -> Any:
     """A step whose loss is this, as of a forward pass beyond fp16's numbers."""
-    found = engine.forward(batch(0), sft_loss)
+    found = summed(engine, batch(0))
     engine.backward(found.total * loss)
     return engine.step(watch=found.total.detach() * loss)
 
@@ -168,7 +168,7 @@ def test_the_scaler_goes_into_the_checkpoint_in_mid_window(tiny_dir: Path, tmp_p
     undisturbed = make(tiny_dir, scale=2.0**30, interval=4)
     for seed in range(17):
         step(undisturbed, seed)
-    undisturbed.backward(undisturbed.forward(batch(80), sft_loss).total / 60)
+    undisturbed.backward(summed(undisturbed, batch(80)).total / 60)
     folder = tmp_path / "saved"
     folder.mkdir()
     undisturbed.save(folder)
@@ -178,7 +178,7 @@ def test_the_scaler_goes_into_the_checkpoint_in_mid_window(tiny_dir: Path, tmp_p
     assert resumed.scaler.state_dict() == undisturbed.scaler.state_dict()
     assert resumed.scaler.skipped > 0
     for engine in (undisturbed, resumed):
-        engine.backward(engine.forward(batch(81), sft_loss).total / 60)
+        engine.backward(summed(engine, batch(81)).total / 60)
         engine.step()
         for seed in range(90, 100):
             step(engine, seed)
@@ -191,7 +191,7 @@ def test_gradients_of_a_window_are_rescaled_for_another_precision(
     tiny_dir: Path, tmp_path: Path, to: float | None
 ) -> None:
     engine = make(tiny_dir, scale=1024.0) if to is None else make(tiny_dir)
-    engine.backward(engine.forward(batch(0), sft_loss).total / 30)
+    engine.backward(summed(engine, batch(0)).total / 30)
     (tmp_path / "saved").mkdir()
     engine.save(tmp_path / "saved")
     other = make(tiny_dir, scale=to)

@@ -21,12 +21,14 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.data.dataset import TokenDataset, eval_batches, spans
 from core.train.engine import Engine, build_engine
-from core.train.evaluate import evaluate
+from core.train.evaluation.held_out import evaluate
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
+from core.train.policy import PolicyModel
 from core.train.recipe import run
-from core.train.stages import sft
+from core.train.stages.sft import SupervisedFineTuning
+from tests.support.losses import summed
 from tests.support.trainer import events, write_rows, write_run
 
 VOCABULARY = 258
@@ -78,15 +80,15 @@ def test_figures_are_those_of_whole_logits(tiny_dir: Path, targets: Any, autocas
     found = []
     for veto in (None, WHY):
         engine = make(tiny_dir, targets, autocast=autocast)
-        engine.head(veto)
+        engine.policy.head(veto)
         learn(engine, rows)  # so that some tokens are right
-        found.append((evaluate(engine, eval_batches(rows, 8, 0, most_tokens=128), exact_match=True), engine))
+        found.append((evaluate(engine, SupervisedFineTuning(), eval_batches(rows, 8, 0, most_tokens=128)), engine))
     (ours, chunks), (wanted, _) = found
     assert ours["eval_exact_match"] == wanted["eval_exact_match"]
     assert ours["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-6)
-    chunks.head()
+    chunks.policy.head()
     for batch in eval_batches(rows, 8, 0, most_tokens=128):
-        right = [engine.figures(batch).right for _, engine in found]
+        right = [engine.evaluate(batch, PolicyModel.figures).right for _, engine in found]
         assert torch.equal(*right) and 0 < right[0].sum() < len(right[0])
 
 
@@ -94,7 +96,7 @@ def learn(engine: Engine, rows: Any) -> None:
     """A few steps from whole logits, the same for all."""
     for _ in range(6):
         batch = rows.collate(range(20, 30), 0)
-        engine.backward(engine.forward(batch, sft.sft_loss).total / batch.label_tokens)
+        engine.backward(summed(engine, batch).total / batch.label_tokens)
         engine.step()
 
 
@@ -107,9 +109,9 @@ def test_whole_logits_are_made_only_for_a_head_that_is_not_known(
     engine, rows = make(tiny_dir, targets), token_rows(*[64] * 8, prompt=1)
     batches = list(eval_batches(rows, 8, 0, most_tokens=512))
     assert len(batches) == 1 and batches[0].label_tokens > 32 * 10
-    engine.head()  # looks at 8 tokens
+    engine.policy.head()  # looks at 8 tokens
     with Logits(engine.model) as seen:
-        evaluate(engine, batches, exact_match=True)
+        evaluate(engine, SupervisedFineTuning(), batches)
         engine.logprobs(batches[0])
     assert seen.rows == (batches[0].label_tokens if targets == METHODS[2] else 32)
 
@@ -136,18 +138,18 @@ def test_a_pass_over_held_out_rows_has_no_more_tokens_than_one_of_training(
 ) -> None:
     """The same of prompts with what is answered. 32 rows are asked for; training takes two."""
     passes: list[tuple[str, int]] = []
-    figures, generate = Engine.figures, Engine.generate
+    evaluated, generate = Engine.evaluate, Engine.generate
 
-    def measured(engine: Engine, batch: Any) -> Any:
+    def measured(engine: Engine, batch: Any, function: Any) -> Any:
         passes.append(("figures", batch.slots))
-        return figures(engine, batch)
+        return evaluated(engine, batch, function)
 
     def answered(engine: Engine, prompts: Any, **options: Any) -> Any:
         width = max(map(len, prompts)) + options["max_new_tokens"]
         passes.append(("answers", len(prompts) * width))
         return generate(engine, prompts, **options)
 
-    monkeypatch.setattr(Engine, "figures", measured)
+    monkeypatch.setattr(Engine, "evaluate", measured)
     monkeypatch.setattr(Engine, "generate", answered)
     rows = write_rows(
         tmp_path / "rows.jsonl", [{"prompt": f"count to {n}:", "completion": " x" * (n % 9 + 1)} for n in range(1, 40)]

@@ -19,7 +19,7 @@ from core.hardware.tables import faults
 from core.hardware.tables.faults import KnownFault, Limits
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.model.gemm_limits import split_products, tell_parts, training_pass, widest
+from core.train.model.gemm_limits import describe_row_splits, split_matmuls, training_pass, widest
 from core.train.recipe import run
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
 
@@ -148,7 +148,7 @@ def test_a_layer_in_parts_is_the_layer() -> None:
     wanted = model(x)
     (grad,) = torch.autograd.grad(wanted.square().sum(), x)
     names = list(model.state_dict())
-    split_products(model, Limits(fp32_rows=3))
+    split_matmuls(model, Limits(fp32_rows=3))
     for each in (model, copy.deepcopy(model)):
         with Products() as products:
             found = each(x)
@@ -201,7 +201,7 @@ def test_products_just_within_and_just_beyond() -> None:
     bf16 = torch.bfloat16
 
     def told(limits: Limits, dtype: torch.dtype, whole: bool) -> str | None:
-        return tell_parts(job, model, limits, dtype, 100, whole)
+        return describe_row_splits(job, model, limits, dtype, 100, whole)
 
     assert told(Limits(output_bytes=100 * 32 * 2), bf16, False) is None
     assert "more than 99 rows" in (told(Limits(output_bytes=100 * 32 * 2 - 1), bf16, False) or "")

@@ -30,8 +30,8 @@ from core.train.memory.streaming.blocks import find_blocks
 from core.train.memory.transfer.pinned import refused, whole_pages
 from core.train.memory.transfer.transfer import StagedTransfer
 from core.train.model.scaler import LossScaler
-from core.train.stages.sft import sft_loss
 from tests.support.live_bytes import LiveBytes
+from tests.support.losses import summed
 
 CPU = torch.device("cpu")
 BLOCKS = 3
@@ -89,7 +89,7 @@ def window(engine: Engine, number: int) -> list[float]:
     """Two micro-steps."""
     losses = []
     for micro in range(2):
-        loss = engine.forward(one := batch(2 * number + micro), sft_loss)
+        loss = summed(engine, one := batch(2 * number + micro))
         engine.backward(loss.total / one.label_tokens / 2)
         losses.append(loss.total.item())
     return losses
@@ -103,7 +103,7 @@ def train(engine: Engine, steps: int = 3) -> tuple[list[Any], dict[str, Tensor]]
         result = engine.step()
         figures += [result.grad_norm.item(), result.learning_rate, result.skipped]
     window(engine, steps)
-    engine.updates.gather()
+    engine.updates.synchronize()
     return figures, state(engine)
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> No
         window(begun, 0)
         begun.step()
         one = batch(2)
-        begun.backward(begun.forward(one, sft_loss).total / one.label_tokens / 2)
+        begun.backward(summed(begun, one).total / one.label_tokens / 2)
         folder = tmp_path / f"{first}-{then}"
         folder.mkdir()
         begun.save(folder)
@@ -181,12 +181,12 @@ def test_a_checkpoint_of_each_is_gone_on_with_as_the_other(tmp_path: Path) -> No
         ended = engine_of(model_of("qwen2"), then)
         ended.load(folder)
         one = batch(3)
-        ended.backward(ended.forward(one, sft_loss).total / one.label_tokens / 2)
+        ended.backward(summed(ended, one).total / one.label_tokens / 2)
         ended.step()
         window(ended, 2)
         ended.step()
         window(ended, 3)
-        ended.updates.gather()
+        ended.updates.synchronize()
         assert same(([], state(ended)), ([], wanted[1]))
         ended.load_weights(folder)
         begun.zero_grad()
@@ -274,8 +274,8 @@ def test_a_block_waits_for_its_own_update_and_for_no_other() -> None:
         gates[1].set()
         engine.step()
         one = batch(2)
-        loss = engine.forward(one, sft_loss)
-        engine.updates.gather()
+        loss = summed(engine, one)
+        engine.updates.synchronize()
         for hook in hooks:
             hook.remove()
         engine.optimizer.step = real  # type: ignore[method-assign]
@@ -285,7 +285,7 @@ def test_a_block_waits_for_its_own_update_and_for_no_other() -> None:
     resident = engine_of(model_of("llama"), False)
     window(resident, 0)
     resident.step()
-    assert torch.equal(resident.forward(one, sft_loss).total, loss.total)
+    assert torch.equal(summed(resident, one).total, loss.total)
 
 
 # --- gradients that a thread takes, as on a GPU ----------------------------------------------------------
@@ -324,9 +324,9 @@ def test_a_gradient_that_is_refused_leaves_none_on_its_way(monkeypatch: pytest.M
             patched.setattr(StagedTransfer, "fetch", fetch)
             patched.setattr(held, "_add", partial(copied, held._add))
             one = batch(7)
-            engine.backward(engine.forward(one, sft_loss).total)
+            engine.backward(summed(engine, one).total)
             with pytest.raises(ModelError, match="no memory left"):
-                engine.updates.gather()
+                engine.updates.synchronize()
             assert held._under_way == 0 and next(calls) == last + 1
         engine.zero_grad()
         assert same(train(engine), wanted)
@@ -384,7 +384,7 @@ def test_an_error_in_an_update_surfaces_and_nothing_half_updated_is_kept(tmp_pat
         engine.optimizer.step = step  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError, match="in the third unit"):
             engine.step()
-            engine.forward(batch(2), sft_loss)
+            summed(engine, batch(2))
         for verb in (lambda: engine.save(tmp_path), engine.step, engine.zero_grad, lambda: engine.load(tmp_path)):
             with pytest.raises((ZeroDivisionError, FileNotFoundError)):
                 verb()

@@ -25,12 +25,12 @@ from core.spec.axes.optimizer import AdamW
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.attention import packed
 from core.train.attention.probe import prepare_packing
-from core.train.checkpoint.rng import seed_all
+from core.train.base.rng import seed_all
 from core.train.engine import Engine, build_engine
 from core.train.logits import all_logits
 from core.train.methods.lora import adapt_lora
 from core.train.recipe import run
-from core.train.stages.sft import choose_sft_loss, sft_loss
+from tests.support.losses import by_kernels, summed
 from tests.support.trainer import events, pairs, write_rows, write_run
 from tests.train.test_batching import token_rows
 
@@ -86,14 +86,13 @@ def compare(engine: Engine) -> None:
             together = torch.split(all_logits(model, rows.pack(order))[0], [ROWS[row] for row in order])
             for row, logits in zip(order, together, strict=True):
                 torch.testing.assert_close(logits, alone[row], **EXACT)
-    losses, _ = choose_sft_loss(engine)
-    for loss_function in (sft_loss, losses):
+    for loss_of in (summed, by_kernels):
         found = []
         for batches in ([rows.collate([row], 0) for row in numbers if ROWS[row] > 2], [rows.pack(numbers)]):
             engine.zero_grad()
             total = 0.0
             for batch in batches:
-                loss = engine.forward(batch, loss_function)
+                loss = loss_of(engine, batch)
                 engine.backward(loss.total / 60)
                 total += float(loss.total.detach())
             gradients = {name: p.grad.clone() for name, p in engine.trained_parameters.items() if p.grad is not None}

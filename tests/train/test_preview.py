@@ -14,7 +14,7 @@ from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.data import streaming
 from core.train.data.preview import SHOWN_HEAD, SHOWN_TAIL, preview, segments
-from core.train.data.streaming import StreamFeed
+from core.train.data.streaming import StreamLoader
 from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
@@ -100,14 +100,14 @@ def test_a_stream_is_counted_in_the_blocks_that_training_takes(
     order = RunOrder.model_validate_json((tmp_path / "preview" / ORDER_FILE).read_bytes())
     tokens = slots = batches = 0
     for rank in range(gpus):
-        feed = StreamFeed(
+        feed = StreamLoader(
             order.train, order.spec, lambda kind: renderer_of(order.spec, kind, tokenizer), between=lambda: None,
             notice=print,
             rank=rank, world=gpus,
         )  # fmt: skip
         steps = 0
         while feed.epochs_after(steps) < 1:
-            made = [batch_of() for batch_of in feed.window(steps).batches]
+            made = [batch_of() for batch_of in feed.batches(steps).batches]
             if feed.epochs_after(steps) >= 1:
                 break
             steps += 1

@@ -20,13 +20,13 @@ import pytest
 from core.base.clock import boottime
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_FENCED, EXIT_NO_SPACE
 from core.spec.run.heartbeat import heartbeat
-from core.train.base.events import Unheard
+from core.train.base.events import NullEventWriter
 from core.train.failures import describe
 from core.train.ranks import launch
-from core.train.ranks.env import Seat, last_word, leave_word
+from core.train.ranks.env import RankEnv, last_word, leave_word
 from core.train.ranks.group import PeerLost, fingerprint
+from core.train.ranks.last_word import tell_launcher
 from core.train.ranks.launch import End
-from core.train.ranks.meet import tell_launcher
 from tests.support.trainer import events, log, pairs, start, write_rows, write_run
 from worker import processes
 
@@ -182,7 +182,7 @@ def test_who_only_lost_a_peer_was_not_the_first(tmp_path: Path) -> None:
     lost = describe(PeerLost("connection closed"))
     hit = describe(MemoryError(), "training")
     for rank, payload in ((0, lost), (1, hit)):
-        leave_word(Seat(rank, RANKS, rank, tmp_path), payload, lost_peer=rank == 0)
+        leave_word(RankEnv(rank, RANKS, rank, tmp_path), payload, lost_peer=rank == 0)
     ends = [End(rank, EXIT_FAILED, last_word(tmp_path, rank)) for rank in range(RANKS)]
     assert min(ends, key=launch._blame).rank == 1
     killed, aborted = End(1, -signal.SIGKILL), End(0, -signal.SIGABRT)
@@ -204,9 +204,9 @@ def test_a_rank_whose_run_folder_is_gone(tmp_path: Path) -> None:
     """It has nowhere to leave a word: its exit code says it, and the launcher ends as it did. Under torchrun there is
     no such folder, and what a rank that is not the first has to tell is its traceback."""
     error, payload = OSError("the file system is gone"), {"code": "crashed", "message": "x", "failure": "internal"}
-    assert tell_launcher(error, Seat(1, 2, 1, tmp_path / "gone"), Unheard(), payload) == EXIT_DATA_ROOT_LOST
+    assert tell_launcher(error, RankEnv(1, 2, 1, tmp_path / "gone"), NullEventWriter(), payload) == EXIT_DATA_ROOT_LOST
     assert launch._tell(End(1, EXIT_DATA_ROOT_LOST), 2, tmp_path / "gone", asked=False) == EXIT_DATA_ROOT_LOST
-    assert tell_launcher(error, Seat(1, 2, 1, None), Unheard(), payload) == EXIT_FAILED
+    assert tell_launcher(error, RankEnv(1, 2, 1, None), NullEventWriter(), payload) == EXIT_FAILED
 
 
 def test_a_fingerprint_sees_one_bit() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig, 
 from core.error_codes import PARTS
 from core.errors import EftError
 from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST
-from core.train.entry.fencing import Stop
+from core.train.base.stop import Stop
 from core.train.memory.available import available_bytes
 from core.train.memory.streaming.block_source import FileBlocks, HostBlocks
 from core.train.memory.streaming.blocks import StreamedBlock, find_blocks, lay_out, lay_out_block

@@ -18,7 +18,7 @@ from core.plan.stream import Free, decide
 from core.spec.axes.runtime import AutoStream
 from core.spec.load import parse_job
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
-from core.train.entry.fencing import Stop
+from core.train.base.stop import Stop
 from core.train.memory.streaming.blocks import lay_out
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions

@@ -13,8 +13,8 @@ from core.errors import DataError, SpecError
 from core.spec.load import parse_job
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.spec.run.orders import DataFiles, DataOrder
+from core.train.base.stop import Stop
 from core.train.data import streaming
-from core.train.entry.fencing import Stop
 from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
@@ -92,12 +92,12 @@ def test_each_pass_has_every_row_once_in_another_order(tmp_path: Path, tiny_dir:
     job = {"model": str(tiny_dir), "data": {"train": str(train), "streaming": True, "rendering": PLAIN}}
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 4}})
     tokenizer = load_tokenizer(tiny_dir)
-    feed = streaming.StreamFeed(
+    feed = streaming.StreamLoader(
         DataOrder.of(train), spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
     )
     passes: dict[float, list[int]] = {}
     for step in range(16):
-        for make in feed.window(step).batches:
+        for make in feed.batches(step).batches:
             batch = make()
             for row, length in zip(batch.input_ids.tolist(), batch.lengths, strict=True):
                 text = tokenizer.decode(row[:length])
@@ -115,12 +115,12 @@ def test_a_weighted_mixture_begins_anew_as_a_whole(tmp_path: Path, tiny_dir: Pat
     spec = parse_job(job | {"training": {"max_steps": 50, "per_device_train_batch_size": 1}})
     order = DataOrder(sources=[DataFiles(paths=[str(path)], weight=1.0) for path in (first, second)])
     tokenizer = load_tokenizer(tiny_dir)
-    feed = streaming.StreamFeed(
+    feed = streaming.StreamLoader(
         order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
     )
     seen: dict[float, int] = {}
     for step in range(80):
-        rows_here = sum(len(make().lengths) for make in feed.window(step).batches)
+        rows_here = sum(len(make().lengths) for make in feed.batches(step).batches)
         seen[feed.epochs_after(step)] = seen.get(feed.epochs_after(step), 0) + rows_here
     whole = sum(1 for _ in RowStream(order).rows())
     assert 12 <= whole < 40 and [seen[0.0], seen[1.0]] == [whole, whole]
@@ -137,12 +137,12 @@ def test_raw_text_behind_chats_is_refused_as_without_streaming(tmp_path: Path, t
     tokenizer = load_tokenizer(tiny_dir)
     for paths in ((text, chat), (chat, text)):
         order = DataOrder(sources=[DataFiles(paths=[str(path)]) for path in paths])
-        feed = streaming.StreamFeed(
+        feed = streaming.StreamLoader(
             order, spec, lambda found: renderer_of(spec, found, tokenizer), between=lambda: None, notice=print
         )
-        feed.window(4)  # the first block has rows of the first source alone
+        feed.batches(4)  # the first block has rows of the first source alone
         with pytest.raises(DataError, match="raw text is learned as a whole"):
-            feed.window(5)
+            feed.batches(5)
 
 
 @pytest.mark.parametrize(

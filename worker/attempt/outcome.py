@@ -6,8 +6,8 @@ import re
 import signal
 from typing import Any
 
-from core.jobs.admission import oom_backoff
 from core.jobs.lifecycle.finish import Failed, NoRoom, Outcome, Requeued, Succeeded
+from core.plan.steps import BATCH
 from core.spec.run.exit_codes import (
     EXIT_CHECKPOINTED,
     EXIT_DATA_ROOT_LOST,
@@ -87,7 +87,7 @@ def _box_out_of_memory(batch_helps: bool) -> Failed:
     loaded, and beside a GPU, they are not: then somebody else may have taken the memory, and trying again may help."""
     if batch_helps:
         words = "the kernel killed the process while training: the box ran out of memory"
-        return Failed("memory", "host_out_of_memory", words, oom_backoff.BATCH)
+        return Failed("memory", "host_out_of_memory", words, BATCH)
     words = "the kernel killed the process: the box ran out of memory, where smaller batches would not have helped"
     return Failed("machine", "host_out_of_memory", words)
 

@@ -21,6 +21,7 @@ from core.plan.candidates import LORA, Candidate, candidates
 from core.plan.device import Device
 from core.plan.memory import Plan, fits, plan
 from core.plan.models.shape import Shape
+from core.plan.steps import BATCH
 from core.plan.stream import MARGIN
 from core.spec.axes.method import Auto
 from core.spec.job import JobSpec
@@ -106,7 +107,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
 
 def _smaller(spec: JobSpec, planned: Plan) -> dict[str, int] | None:
     """What its trainer would have cut after running out of memory at the moment at which it takes most."""
-    return oom_backoff.smaller(spec, oom_backoff.EVAL_BATCH if planned.moment == "evaluation" else oom_backoff.BATCH)
+    return oom_backoff.smaller(spec, oom_backoff.EVAL_BATCH if planned.moment == "evaluation" else BATCH)
 
 
 def _others(rejected: list[tuple[str, str]], rung: Candidate) -> tuple[tuple[str, str], ...]:

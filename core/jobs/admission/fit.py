@@ -21,6 +21,7 @@ from core.plan.compatibility import check
 from core.plan.device import CONTEXT_BYTES, Device
 from core.plan.memory import Plan, plan
 from core.plan.models.shape import Shape
+from core.plan.steps import BATCH
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4
 from core.spec.axes.runtime import AutoStream, DiskStream, HostStream
@@ -106,7 +107,7 @@ def _leasts(spec: JobSpec, shape: Shape, longest: int, slot: Slot) -> Iterator[P
 
 def lightest(spec: JobSpec) -> JobSpec:
     """With the smallest batches, of training and of evaluations, that it would be cut to for want of memory."""
-    for field in (oom_backoff.BATCH, oom_backoff.EVAL_BATCH):
+    for field in (BATCH, oom_backoff.EVAL_BATCH):
         while (changes := oom_backoff.smaller(spec, field)) is not None:
             spec = oom_backoff.apply(spec, changes)
     return spec

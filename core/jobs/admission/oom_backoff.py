@@ -7,15 +7,12 @@ optimizer step still sees the same rows; the spec stays as it was submitted, the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import assert_never
 
-from core.spec.axes.batching import Packed, Rows, Tokens
+from core.plan.steps import BATCH, micro_batch
+from core.spec.axes.batching import Rows
 from core.spec.axes.runtime import HeldOut, NoSamples
 from core.spec.job import JobSpec
 
-BATCH = "training.per_device_train_batch_size"
-"""Also the word for what a forward pass of training holds, however the job counts it."""
-TOKENS = "batching.tokens_per_batch"
 ACCUMULATION = "training.gradient_accumulation_steps"
 EVAL_BATCH = "evaluation.per_device_eval_batch_size"
 MAX_ACCUMULATION = 4096
@@ -53,17 +50,6 @@ def smaller(spec: JobSpec, field: str | None) -> dict[str, int] | None:
             rows = min(rows, spec.training.per_device_train_batch_size)
         return {EVAL_BATCH: rows // 2} if rows > 1 else None
     return None
-
-
-def micro_batch(spec: JobSpec) -> tuple[int, str, int]:
-    """Size of a micro-batch, the field that says so, and the least it can be."""
-    match spec.batching:
-        case Rows():
-            return spec.training.per_device_train_batch_size, BATCH, 1
-        case Tokens(tokens_per_batch=tokens) | Packed(tokens_per_batch=tokens):
-            return tokens, TOKENS, spec.training.max_length
-        case _ as never:
-            assert_never(never)
 
 
 def words(changes: Mapping[str, int]) -> str:

@@ -21,6 +21,7 @@ from core.jobs.kinds import Kind
 from core.jobs.lifecycle.requeue import release
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
+from core.plan import steps
 from core.spec.job import JobSpec
 from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED
@@ -155,7 +156,7 @@ def _next(
             if pausing:
                 return Status.PAUSED, f"paused by its owner; {reason}", values, data
             return Status.QUEUED, reason, values, data
-        case Failed(failure="memory", field=oom_backoff.BATCH) if kind == Kind.TRAIN:
+        case Failed(failure="memory", field=steps.BATCH) if kind == Kind.TRAIN:
             failure = _failure(outcome) | {"message": _lightest(job)}
             return Status.FAILED, failure["message"], {"failure": failure}, {"failure": failure}
         case Failed():
@@ -213,7 +214,7 @@ def _as_it_runs(job: Job) -> JobSpec:
 
 
 def _lightest(job: Job) -> str:
-    size, field, _ = oom_backoff.micro_batch(_as_it_runs(job))
+    size, field, _ = steps.micro_batch(_as_it_runs(job))
     return (
         f"out of memory while training with {field} = {size}, and it cannot be "
         "cut any further: lower training.max_length, set memory.gradient_checkpointing, train adapters instead of all "

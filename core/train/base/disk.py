@@ -12,7 +12,7 @@ from typing import Any
 
 from core.errors import EftError, NoSpace
 from core.spec.run.exit_codes import EXIT_DATA_ROOT_LOST, EXIT_FAILED, EXIT_NO_SPACE
-from core.train.base.events import EventWriter, Unheard
+from core.train.base.events import EventWriter, NullEventWriter
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NATIVE = re.compile(r"\(os error (\d+)\)")
@@ -50,9 +50,9 @@ def tell_failure(error: BaseException, events: EventWriter, payload: dict[str, A
     alone must do, and where the data root is gone: an event would go to a file that nobody finds."""
     try:
         print_traceback(error)
-        if isinstance(events, Unheard):  # a rank beside the first under torchrun: nobody else says it
+        if isinstance(events, NullEventWriter):  # a rank beside the first under torchrun: nobody else says it
             print(f"{payload['code']}: {payload['message']}", file=sys.stderr)
-        if not isinstance(events, Unheard) and not events.path.exists():
+        if not isinstance(events, NullEventWriter) and not events.path.exists():
             return EXIT_DATA_ROOT_LOST
         events.write("error", **payload)
     except OSError as second:

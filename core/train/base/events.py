@@ -76,8 +76,8 @@ class EventWriter:
             self._fd = -1
 
 
-class Unheard(EventWriter):
-    """Writes nothing, for every rank but the first: rank 0 reports the same events."""
+class NullEventWriter(EventWriter):
+    """Of a rank that is not the first: it writes nothing, since what it has to tell rank 0 tells too."""
 
     def __init__(self) -> None:
         self.phase = ""

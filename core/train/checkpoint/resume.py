@@ -6,18 +6,18 @@ from pathlib import Path
 
 from core.errors import SpecError
 from core.train.checkpoint import store
-from core.train.data.windows import Feed
+from core.train.data.loaders import StepLoader
 from core.train.engine import Engine
 from core.train.model.record import Environment
 from core.train.run import Run
 from core.train.state import TrainerState
 
 
-def resume(run: Run, engine: Engine, feed: Feed, state: TrainerState, environment: Environment) -> None:
+def resume(run: Run, engine: Engine, loader: StepLoader, state: TrainerState, environment: Environment) -> None:
     """Load the furthest checkpoint that is whole, of this attempt or of those before. Rank 0 looks for all ranks.
     SpecError where it belongs to another run."""
     found = _furthest(run) if run.ranks.first else None
-    path = run.ranks.share("" if found is None else str(found))
+    path = run.ranks.broadcast("" if found is None else str(found))
     if not path:
         return
     try:
@@ -25,7 +25,7 @@ def resume(run: Run, engine: Engine, feed: Feed, state: TrainerState, environmen
     except ValueError as error:
         raise SpecError(f"{Path(path).name} belongs to another run: {error}", code="checkpoint_mismatch") from error
     step, before = engine.steps, engine.micro_steps
-    micro = feed.translate(step, before)
+    micro = loader.translate(step, before)
     if micro is None:  # it lies between two batches of ours: the step begins anew, with all of its rows
         engine.zero_grad()
         state.drop_window()

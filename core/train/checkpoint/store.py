@@ -2,7 +2,7 @@
 
 A checkpoint is written to a folder aside, every file is synced, `manifest.json` gets size and SHA-256 of each, the
 folder is renamed, its parent is synced. A crash at any point leaves at most a folder whose name starts with `tmp-`,
-which nobody reads. Names state the progress (core/spec/run/checkpoint_names.py). Beside the checkpoints,
+which is never read. Names state the progress (core/spec/run/checkpoint_names.py). Beside the checkpoints,
 `best-00000040` holds the weights of the evaluation that was the best.
 """
 
@@ -24,7 +24,7 @@ from core.train.base.files import sha256, sync
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     path: Path
     step: int
     micro: int
@@ -88,7 +88,7 @@ def discard(path: Path) -> None:
     removal.remove(path, UNFINISHED)
 
 
-def newest_first(roots: Iterable[Path]) -> list[Found]:
+def newest_first(roots: Iterable[Path]) -> list[FoundCheckpoint]:
     """All checkpoints below the given folders, the furthest first; at a tie the folder named first wins, and in one
     folder the later version."""
     found: list[tuple[Progress, Path]] = []
@@ -97,7 +97,7 @@ def newest_first(roots: Iterable[Path]) -> list[Found]:
         named = [(progress, path) for path in there if (progress := progress_of(path.name)) is not None]
         found += sorted(named, reverse=True)
     found.sort(key=lambda item: item[0][:2], reverse=True)  # stable: folders stay in order
-    return [Found(path, progress.step, progress.micro) for progress, path in found]
+    return [FoundCheckpoint(path, progress.step, progress.micro) for progress, path in found]
 
 
 def fault(path: Path) -> str | None:

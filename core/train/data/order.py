@@ -12,13 +12,13 @@ Nothing is drawn on the way, so a cursor is two numbers and resuming needs no re
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, assert_never
 
 import torch
 
+from core.plan.steps import steps_for, total_steps
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.job import JobSpec
 from core.train.data.packing import best_fit, spread
@@ -76,11 +76,7 @@ class StepOrder(ABC):
         return self._first_steps[epoch + 1] - self._first_steps[epoch]
 
     def total_steps(self, epochs: float, max_steps: int | None) -> int:
-        if max_steps is not None:
-            return max_steps
-        whole = math.floor(epochs)
-        begun = epochs - whole
-        return sum(self.steps_of(at) for at in range(whole)) + (math.ceil(begun * self.steps_of(whole)) if begun else 0)
+        return total_steps(epochs, max_steps, self.steps_of)
 
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, place in it) of a 0-based step."""
@@ -201,7 +197,7 @@ class BatchOrder(StepOrder):
         self, rows: int, *, batch_size: int, accumulation: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
         super().__init__(rows, (), batch_size=batch_size, accumulation=accumulation, seed=seed, rank=rank, world=world)
-        self.steps_per_epoch = math.ceil(rows / self.step_size)
+        self.steps_per_epoch = steps_for(rows, self.step_size)
 
     def plan(self, epoch: int) -> Sequence[Sequence[int]]:
         order = self.epoch_order(epoch)

@@ -29,11 +29,11 @@ from core.spec.run.orders import DataOrder
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
+from core.train.data.loaders import RowLoader, Shares, StepBatches
 from core.train.data.order import StepOrder, build_order
 from core.train.data.reader import refuse_mixed
 from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
-from core.train.data.windows import RowFeed, Window
 from core.train.render.renderer import Renderer
 
 BLOCK_ROWS = 10_000
@@ -41,8 +41,8 @@ AHEAD_SECONDS = 2.0
 """A block that takes longer is made ahead; a process that can do so takes some seconds to start."""
 
 
-class StreamFeed:
-    """See the module; a windows.Feed."""
+class StreamLoader:
+    """See the module; a StepLoader (core/train/data/loaders.py)."""
 
     def __init__(
         self,
@@ -60,6 +60,8 @@ class StreamFeed:
         the tokenizer; None: there is none. Of several ranks each reads all rows, and takes its own batches of them.
         DataError when no row of a whole pass has anything to learn."""
         self.pad_token_id = 0
+        self.shares: Shares = lambda lengths, labels: {}
+        """The stage's; set before the first step."""
         self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
         self._notice, self._told = notice, False
@@ -84,11 +86,11 @@ class StreamFeed:
         """The rows of the current block."""
         return self._block.dataset
 
-    def window(self, step: int) -> Window:
+    def batches(self, step: int) -> StepBatches:
         self._go_to(step)
-        packed = isinstance(self._spec.batching, Packed)
-        feed = RowFeed(self._block.dataset, self._block.order, packed=packed, pad_token_id=self.pad_token_id)
-        return feed.window(step - self._block.place.first_step)
+        packed, block = isinstance(self._spec.batching, Packed), self._block
+        rows = RowLoader(block.dataset, block.order, self.shares, packed=packed, pad_token_id=self.pad_token_id)
+        return rows.batches(step - block.place.first_step)
 
     def epochs_after(self, steps: int) -> float:
         """Passes that are over; how far the one at hand has come is not known."""

@@ -14,8 +14,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,36 +23,12 @@ from typing import NoReturn
 from core.base.clock import boottime
 from core.base.process import die_with_parent
 from core.spec.run import heartbeat
-from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FENCED
+from core.spec.run.exit_codes import EXIT_FENCED
+from core.train.base.stop import Stop
 
 OOM_SCORE_ADJ = 500
 """The kernel takes the trainer before the worker, the database and the API (proc_pid_oom_score_adj(5))."""
 STDIN = 0
-
-
-class Stop:
-    """`requested` turns true with the first SIGTERM and stays so; look at it between micro-steps."""
-
-    _at_once = False
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within, there is nothing to be kept, and libraries are at work that do not look at `requested`: a SIGTERM
-        ends the process here and now."""
-        self._at_once = True
-        try:
-            yield
-        finally:
-            self._at_once = False
-
-    def heard(self) -> None:
-        """In the signal's handler."""
-        self.requested = True
-        if self._at_once:
-            os._exit(EXIT_CHECKPOINTED)
 
 
 def arm(

@@ -23,6 +23,7 @@ from core.train.export.plot import plot_loss
 from core.train.export.weights import save_weights
 from core.train.model.load import saved_dtype
 from core.train.run import Run
+from core.train.stage import Stage
 from core.train.state import TrainerState
 
 
@@ -32,6 +33,7 @@ class Trained:
 
     model: nn.Module
     tokenizer: Any
+    stage: Stage
     record: dict[str, Any]
     result: dict[str, Any]
     state: TrainerState
@@ -50,7 +52,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     folder.mkdir(parents=True)
     source, dtype = run.order.model_source, saved_dtype(run.model_dir)
     base = base_name(source, run.order.model_dir)
-    card = partial(model_card, spec, record, result, base=base, samples=state.samples)
+    card = partial(model_card, spec, record, result, trained.stage, base=base, samples=state.samples)
     revision = source.get("commit") if source.get("type") == "hub" else None
     weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, revision=revision, dtype=dtype)
     record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
@@ -79,7 +81,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
     best = result["best"]
     chosen = best["step"] if best and best["restored"] else None
-    plot_loss(state.metrics, state.evaluations, folder / "loss.png", chosen=chosen)
+    plot_loss(state.metrics, state.evaluations, folder / "loss.png", unit=trained.stage.loss_unit, chosen=chosen)
     return result, [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 

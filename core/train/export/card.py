@@ -12,6 +12,7 @@ from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
+from core.train.stage import Stage
 
 CARD_SAMPLES, CARD_CHARS = 5, 600
 
@@ -26,6 +27,7 @@ def model_card(
     spec: JobSpec,
     record: dict[str, Any],
     result: dict[str, Any],
+    stage: Stage,
     *,
     base: str,
     samples: Sequence[dict[str, Any]] = (),
@@ -56,7 +58,7 @@ def model_card(
         "library_name": library,
         "pipeline_tag": "text-generation",
         "base_model_relation": relation,
-        "tags": ["eft", "sft", *(["lora"] if library == "peft" else [])],
+        "tags": ["eft", stage.name, *(["lora"] if library == "peft" else [])],
     }
     if not base.startswith(("/", ".")):
         meta["base_model"] = base
@@ -70,7 +72,7 @@ def model_card(
         "",
         f"# {spec.name or 'Fine-tuned ' + kind}",
         "",
-        f"Supervised fine-tuning ({how}) of `{base}`, made by eft {record['environment']['versions']['eft']}.",
+        f"{stage.title} ({how}) of `{base}`, made by eft {record['environment']['versions']['eft']}.",
         "",
         "## How to load",
         "",

@@ -22,12 +22,12 @@ from core.spec.job import JobSpec
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter
 from core.train.base.out_of_memory import is_out_of_memory
+from core.train.base.stop import StopRequested
 from core.train.export.compare import Comparison, compare, logits_of
 from core.train.export.merge import write_merged
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.available import available_bytes
 from core.train.model.load import count_parameters, load_model, saved_dtype
-from core.train.run import StopRequested
 
 MERGED = "merged"
 

@@ -11,10 +11,12 @@ def plot_loss(
     evaluations: Sequence[dict[str, float]],
     path: Path,
     *,
+    unit: str,
     chosen: int | None = None,
 ) -> None:
     """As PNG: training loss by optimizer step; held-out loss where it was measured, with a line at the base model's and
-    a star at the step whose weights were handed back (`chosen`); exact match on an axis of its own."""
+    a star at the step whose weights were handed back (`chosen`); exact match on an axis of its own. `unit`: what the
+    loss is a mean over."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,7 +37,7 @@ def plot_loss(
         if chosen in at:
             axes.plot(chosen, held_out[at.index(chosen)], "*", color="tab:red", markersize=13, label="handed back")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (mean over label tokens)")
+    axes.set_ylabel(f"loss (mean over {unit})")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     matched = [(e["step"], e["eval_exact_match"]) for e in evaluations if "eval_exact_match" in e]

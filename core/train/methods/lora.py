@@ -12,6 +12,7 @@ from torch import nn
 from core.errors import SpecError
 from core.plan.models.shape import ATTENTION
 from core.spec.axes.method import LowRank
+from core.train.optim.groups import ParameterGroup, decay_groups
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
@@ -44,6 +45,11 @@ def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn
             if isinstance(module, LoraLayer):
                 module.cast_input_dtype_enabled = False
     return adapted
+
+
+def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
+    """The groups of an optimizer over the adapters."""
+    return decay_groups(model)
 
 
 def target_modules(model: nn.Module, spec: LowRank) -> str | list[str]:

@@ -18,15 +18,16 @@ from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostO
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 from core.train.base.files import remembered_sha256
-from core.train.checkpoint.rng import seed_all
+from core.train.base.rng import seed_all
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.offload.activations import ActivationOffload
-from core.train.memory.streaming.choice import choose_stream
+from core.train.model.choose_stream import choose_stream
 from core.train.model.gemm_limits import pad_ranks
 from core.train.model.load import context_length, load_model, packed_as
 from core.train.model.placement import Placement
-from core.train.optim.updates import OnDevice, Updates
+from core.train.optim.groups import ParameterGroup
+from core.train.optim.updates import DeviceUpdates, UpdateStrategy
 from core.train.quant.fp8 import dense_again, to_fp8
 from core.train.run import Run
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Built:
     model: nn.Module
+    groups: list[ParameterGroup]
+    """Parameters that the optimizer treats alike."""
     streamed: StreamedModel | None
     """To be closed when the model is no longer computed with; None when its blocks stay on the device."""
     offload: OptimizerOffload | None
@@ -55,9 +58,9 @@ class Built:
     """The same of layers that multiply in 8-bit floats."""
 
     @property
-    def updates(self) -> Updates:
+    def updates(self) -> UpdateStrategy:
         """Where what is trained is kept and updated."""
-        return self.offload or OnDevice(self.model)
+        return self.offload or DeviceUpdates(self.model)
 
     def hand_back(self) -> None:
         """Make it an ordinary model again, with all that was trained in float32: call it after the last step."""
@@ -100,7 +103,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
     _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
-    model = _adapt(model, spec, placement)
+    model, groups = _adapt(model, spec, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
     offload = _offload(model, placement, run)
@@ -116,7 +119,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     for part in (streamed, offload, inputs):
         if part is not None:
             run.close_at_end(part.close)
-    return Built(model, streamed, offload, inputs, memory, packed, in_fp8)
+    return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8)
 
 
 # --- load and quantise -----------------------------------------------------------------------------------
@@ -253,20 +256,22 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
         )
 
 
-def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> nn.Module:
+def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> tuple[nn.Module, list[ParameterGroup]]:
+    """The model with what its method trains, and the groups of that for the optimizer."""
     method = method_of(spec)
     match method:
         case LoRA() | QLoRA():
-            from core.train.methods.lora import adapt_lora
+            from core.train.methods import lora
 
-            adapted = adapt_lora(model, method, autocast=placement.autocast is not None)
+            adapted = lora.adapt_lora(model, method, autocast=placement.autocast is not None)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
-            return adapted
+            return adapted, lora.parameter_groups(adapted)
         case Full():
-            from core.train.methods.full import adapt_full
+            from core.train.methods import full
 
-            return adapt_full(model)
+            adapted = full.adapt_full(model)
+            return adapted, full.parameter_groups(adapted)
         case _ as unknown:
             assert_never(unknown)
 
@@ -291,7 +296,7 @@ def _offload(model: nn.Module, placement: Placement, run: Run) -> OptimizerOfflo
                 message = "a CPU's memory is the host's: `memory.offload_optimizer` saves nothing here"
                 run.notice("offload", message)
             narrow = placement.autocast if isinstance(method_of(run.spec), Full) else None
-            return OptimizerOffload(model, placement.device, narrow=narrow, pinned=pinned)
+            return OptimizerOffload(model, placement.device, optimizer=run.spec.optimizer, narrow=narrow, pinned=pinned)
         case _ as never:
             assert_never(never)
 

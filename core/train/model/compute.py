@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from core.errors import SpecError
 from core.hardware import selftest
 from core.hardware.selftest import Choice, Verdict, choose
+from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
 from core.train.model.load import quiet
 from core.train.model.placement import Placement, place
 from core.train.model.record import Environment
 from core.train.model.scaler import LossScaler
-from core.train.ranks.group import join
-from core.train.ranks.meet import meet
+from core.train.ranks.group import ProcessGroup, join
 from core.train.run import Run
 from core.train.selftest.apply import apply_selftest
+
+ALIKE = ("device", "arch", "precision", "weights_dtype", "attention", "tf32", "threads")
+"""Entries of a placement that all ranks must share: else they would not compute the same sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,10 @@ def prepare_compute(run: Run) -> Compute:
     spec = run.spec
     tried = None if run.order.selftest is None else Verdict.model_validate(run.order.selftest)
     choice = choose(tried)
-    local_rank = 0 if run.seat is None else run.seat.local_rank
+    local_rank = 0 if run.rank_env is None else run.rank_env.local_rank
     placement = place(spec.resources, spec.training, method_of(spec), choice, local_rank=local_rank)
-    run.ranks = join(run.seat, placement.device)
-    ranks = meet(run.ranks, run.order, placement)
+    run.ranks = join(run.rank_env, placement.device)
+    ranks = check_ranks_match(run.ranks, run.order, placement)
     if placement.notice:
         run.notice("precision_fallback", placement.notice)
     for code, message in [*placement.notices, *apply_selftest(choice, spec, placement.precision)]:
@@ -65,3 +69,26 @@ def prepare_compute(run: Run) -> Compute:
         },
     }
     return Compute(placement, choice, scaler, environment, about)
+
+
+def check_ranks_match(ranks: ProcessGroup, order: RunOrder, placement: Placement) -> dict[str, Any] | None:
+    """Describe for the run record how many ranks there are and what each computes on; None for a run of one. SpecError
+    when they are not as many as the order says, or not alike."""
+    if ranks.world != order.world_size:
+        raise SpecError(
+            f"this run is one of {order.world_size} ranks, and {ranks.world} were started; start it by "
+            "`python -m core.train`, or with as many under torchrun",
+            field="resources.gpus",
+        )
+    if ranks.world == 1:
+        return None
+    found = ranks.all_gather(placement.as_dict())
+    for name in ALIKE:
+        if any(one[name] != found[0][name] for one in found):
+            values = ", ".join(str(one[name]) for one in found)
+            raise SpecError(f"the GPUs of this job differ in {name} ({values})", field="resources.gpus")
+    return {
+        "world_size": ranks.world,
+        "backend": getattr(ranks, "backend", None),
+        "devices": [one["device_name"] for one in found],
+    }

@@ -51,7 +51,7 @@ def pad_ranks(model: nn.Module, multiple: int) -> int:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def split_products(model: nn.Module, limits: Limits) -> None:
+def split_matmuls(model: nn.Module, limits: Limits) -> None:
     """Let every linear layer of `model`, packed or dense, with an adapter or without, keep to `limits`. Call it when
     the model is whole. Parameters, their names, state and classes stay as they are."""
     from core.train.quant.adapters import QuantLoraLinear
@@ -61,15 +61,19 @@ def split_products(model: nn.Module, limits: Limits) -> None:
     for module in model.modules():
         match module:
             case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
-                module.row_split = RowSplit(limits, max(module.in_features, module.out_features))
+                module.row_split = RowSplit(limits, _larger_side(module))
             case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
-                _in_parts(module, RowSplit(limits, max(module.in_features, module.out_features)))
+                _in_parts(module, RowSplit(limits, _larger_side(module)))
             case nn.Linear():
-                _in_parts(module, RowSplit(limits, max(module.in_features, module.out_features)))
+                _in_parts(module, RowSplit(limits, _larger_side(module)))
             case Conv1D():
                 _in_parts(module, RowSplit(limits, max(module.weight.shape)))
             case _:
                 pass
+
+
+def _larger_side(layer: Any) -> int:
+    return max(int(layer.in_features), int(layer.out_features))
 
 
 def _in_parts(module: nn.Module, parts: RowSplit) -> None:
@@ -81,11 +85,11 @@ def _forward(module: nn.Module, parts: RowSplit, x: Tensor, *args: Any, **more: 
     return parts.call(lambda rows: type(module).forward(module, rows, *args, **more), x)
 
 
-def tell_parts(
+def describe_row_splits(
     spec: JobSpec, model: nn.Module, limits: Limits, dtype: torch.dtype, longest: int, whole: bool
 ) -> str | None:
     """What to tell of a job whose passes are larger than `limits`; None: no pass of it is. SpecError where a product of
-    them is that of no linear layer, so that `split_products` does not reach it.
+    them is that of no linear layer, so that `split_matmuls` does not reach it.
 
     `dtype`: of the products. `longest`: tokens of the longest row. `whole`: the head's logits are made whole.
     """

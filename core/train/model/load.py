@@ -23,7 +23,7 @@ from core.train.model.noise import hush
 MOST_TIMES = 2
 """A tied output head counts twice here, and may be all there is."""
 SMALL = 1 << 20
-"""Parameters of which nobody runs out."""
+"""Parameters that fit into any memory."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -40,7 +40,7 @@ def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) 
     with reading("the model"):
         refuse_adapter([path.name for path in folder.iterdir()], field="model")
         hold_against_files(folder)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -49,10 +49,12 @@ def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) 
             device_map=device_map,
             output_loading_info=True,
         )
+    model, info = loaded
     if lacks := sorted(info["missing_keys"]):  # transformers makes them up
         more = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
         raise unreadable(f"the weight files lack {lacks[0]}{more}", "model")
-    return model  # type: ignore[no-any-return]
+    found: nn.Module = model
+    return found
 
 
 def hold_against_files(folder: Path) -> None:

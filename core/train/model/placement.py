@@ -42,11 +42,11 @@ class Placement:
     fp8: bool
     """Dense linear layers multiply in 8-bit floats."""
     weights: torch.dtype
-    """Of the base model while it trains."""
+    """Dtype of the base model's weights while it trains."""
     attention: Attention
     tf32: bool
     limits: Limits
-    """Of matrix products: known faults of the architecture, and what the self-test found."""
+    """Limits of matrix products: known faults of the architecture, and what the self-test found."""
     threads: int
     notice: str | None
     """Why the precision is not what was asked for."""
@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Of matrix products, when that is not fp32."""
+        """Dtype of matrix products, where that is not fp32."""
         return COMPUTE[self.precision]
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _take_deterministic_kernels() -> None:
     the buffers of the chunked loss are hundreds of MiB a micro-step, so that is off.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _set_threads() -> int:
@@ -154,8 +154,8 @@ def _device(resources: Resources, local_rank: int) -> torch.device:
 
 
 def _promise() -> str | None:
-    """The variable that shows this process a GPU, as `NAME=value`: the slot has one, or whoever runs this by hand
-    thinks so. To train on the CPU then would be slow in silence."""
+    """The variable that shows this process a GPU, as `NAME=value`: the slot has one, or the person who runs this
+    by hand expects one. To train on the CPU then would be slow in silence."""
     for name in device_mask.ALL:
         value = os.environ.get(name, "").strip()
         if value and not value.startswith("-"):

@@ -6,14 +6,10 @@ import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import core
 from core.hardware.tables import faults
-from core.spec.run.orders import DataOrder
-from core.train.base.files import sha256
-from core.train.data.truncate import DataReport
 from core.train.model.placement import Placement
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
@@ -40,7 +36,7 @@ def _faults(arch: str) -> list[dict[str, Any]]:
 
 
 class Environment:
-    """A stateful part: remembers where the run was before, so that a change is told."""
+    """A stateful part: remembers where the run was before, so that a change is reported."""
 
     def __init__(self, placement: Placement) -> None:
         self.here: dict[str, Any] = placement.as_dict() | {
@@ -70,19 +66,3 @@ class Environment:
             elif then != now:
                 changes.append(f"{key} was {then}, is {now}")
         return changes
-
-
-def data_record(order: DataOrder, row_format: str, report: DataReport) -> dict[str, Any]:
-    """`sha256` of the one file, or `sources` with those of all of them; then what became of the rows."""
-    hashes = [[sha256(Path(path)) for path in source.paths] for source in order.sources]
-    which: dict[str, Any] = {"sha256": hashes[0][0]}
-    if sum(map(len, hashes)) > 1 or order.sources[0].origin:
-        which = {
-            "sources": [
-                source.origin | {"sha256": digests} | ({"weight": source.weight} if source.weight is not None else {})
-                for source, digests in zip(order.sources, hashes, strict=True)
-            ]
-        }
-    if order.split is not None:
-        which |= {"split": order.split.model_dump(mode="json"), "part": order.part}
-    return which | {"format": row_format} | report.as_dict()

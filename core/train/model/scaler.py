@@ -23,11 +23,11 @@ INITIAL_SCALE = 1024.0
 LOWEST_SCALE = 2.0**-10
 """Overflow at this factor is no matter of scale any more."""
 PATIENCE = 4
-"""Steps in a row whose loss was no finite number: the last of them is not skipped but told."""
+"""Steps in a row whose loss was no finite number: the last of them ends the run."""
 
 
 class LossScaler:
-    """The factor on the loss and what becomes of it after each step."""
+    """The factor on the loss, and how it changes after each step."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LossScaler:
         self.skipped = 0
         """Steps without an update, over the whole run."""
         self.lost = 0
-        """Of the last steps in a row, how many had a loss that was no finite number."""
+        """Number of the last steps in a row whose loss was no finite number."""
 
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
         """Divide in place; an overflow stays what it is."""
@@ -74,7 +74,7 @@ class LossScaler:
         return self.scale < LOWEST_SCALE
 
     def about(self) -> dict[str, float]:
-        """For the run record."""
+        """Entry of the run record."""
         return {
             "initial_scale": self.scale,
             "growth_factor": self.growth_factor,

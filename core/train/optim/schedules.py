@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import assert_never
 
+from core.plan.steps import warmup_steps
 from core.spec.axes.optimizer import Cosine, Linear, Schedule
 
 
 def build_schedule(spec: Schedule, total_steps: int) -> Callable[[int], float]:
     """Factor on the peak learning rate at a 0-based step. As `transformers.get_linear_schedule_with_warmup` and
-    `get_cosine_schedule_with_warmup`; the warm-up is rounded up, as in `TrainingArguments.get_warmup_steps`."""
-    warmup = math.ceil(total_steps * spec.warmup_ratio)
+    `get_cosine_schedule_with_warmup`."""
+    warmup = warmup_steps(total_steps, spec.warmup_ratio)
     rest = max(1, total_steps - warmup)
 
     def linear(step: int) -> float:

@@ -10,35 +10,36 @@ import torch
 from torch import Tensor, nn
 
 
-class Updates(Protocol):
-    """What the engine asks of it. `parameters`: what the optimizer steps, float32, by name in the model; their `.grad`
-    has the gradients of the window so far once `gather` has returned."""
+class UpdateStrategy(Protocol):
+    """How gradients become new weights, as the engine uses it. `parameters`: the float32 tensors that the optimizer
+    steps, by their name in the model; once `synchronize` has returned, their `.grad` has the gradients of the window so
+    far."""
 
     parameters: Mapping[str, nn.Parameter]
 
     def before_pass(self) -> None:
-        """The model is about to compute, perhaps by parts of it and not by its own forward."""
+        """Prepare for a pass of the model, perhaps by parts of it and not by its own forward."""
 
-    def gather(self) -> None:
-        """Every gradient is in `.grad`, and every update is done. Raises what went wrong with either; after an update
-        that went wrong, always: the weights are no good then."""
+    def synchronize(self) -> None:
+        """Wait until every gradient is in `.grad` and every update is done. Raises what went wrong with either; after a
+        failed update always, since the weights are invalid then."""
 
-    def skips(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
+    def supports_found_inf(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
         """Whether `update` leaves the weights as they are by itself where `broken`, a scalar on the device, is above
         0."""
 
     def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float | None) -> None:
         """Clip to `max_norm`, given the `norm` of all gradients, step, and drop the gradients. It may go on after it
-        has returned: `gather` waits for it, and what the model computes waits for what it needs."""
+        has returned: `synchronize` waits for it, and what the model computes waits for what it needs."""
 
-    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients, also those of a backward that was broken off."""
 
-    def written(self) -> None:
-        """`parameters` were written to: the model computes with that from now on."""
+    def refresh_weights(self) -> None:
+        """Let the model compute with `parameters` after they were written to."""
 
 
-class OnDevice:
+class DeviceUpdates:
     """The model's own parameters, stepped where they are."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,10 +48,10 @@ class OnDevice:
     def before_pass(self) -> None:
         pass
 
-    def gather(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def skips(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
+    def supports_found_inf(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
         """Torch's fused optimizers can."""
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
@@ -62,10 +63,10 @@ class OnDevice:
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
         optimizer.step()
-        self.drop(optimizer)
+        self.zero_grad(optimizer)
 
-    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
-    def written(self) -> None:
+    def refresh_weights(self) -> None:
         pass

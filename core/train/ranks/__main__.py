@@ -11,24 +11,24 @@ import sys
 from core.train.__main__ import importing
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm_rank, leave
-from core.train.ranks.env import Seat
+from core.train.ranks.env import RankEnv
 from core.train.ranks.launch import LOOPBACK
 
 
 def main() -> int:
     run_dir = run_folder("core.train.ranks", "One of several ranks; `python -m core.train RUN_DIR` starts them.")
     try:
-        seat = Seat.mine()
+        rank_env = RankEnv.from_environ()
     except (KeyError, ValueError) as error:
         print(f"this is no rank ({error!r}); start `python -m core.train RUN_DIR`", file=sys.stderr)
         return 2
-    stop = arm_rank(seat.launcher, seat.fence_seconds, seat.held_at)
+    stop = arm_rank(rank_env.launcher, rank_env.fence_seconds, rank_env.held_at)
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     with importing():
         from core.train.recipe import run  # slow: torch and transformers
 
-    return run(run_dir, stop, seat)
+    return run(run_dir, stop, rank_env)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ranks of a run do together. `Ranks()` is a run of one: nothing is sent, and everything is as it was.
+"""What the ranks of a run do together. A `ProcessGroup` by itself is a run of one rank: nothing is sent.
 
 Every method is collective: all ranks call it, in the same order. A rank that calls none any more is dead or in its own
 code; the others then wait, until the launcher sees the death (launch.py) or the worker the silence. So no collective
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.train.checkpoint.rng import seed_all
-from core.train.ranks.env import STORE, Seat
+from core.train.base.rng import seed_all
+from core.train.ranks.env import STORE, RankEnv
 
 T = TypeVar("T")
 NEVER = timedelta(days=14)
@@ -29,12 +29,12 @@ class PeerLost(RuntimeError):
     """A collective has failed: another rank is gone, as a rule. The one that died knows why."""
 
 
-class RanksDrifted(RuntimeError):
+class RanksDiverged(RuntimeError):
     """The ranks' weights are not the same any more: an all-reduce that gives its ranks different bits, or a defect."""
 
 
-class Ranks:
-    """One rank that is alone."""
+class ProcessGroup:
+    """The ranks of a run, as one of them sees them; by itself the group of one rank."""
 
     rank = 0
     world = 1
@@ -44,40 +44,40 @@ class Ranks:
         """Rank 0: it writes what is written once."""
         return self.rank == 0
 
-    def any(self, mine: bool) -> bool:
-        """Whether it holds for one rank at least: how all leave at the same place."""
+    def any_rank(self, mine: bool) -> bool:
+        """Whether it holds for at least one rank. All ranks leave a run at the same place by it."""
         return mine
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank: something that JSON can say, and gives back as it was."""
+    def all_gather(self, value: T) -> list[T]:
+        """Collect every rank's value, by rank: anything that survives JSON unchanged."""
         return [value]
 
-    def share(self, value: str) -> str:
-        """Rank 0's."""
+    def broadcast(self, value: str) -> str:
+        """Answer rank 0's value on every rank."""
         return value
 
     def barrier(self) -> None:
-        """Nobody is beyond it before everybody has come to it."""
+        """Block until every rank has reached it."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Element by element over all ranks, on the device; the host does not wait for a GPU."""
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum element by element over all ranks, on the device; the host does not wait for a GPU."""
         return values
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """See reduce.py."""
 
     def seed(self, seed: int) -> None:
-        """Random numbers of its own for each rank from here on; rank 0 goes on as a run of one does."""
+        """Give each rank random numbers of its own from here on; rank 0 goes on as a run of one does."""
 
-    def hold_together(self, weights: Mapping[str, Tensor]) -> None:
-        """RanksDrifted when the ranks do not have the same bits."""
+    def assert_in_sync(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise RanksDiverged when the ranks do not have the same bits."""
 
-    def disband(self) -> None:
-        """Behind it each goes its own way; the last collective."""
+    def destroy(self) -> None:
+        """Destroy the process group; no collective may follow."""
 
     @contextmanager
-    def in_turn(self, wanted: bool = True) -> Iterator[None]:
-        """Rank 0 first, then all others at once: they find in a cache what it has made."""
+    def rank_zero_first(self, wanted: bool = True) -> Iterator[None]:
+        """Run the block on rank 0 first, then on all others at once: they find in a cache what it has made."""
         if wanted and not self.first:
             self.barrier()
         yield
@@ -85,34 +85,38 @@ class Ranks:
             self.barrier()
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = ProcessGroup()
 
 
-class Gang(Ranks):
-    """Several of them, over gloo on a CPU, over NCCL (RCCL) and gloo beside a GPU."""
+class TorchProcessGroup(ProcessGroup):
+    """Several ranks, over gloo on a CPU, over NCCL (RCCL) and gloo beside a GPU."""
 
-    def __init__(self, seat: Seat, device: torch.device) -> None:
+    def __init__(self, rank_env: RankEnv, device: torch.device) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world, self.device = seat.rank, seat.world, device
+        self.rank, self.world, self.device = rank_env.rank, rank_env.world, device
         self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._dist = dist
-        named: dict[str, Any] = {"init_method": "env://"}
-        if seat.folder is not None:
-            named = {"store": dist.FileStore(str(seat.folder / STORE), seat.world)}
+        folder = rank_env.folder
+        store: Any = dist  # FileStore is not among the names that torch declares as exported
         with _joined():
             dist.init_process_group(
-                self.backend, rank=seat.rank, world_size=seat.world, timeout=NEVER, **named,
-                **({"device_id": device} if device.type == "cuda" else {}),
-            )  # fmt: skip
+                self.backend,
+                init_method="env://" if folder is None else None,
+                store=None if folder is None else store.FileStore(str(folder / STORE), rank_env.world),
+                rank=rank_env.rank,
+                world_size=rank_env.world,
+                timeout=NEVER,
+                device_id=device if device.type == "cuda" else None,
+            )
 
-    def any(self, mine: bool) -> bool:
+    def any_rank(self, mine: bool) -> bool:
         wish = torch.tensor([mine], dtype=torch.int32)
         with _joined():
             self._dist.all_reduce(wish, op=self._dist.ReduceOp.MAX)
         return bool(wish.item())
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         # torch's all_gather_object would unpickle what comes over a socket.
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         sizes = torch.zeros(self.world, dtype=torch.int64)
@@ -126,13 +130,13 @@ class Gang(Ranks):
         texts = [one[:size].numpy().tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
         return [json.loads(one) for one in texts]
 
-    def share(self, value: str) -> str:
-        return self.gather(value if self.first else "")[0]
+    def broadcast(self, value: str) -> str:
+        return self.all_gather(value if self.first else "")[0]
 
     def barrier(self) -> None:
-        self.any(False)  # dist.barrier would be NCCL's, which lets the host go on
+        self.any_rank(False)  # dist.barrier would be NCCL's, which lets the host go on
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         total = values.clone()
         with _joined():
             self._dist.all_reduce(total)
@@ -149,24 +153,24 @@ class Gang(Ranks):
             seed_all(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
             random.seed(f"{seed} {self.rank}")
 
-    def hold_together(self, weights: Mapping[str, Tensor]) -> None:
-        found = self.gather(fingerprint(weights))
+    def assert_in_sync(self, weights: Mapping[str, Tensor]) -> None:
+        found = self.all_gather(fingerprint(weights))
         if len(set(found)) > 1:
-            raise RanksDrifted(f"the ranks' weights are not the same any more (checksums {found})")
+            raise RanksDiverged(f"the ranks' weights are not the same any more (checksums {found})")
 
-    def disband(self) -> None:
+    def destroy(self) -> None:
         self.barrier()
         with _joined():
             self._dist.destroy_process_group()
 
 
-def join(seat: Seat | None, device: torch.device) -> Ranks:
-    """The ranks of this run, all of them there. PeerLost when one does not come."""
-    return Ranks() if seat is None else Gang(seat, device)
+def join(rank_env: RankEnv | None, device: torch.device) -> ProcessGroup:
+    """Join the other ranks of this run, and wait until all have. PeerLost when one does not come."""
+    return ProcessGroup() if rank_env is None else TorchProcessGroup(rank_env, device)
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> int:
-    """A checksum of their bits."""
+    """Compute a checksum of the bits of all weights."""
     sums = []
     for tensor in weights.values():
         flat = tensor.detach().contiguous().reshape(-1)
@@ -180,7 +184,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def _joined() -> Iterator[None]:
-    """What gloo and NCCL raise when a peer is gone, as PeerLost."""
+    """Raise PeerLost for what gloo and NCCL raise when a peer is gone."""
     from core.train.base.out_of_memory import is_out_of_memory
 
     try:

@@ -3,12 +3,12 @@
 It holds the lifeline (heartbeat, SIGTERM, SIGUSR1) for all ranks, starts them as torchrun would with max_restarts 0,
 and waits. Heartbeats it hands on: each rank ends itself when none comes, also while this process is stopped. The first
 rank that does not end well ends the attempt: all others are killed at once, since they wait in a sum that can never be
-complete, and what is told is what that first one had to say. The launcher then ends as it did, by the same exit code or
+complete, and the error reported is that of the first. The launcher then ends as it did, by the same exit code or
 by the same signal, so that a worker needs to know nothing of ranks.
 
 torchrun itself is not that launcher, for what its 2.13 does: it puts each rank into a session of its own, beyond the
 reach of a worker that has to see to the end of everything it started; survivors of a death get SIGTERM and 30 s, in
-which a rank of ours would write a checkpoint with nobody; who died first is decided by who is looked at first; its exit
+which a rank of ours would write a checkpoint without its peers; the first death is the first that is polled; its exit
 status is 1 whatever the ranks' were; and its store listens on every interface. The ranks run under it all the same.
 """
 
@@ -55,7 +55,9 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} if sys.plat
 def launch(run_dir: Path, order: RunOrder) -> int:
     """Run the order's ranks to their end: the exit code (core/spec/run/exit_codes.py). Does not return where a rank was
     ended by a signal: this process is ended by the same one then."""
-    gang = Gang(run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at)
+    gang = RankProcesses(
+        run_dir, order.world_size, order.fence_seconds, boottime() if order.held_at is None else order.held_at
+    )
     hooks: dict[str, Any] = {"on_stop": gang.ask, "on_fence": gang.kill, "on_beat": gang.beat}
     stop = arm(order.fence_seconds, held_at=order.held_at, first_to_go=False, **hooks)
 
@@ -92,18 +94,18 @@ class End:
 
 
 @dataclass(slots=True)
-class Gang:
+class RankProcesses:
     """The processes of all ranks, in this process's session. Signals may be sent from handlers and other threads."""
 
     run_dir: Path
     world: int
     fence_seconds: float | None
     held_at: float
-    """When the lease was last held, as far as it was told here."""
+    """When the lease was last held, as far as this process knows, in seconds of CLOCK_BOOTTIME."""
     folder: Path = field(init=False)
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
-    """Of those that have ended."""
+    """Exit codes of the ranks that have ended."""
     _woken: int = field(init=False)
     """Readable after a signal. One that comes just before this process begins to wait would interrupt nothing, and its
     handler, which is Python, would run when a rank ends at last (signal.set_wakeup_fd)."""
@@ -186,7 +188,7 @@ class Gang:
             ended = self._next(deadline)
             bad = [End(rank, code, env.last_word(self.folder, rank)) for rank, code in ended.items() if code]
             if fatal := [end for end in bad if end.code != EXIT_CHECKPOINTED]:
-                # Several at once are looked at together: whoever only lost a peer was not the first.
+                # Several deaths at once are compared: a rank that only lost a peer was not the first.
                 return min(fatal, key=_blame)
             if bad and not left:
                 left, deadline = True, time.monotonic() + LEAVE_SECONDS
@@ -238,7 +240,7 @@ def _blame(end: End) -> tuple[int, float]:
 
 
 def _tell(end: End, world: int, run_dir: Path, *, asked: bool) -> int:
-    """Write what the ranks left to be told, all of them being gone, and end as the first of them did."""
+    """Report what the ranks left, once all of them are gone, and end as the first of them did."""
     if asked and end.code == -signal.SIGTERM:
         return EXIT_CHECKPOINTED  # before it could listen: nothing was done yet
     who = f"rank {end.rank} of {world}"
@@ -258,7 +260,7 @@ def _tell(end: End, world: int, run_dir: Path, *, asked: bool) -> int:
 
 
 def _write(run_dir: Path, type: Any, **payload: Any) -> bool:
-    """One event, all ranks being gone. False when the disk refused it; the exit code tells the most of it."""
+    """Write an event once all ranks are gone. False when the disk refused it; the exit code then has to do."""
     try:
         events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
         try:

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import ModelError
-from core.plan.constants import OFFLOADED_BYTES, PIECE_BYTES
+from core.plan.constants import PIECE_BYTES
+from core.plan.optimizers import state_of
+from core.spec.axes.optimizer import AdamW, Optimizer
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.memory.available import available_bytes
 from core.train.memory.narrow_dtypes import narrow_parameters
@@ -35,10 +37,11 @@ from core.train.memory.offload.units import HEAD, OUTSIDE, Unit, block_name, blo
 from core.train.memory.transfer.transfer import Event, StagedTransfer
 
 FIELD = "memory.offload_optimizer"
+_ADAMW = AdamW()
 
 
 class OptimizerOffload:
-    """See the module; `core.train.optim.updates.Updates` says what the engine asks of it.
+    """See the module; `core.train.optim.updates.UpdateStrategy` says what the engine asks of it.
 
     It works on the model that it is given, which may still be on the host: what is trained goes to `device`, all else
     stays where it is. Hooks lie on the model until `hand_back` or `close`.
@@ -49,6 +52,7 @@ class OptimizerOffload:
         model: nn.Module,
         device: torch.device,
         *,
+        optimizer: Optimizer = _ADAMW,
         narrow: torch.dtype | None = None,
         pinned: bool = True,
         beside: bool | None = None,
@@ -64,6 +68,7 @@ class OptimizerOffload:
         self.device = device
         self._model = model
         self._pinned = pinned and device.type == "cuda"
+        self._host_bytes = state_of(optimizer).trained
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         blocks = blocks_of(model)
         narrowed = set() if narrow is None else narrow_parameters(model, blocks)
@@ -76,7 +81,7 @@ class OptimizerOffload:
         self._spare: dict[nn.Parameter, Tensor] = {}
         """Gradient buffers between two windows: fresh ones would cost page faults."""
         self._leaving: list[Future[None]] = []
-        with _in_words():
+        with self._in_words():
             masters = {p: _master(p) for p in trained.values()}
             for p in trained.values():
                 p.data = masters[p].detach().to(device, narrow if p in narrowed else torch.float32, copy=True)
@@ -84,7 +89,7 @@ class OptimizerOffload:
         self.narrowed = sum(p.numel() for p in trained.values() if p in narrowed)
         self.units = units_of(model, blocks, masters)
         self._at_once = max((unit.nbytes for unit in self.units if unit.name not in (OUTSIDE, HEAD)), default=0)
-        with _in_words():
+        with self._in_words():
             self._transfer = StagedTransfer(device, PIECE_BYTES, pinned=pinned, field=f"{FIELD}.pinned")
         if beside is None:
             beside = device.type == "cuda"
@@ -108,7 +113,7 @@ class OptimizerOffload:
         if gradient is None:  # a function without a gradient for this input
             return
         if self.device.type != "cuda":
-            with _in_words():
+            with self._in_words():
                 self._add(master, gradient, None)
             return
         nbytes, after = gradient.nbytes, self._transfer.computed()
@@ -122,7 +127,7 @@ class OptimizerOffload:
     def _take(self, master: nn.Parameter, held: list[Tensor], after: Event) -> None:
         nbytes = held[0].nbytes
         try:
-            with _in_words():
+            with self._in_words():
                 self._add(master, held[0], after)
         finally:
             held.clear()  # copied: the device's memory may be used again
@@ -148,7 +153,7 @@ class OptimizerOffload:
 
     # --- updates -----------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def synchronize(self) -> None:
         leaving, self._leaving = self._leaving, []
         wait(leaving)  # all, before the first error is raised: no gradient may arrive in the next window
         for one in leaving:
@@ -158,11 +163,11 @@ class OptimizerOffload:
         if self._failed is not None:
             raise self._failed
 
-    def skips(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
+    def supports_found_inf(self, optimizer: torch.optim.Optimizer, broken: Tensor) -> bool:
         return False
 
     def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float | None) -> None:
-        self.gather()
+        self.synchronize()
         gradients = {master: master.grad for master in self.parameters.values() if master.grad is not None}
         for master in gradients:
             master.grad = None  # each unit gets its own back: an optimizer steps what has a gradient
@@ -187,7 +192,7 @@ class OptimizerOffload:
             raise self._failed
         mine = [(p, master) for p, master in unit.members if master in gradients]
         try:
-            with _in_words():
+            with self._in_words():
                 for _, master in mine:
                     master.grad = gradients.pop(master)
                 if max_norm is not None:
@@ -210,19 +215,19 @@ class OptimizerOffload:
     def _send(self, parameter: nn.Parameter, master: nn.Parameter, after: Event) -> None:
         self._transfer.send(master.detach().view(-1), parameter.detach().view(-1), after=after)
 
-    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Also what an error in a hook has left behind: the next window starts from the same weights."""
         for one in self._leaving:
             one.exception()
         self._leaving = []
-        self.gather()
+        self.synchronize()
         for unit in self.units:
             for parameter, master in unit.members:
                 parameter.grad = None
                 self._put_by(parameter, master)
 
-    def written(self) -> None:
-        self.gather()
+    def refresh_weights(self) -> None:
+        self.synchronize()
         after = self._transfer.computed()
         with torch.no_grad():
             for unit in self.units:
@@ -259,7 +264,7 @@ class OptimizerOffload:
     def hand_back(self) -> None:
         """The model's trained parameters are the host's, in float32, and nothing of this is left on it. A model of
         which the device held less than that is on the host from then on."""
-        self.gather()
+        self.synchronize()
         self.close()
         if self.narrowed:
             for unit in self.units:
@@ -287,15 +292,34 @@ class OptimizerOffload:
             "trained": trained,
             "narrowed": self.narrowed,
             "narrow_dtype": self.narrow if self.narrowed else None,
-            "host_bytes": trained * OFFLOADED_BYTES,
+            "host_bytes": trained * self._host_bytes,
         }
 
     def _check_room(self, trained: list[nn.Parameter]) -> None:
-        new = sum(p.numel() * (OFFLOADED_BYTES - (4 if _serves(p) else 0)) for p in trained)
+        new = sum(p.numel() * (self._host_bytes - (4 if _serves(p) else 0)) for p in trained)
         if self.device.type == "cpu":
             new += sum(p.nbytes for p in trained)  # what the device is to hold lies there, too
         if (free := available_bytes()) is not None and free < new:
-            raise _no_room(f"{-(-new >> 20)} MiB are needed, and {free >> 20} are free")
+            raise self._no_room(f"{-(-new >> 20)} MiB are needed, and {free >> 20} are free")
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Raise ModelError where the host runs out of memory: smaller batches would leave none of this free."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            raise self._no_room("it was refused more") from error
+
+    def _no_room(self, why: str) -> ModelError:
+        return ModelError(
+            f"this box has no memory left for what the optimizer keeps in it, {self._host_bytes} bytes for every "
+            f"trained parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters "
+            "(`method: lora`)",
+            field=FIELD,
+            code="offload_does_not_fit",
+        )
 
 
 def _waits(wait: Callable[[Unit], None], unit: Unit, *_: Any) -> None:
@@ -314,26 +338,6 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     if _serves(parameter):
         return nn.Parameter(parameter.detach())
     return nn.Parameter(parameter.detach().to("cpu", torch.float32, memory_format=torch.contiguous_format))
-
-
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """What the host runs out of here is not what smaller batches would leave free."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        raise _no_room("it was refused more") from error
-
-
-def _no_room(why: str) -> ModelError:
-    return ModelError(
-        f"this box has no memory left for what the optimizer keeps in it, {OFFLOADED_BYTES} bytes for every trained "
-        f"parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters (`method: lora`)",
-        field=FIELD,
-        code="offload_does_not_fit",
-    )
 
 
 def _begin(device: torch.device, threads: int) -> None:

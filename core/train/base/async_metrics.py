@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 About = TypeVar("About")
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 """A moment of a device's work."""
 
 
-def mark(device: torch.device) -> Mark:
+def timestamp(device: torch.device) -> Timestamp:
     """The moment at which the device has done what is queued so far; on a CPU: now."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -33,7 +33,7 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def seconds_between(earlier: Mark, later: Mark) -> float:
+def seconds_between(earlier: Timestamp, later: Timestamp) -> float:
     """Waits for the later one, if it has not passed yet."""
     if isinstance(earlier, torch.cuda.Event):
         assert isinstance(later, torch.cuda.Event)
@@ -52,7 +52,7 @@ class _Sent(Generic[About]):
     there: torch.cuda.Event | None
 
 
-class Readings(Generic[About]):
+class AsyncMetrics(Generic[About]):
     """First in, first out. `behind`: how many steps may be on their way after `ready`."""
 
     def __init__(self, device: torch.device, behind: int = 1) -> None:

@@ -8,19 +8,22 @@ from typing import Any
 from core.spec.axes.runtime import NoEvaluation
 from core.spec.run.checkpoint_names import best_name
 from core.train.checkpoint import store
-from core.train.early_stopping import judge
 from core.train.engine import Engine
+from core.train.evaluation.early_stopping import early_stopping
 from core.train.run import Run
+from core.train.stage import Stage
 
 
-def load_best_model(run: Run, engine: Engine, evaluations: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
+def load_best_model(
+    run: Run, engine: Engine, stage: Stage, evaluations: Sequence[Mapping[str, float]]
+) -> dict[str, Any] | None:
     """Load the best weights, if that is wanted and they are not those of the last step. Part of the job's result:
     {"step", "metric", "value", "restored": the weights handed back are those of that step}; None without evaluations.
 
-    Weights that are gone or damaged are told in a notice; what is handed back then are those of the last step.
+    A notice reports weights that are gone or damaged; those of the last step are handed back then.
     """
     spec = run.spec.evaluation or NoEvaluation()
-    best = judge(evaluations, spec).best
+    best = early_stopping(evaluations, spec, stage).best
     if best is None or isinstance(spec, NoEvaluation):
         return None
     step, metric = int(best["step"]), spec.metric_for_best_model

@@ -1,22 +1,17 @@
 """What evaluations decide: which one was the best, and whether it is time to stop. Pure functions of the list of
-evaluations, which is part of every checkpoint: a run that was killed decides as one that nobody touched."""
+evaluations, which is part of every checkpoint: a run that was killed decides as one that was not interrupted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.spec.axes.runtime import BestMetric, HeldOut, NoEarlyStopping, NoEvaluation, Patience
-
-GREATER_IS_BETTER: dict[BestMetric, bool] = {
-    "eval_loss": False,
-    "eval_perplexity": False,
-    "eval_exact_match": True,
-}
+from core.spec.axes.runtime import HeldOut, NoEarlyStopping, NoEvaluation, Patience
+from core.train.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EarlyStoppingState:
     best: Mapping[str, float] | None
     """The best evaluation, its `step` among its values; the first of equals. None before the first."""
     waited: int
@@ -25,12 +20,14 @@ class Verdict:
     """The patience is used up."""
 
 
-def judge(evaluations: Iterable[Mapping[str, float]], spec: HeldOut | NoEvaluation) -> Verdict:
-    """`evaluations` in the order of their steps; the one of the untrained model (step 0) counts."""
+def early_stopping(
+    evaluations: Iterable[Mapping[str, float]], spec: HeldOut | NoEvaluation, stage: Stage
+) -> EarlyStoppingState:
+    """Look at `evaluations` in the order of their steps; the one of the untrained model (step 0) counts."""
     if isinstance(spec, NoEvaluation):
-        return Verdict(None, 0, False)
+        return EarlyStoppingState(None, 0, False)
     metric = spec.metric_for_best_model
-    sign = 1.0 if GREATER_IS_BETTER[metric] else -1.0
+    sign = 1.0 if stage.held_out_metrics[metric] == "higher" else -1.0
     match spec.early_stopping:
         case NoEarlyStopping():
             patience, min_delta = None, 0.0
@@ -46,15 +43,17 @@ def judge(evaluations: Iterable[Mapping[str, float]], spec: HeldOut | NoEvaluati
             mark, waited = score, 0
         else:
             waited += 1
-    return Verdict(best, waited, patience is not None and waited >= patience)
+    return EarlyStoppingState(best, waited, patience is not None and waited >= patience)
 
 
-def needed(evaluations: Sequence[Mapping[str, float]], spec: HeldOut, checkpoints: Iterable[int]) -> set[int]:
-    """Steps whose weights must be kept: the best so far, and the best as runs would know it that go on from one of
-    `checkpoints` (their steps; one of step n may have been written before or after the evaluation of step n)."""
+def needed(
+    evaluations: Sequence[Mapping[str, float]], spec: HeldOut, stage: Stage, checkpoints: Iterable[int]
+) -> set[int]:
+    """Find the steps whose weights must be kept: the best so far, and the best as a run would know it that goes on from
+    one of `checkpoints` (their steps; one of step n may have been written before or after the evaluation of step n)."""
     views = [evaluations]
     for step in checkpoints:
         views.append([values for values in evaluations if values["step"] < step])
         views.append([values for values in evaluations if values["step"] <= step])
-    verdicts = (judge(view, spec) for view in views)
-    return {int(verdict.best["step"]) for verdict in verdicts if verdict.best is not None}
+    states = (early_stopping(view, spec, stage) for view in views)
+    return {int(state.best["step"]) for state in states if state.best is not None}

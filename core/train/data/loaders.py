@@ -1,31 +1,37 @@
-"""Where the loop gets its batches from."""
+"""Where the loop gets its batches from: all of an optimizer step at once, by the number of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import StepOrder
+from core.train.stage import Totals
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepBatches:
     """The batches of one optimizer step."""
 
-    label_tokens: int
-    """Label tokens of the whole step on all ranks; its loss is divided by them."""
+    totals: Totals
+    """Divisors of the step's loss, over all ranks."""
     batches: tuple[Callable[[], Batch], ...]
-    """Batches of this rank, each made when it is called."""
+    """Batches of this rank, each made when it is called for."""
 
 
-class Feed(Protocol):
+Shares = Callable[[Sequence[int], Sequence[int]], Totals]
+"""What a row adds to the totals of its step; see `Stage.shares`."""
+
+
+class StepLoader(Protocol):
     """Batches by the number of their optimizer step; a stateful part of the engine."""
 
-    def window(self, step: int) -> Window:
-        """Batches of a 0-based step."""
+    def batches(self, step: int) -> StepBatches:
+        """The batches of a 0-based step."""
         ...
 
     def epochs_after(self, steps: int) -> float:
@@ -41,16 +47,21 @@ class Feed(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class RowFeed:
-    """Batches of rows that are all at hand."""
+class RowLoader:
+    """Batches of rows that are all at hand; a StepLoader."""
 
-    def __init__(self, dataset: TokenDataset, order: StepOrder, *, packed: bool, pad_token_id: int) -> None:
-        self.dataset, self.order, self.packed, self.pad_token_id = dataset, order, packed, pad_token_id
+    def __init__(
+        self, dataset: TokenDataset, order: StepOrder, shares: Shares, *, packed: bool, pad_token_id: int
+    ) -> None:
+        self.dataset, self.order, self.shares = dataset, order, shares
+        self.packed, self.pad_token_id = packed, pad_token_id
 
-    def window(self, step: int) -> Window:
-        counts, all_rows = self.dataset.label_counts, self.order.rows_of(step)
-        label_tokens = sum(counts[row] for row in all_rows)
-        return Window(label_tokens, tuple(self._batch(rows, all_rows[0]) for rows in self.order.window(step)))
+    def batches(self, step: int) -> StepBatches:
+        rows = self.order.rows_of(step)
+        totals: Counter[str] = Counter()
+        for row in rows:
+            totals.update(self.shares([self.dataset.lengths[row]], [self.dataset.label_counts[row]]))
+        return StepBatches(totals, tuple(self._batch(some, rows[0]) for some in self.order.window(step)))
 
     def _batch(self, rows: list[int], any_row: int) -> Callable[[], Batch]:
         if not rows:

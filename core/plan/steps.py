@@ -1,0 +1,60 @@
+"""Arithmetic of optimizer steps: what one holds, how many there are, and how many of them are warm-up. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import assert_never
+
+from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.training import Training
+from core.spec.job import JobSpec
+
+BATCH = "training.per_device_train_batch_size"
+TOKENS = "batching.tokens_per_batch"
+
+
+def micro_batch(spec: JobSpec) -> tuple[int, str, int]:
+    """Size of a micro-batch in rows or tokens, the field that says so, and the least it can be."""
+    match spec.batching:
+        case Rows():
+            return spec.training.per_device_train_batch_size, BATCH, 1
+        case Tokens(tokens_per_batch=tokens) | Packed(tokens_per_batch=tokens):
+            return tokens, TOKENS, spec.training.max_length
+        case _ as never:
+            assert_never(never)
+
+
+def micro_batches(spec: JobSpec) -> int:
+    """Micro-batches of an optimizer step, on all ranks."""
+    return spec.training.gradient_accumulation_steps * spec.resources.gpus
+
+
+def step_size(spec: JobSpec) -> int:
+    """Rows or tokens of an optimizer step at most, on all ranks."""
+    return micro_batch(spec)[0] * micro_batches(spec)
+
+
+def steps_for(count: float, size: int) -> int:
+    """Steps of `size` rows or tokens that hold `count` of them; the last may be smaller."""
+    return math.ceil(count / size)
+
+
+def total_steps(epochs: float, max_steps: int | None, steps_of: Callable[[int], int]) -> int:
+    """Optimizer steps of a run. `steps_of` answers the steps of each epoch by its number; a fraction of an epoch is
+    rounded up."""
+    if max_steps is not None:
+        return max_steps
+    whole = math.floor(epochs)
+    begun = epochs - whole
+    return sum(steps_of(epoch) for epoch in range(whole)) + (math.ceil(begun * steps_of(whole)) if begun else 0)
+
+
+def estimated_steps(training: Training, tokens: int, size: int) -> int:
+    """Optimizer steps of a run over rows of so many tokens, in steps of `size` tokens that are all but full."""
+    return max(1, math.ceil(steps_for(tokens, size) * training.num_train_epochs))
+
+
+def warmup_steps(total: int, ratio: float) -> int:
+    """Optimizer steps in which the learning rate rises, rounded up as `TrainingArguments.get_warmup_steps` does it."""
+    return math.ceil(total * ratio)

@@ -1,0 +1,1 @@
+"""Held-out rows: what is measured on them, and what follows from it."""

@@ -1,0 +1,125 @@
+"""What is measured on held-out rows: the figures of the stage, and answers to read. Training does not notice it:
+weights, gradients and random numbers are afterwards what they were before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import SpecError
+from core.plan.memory import training_pass
+from core.spec.axes.runtime import HeldOut
+from core.train.batch import Batch
+from core.train.data.dataset import TokenDataset, eval_batches
+from core.train.engine import Diverged, Engine
+from core.train.evaluation.samples import Sample, Sampler
+from core.train.feed import RunData
+from core.train.run import Run
+from core.train.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank found."""
+
+    sums: Mapping[str, float]
+    """Sums of the stage over the rank's rows."""
+    samples: Mapping[int, Sample]
+    """Samples by the number of their prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Held-out figures and samples of a run, any number of times."""
+
+    engine: Engine
+    stage: Stage
+    dataset: TokenDataset
+    sampler: Sampler
+    batch_size: int
+    """Rows of one pass at most."""
+    most_tokens: int
+    """Tokens of one pass at most, padding counted; a longer row is a pass by itself."""
+    between: Callable[[], None]
+    """Called before each batch; may raise to stop."""
+
+    def share(self) -> Share:
+        """Work on this rank's batches and prompts; a run of one rank has them all."""
+        ranks = self.engine.ranks
+        batches = eval_batches(
+            self.dataset,
+            self.batch_size,
+            self.engine.pad_token_id,
+            most_tokens=self.most_tokens,
+            rank=ranks.rank,
+            world=ranks.world,
+        )
+        return Share(measure(self.engine, self.stage, batches, between=self.between), self.sampler.answers())
+
+    def together(self, share: Share) -> tuple[dict[str, float], list[Sample]]:
+        """Put the shares of all ranks together: figures, and the model's answers in the order of the prompts, none when
+        none are wanted. Collective."""
+        shares = self.engine.ranks.all_gather((dict(share.sums), list(share.samples.items())))
+        sums: dict[str, float] = {}
+        for part, _ in shares:
+            sums = _plus(sums, part)
+        found = {at: sample for _, samples in shares for at, sample in samples}
+        return figures(self.engine, self.stage, sums), [found[at] for at in sorted(found)]
+
+
+def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data: RunData) -> Evaluator | None:
+    """Build the evaluator that the job asks for, if it asks for one. SpecError when it has nothing to work on."""
+    spec = run.spec.evaluation
+    if not isinstance(spec, HeldOut):
+        return None
+    if data.eval is None:
+        raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
+    if (metric := spec.metric_for_best_model) not in stage.held_out_metrics:
+        raise SpecError(
+            f"this job does not measure {metric}, only {', '.join(stage.held_out_metrics)} (exact match needs a loss "
+            "on completions); choose another metric",
+            field="evaluation.metric_for_best_model",
+        )
+    size, (tokens, _) = spec.per_device_eval_batch_size, training_pass(run.spec, data.longest)
+    sampler = Sampler(
+        engine,
+        tokenizer,
+        data.eval,
+        spec.samples,
+        data.options,
+        batch_size=size,
+        most_tokens=tokens,
+        between=run.check_stop,
+    )
+    return Evaluator(engine, stage, data.eval, sampler, size, tokens, run.check_stop)
+
+
+def evaluate(engine: Engine, stage: Stage, batches: Iterable[Batch]) -> dict[str, float]:
+    """Compute the stage's figures over held-out batches."""
+    return figures(engine, stage, measure(engine, stage, batches))
+
+
+def measure(
+    engine: Engine, stage: Stage, batches: Iterable[Batch], *, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Compute the stage's sums over held-out batches; the training state is left alone. `between` runs before each
+    batch and may raise to stop."""
+    sums: dict[str, float] = {}
+    for batch in batches:
+        between()
+        sums = _plus(sums, engine.evaluate(batch, stage.evaluate))
+    return sums
+
+
+def figures(engine: Engine, stage: Stage, sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute the stage's figures from its sums. Diverged when the loss is no finite number."""
+    found = stage.held_out_figures(sums)
+    if not math.isfinite(loss := found["eval_loss"]):
+        raise Diverged(f"the held-out loss is {loss} after step {engine.steps}", field="optimizer.learning_rate")
+    return found
+
+
+def _plus(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums.get(name, 0.0) + more.get(name, 0.0) for name in {**sums, **more}}

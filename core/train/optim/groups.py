@@ -1,0 +1,38 @@
+"""Groups of parameters that an optimizer treats alike, by the names of the parameters in the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names exempt from weight decay, as `transformers.Trainer.get_decay_parameter_names` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    names: frozenset[str]
+    decays: bool
+    """The optimizer's weight decay acts on it."""
+
+
+def decay_groups(model: nn.Module) -> list[ParameterGroup]:
+    """Group all that requires a gradient by whether it decays: biases and norms do not."""
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    spared = without_decay(model)
+    return [ParameterGroup(trained - spared, decays=True), ParameterGroup(trained & spared, decays=False)]
+
+
+def without_decay(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that weight decay spares, by transformers' rule: biases and norms by their names, and
+    everything in an `nn.LayerNorm`, whatever its name (`ln_1` of GPT-2)."""
+    by_name = {name for name, _ in model.named_parameters() if _NO_DECAY.search(name.lower())}
+    by_type = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+    return frozenset(by_name | by_type)
