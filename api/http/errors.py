@@ -59,7 +59,7 @@ class ErrorBody(BaseModel):
     error: ErrorView
 
 
-class Renderer(Protocol):
+class ErrorRenderer(Protocol):
     """Turns an error into a response: the shape that the clients of a router expect."""
 
     def __call__(self, status: int, error: Mapping[str, Any], headers: Mapping[str, str] | None) -> Response: ...
@@ -81,7 +81,7 @@ def two_lengths(scope: Scope) -> Response:
     return _body(scope, 400, error, {"connection": "close"})
 
 
-def install(app: FastAPI, renderers: Mapping[str, Renderer] = MappingProxyType({})) -> None:
+def install(app: FastAPI, renderers: Mapping[str, ErrorRenderer] = MappingProxyType({})) -> None:
     """Answer every error of `app`. `renderers`: the prefix of a router's paths → the shape of its errors; all other
     paths have eft's (`render_eft`)."""
     app.state.renderers = dict(sorted(renderers.items(), key=lambda item: -len(item[0])))

@@ -77,7 +77,7 @@ class EventWriter:
 
 
 class NullEventWriter(EventWriter):
-    """Of a rank that is not the first: it writes nothing, since what it has to tell rank 0 tells too."""
+    """The event writer of every rank but the first. It writes nothing: rank 0 reports for all."""
 
     def __init__(self) -> None:
         self.phase = ""
