@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -16,10 +16,15 @@ def iso(seconds: float | None) -> str | None:
 
 
 def view_of(model: type[BaseModel], row: object, **given: Any) -> dict[str, Any]:
-    """The fields of `model`: those that are `given`, and all others from `row`. A field `…_at` of the row is a time."""
-    return {name: given[name] if name in given else _read(row, name) for name in model.model_fields}
+    """The fields of `model`: those that are `given`, and all others from `row`, whose times are Unix seconds."""
+    return {
+        name: given[name] if name in given else _read(row, name, field.annotation)
+        for name, field in model.model_fields.items()
+    }
 
 
-def _read(row: object, name: str) -> Any:
+def _read(row: object, name: str, annotation: Any) -> Any:
+    """A number where the view has text is a time."""
     value = getattr(row, name)
-    return iso(value) if name.endswith("_at") else value
+    is_text = str in (annotation, *get_args(annotation))
+    return iso(value) if is_text and isinstance(value, int | float) else value

@@ -13,7 +13,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from api.http import errors
+from api.notices.schemas import webhook_view
 from core import HOME
+from core.db.tables import Webhook
 from core.errors import Conflict
 
 
@@ -62,3 +64,12 @@ def test_a_module_with_routes_is_named_router_and_asks_no_database_itself() -> N
         if re.search(r"APIRouter\(", text) and name not in service:
             assert path.stem == "router" or path.stem.endswith("_router"), name
             assert not re.search(r"session\.execute\(|\bselect\(", text), f"{name}: a query belongs to the service"
+
+
+def test_a_time_of_a_row_becomes_text_whatever_its_field_is_called() -> None:
+    webhook = Webhook(id="hook-1", url="https://a.example", created_at=0.0, failing_since=60.0)
+    view = webhook_view(webhook)
+    assert (
+        view["created_at"] == "1970-01-01T00:00:00.000000Z" and view["failing_since"] == "1970-01-01T00:01:00.000000Z"
+    )
+    assert view["disabled_at"] is None
