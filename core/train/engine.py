@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakMethod
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -113,7 +114,14 @@ class Engine:
         """Backward passes since the last optimizer step."""
         self.updates: UpdateStrategy = DeviceUpdates(model) if updates is None else updates
         self._trained = self.updates.parameters
-        self.policy = PolicyModel(model, self.inference, autocast=autocast, scaler=scaler)
+        inference = WeakMethod(self.inference)  # no reference back: a dropped engine frees its model at once
+
+        def infer() -> AbstractContextManager[nn.Module]:
+            found = inference()
+            assert found is not None, "the engine of this policy is gone"
+            return found()
+
+        self.policy = PolicyModel(model, infer, autocast=autocast, scaler=scaler)
         """The model as stages see it."""
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._broken = torch.zeros((), dtype=torch.int64, device=device)

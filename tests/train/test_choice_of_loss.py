@@ -48,9 +48,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_frozen_head_always_takes_the_chunked_form(tiny_dir: Path, taken: list[str]) -> None:
-    here = engine(tiny_dir).policy
-    assert here.about()["loss"] == {"kernel": "chunked", "backend": "portable"}  # the C kernels are for bfloat16
-    here.cross_entropy(batch(3))
+    here = engine(tiny_dir)
+    assert here.policy.about()["loss"] == {"kernel": "chunked", "backend": "portable"}  # the C kernels are for bfloat16
+    here.policy.cross_entropy(batch(3))
     assert taken == ["linear_cross_entropy"]
 
 
@@ -80,9 +80,9 @@ def test_a_trained_head_takes_it_for_large_batches_with_the_same_result(
 def test_a_head_of_another_kind_takes_the_models_logits_and_the_record_says_why(
     tiny_dir: Path, taken: list[str]
 ) -> None:
-    adapted = engine(tiny_dir, ["q_proj", "lm_head"]).policy
-    assert adapted.about()["loss"] == {"kernel": "logits", "reason": "the output head has an adapter"}
-    adapted.cross_entropy(batch(3))
+    adapted = engine(tiny_dir, ["q_proj", "lm_head"])
+    assert adapted.policy.about()["loss"] == {"kernel": "logits", "reason": "the output head has an adapter"}
+    adapted.policy.cross_entropy(batch(3))
     assert taken == ["label_logits"]
 
 

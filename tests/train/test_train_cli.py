@@ -75,7 +75,7 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
         return " ".join(done.stderr.decode().split())
 
     assert "did you mean `lora`" in told("some/model", "rows.jsonl", "--method", "lore")
-    assert "packed weights have steps" in told(
+    assert "the steps of packed weights" in told(
         "some/model", "rows.jsonl", "--method", "full", "--set", "quantization=nf4"
     )
     assert "rows.jsonl is no file" in told("some/model", str(tmp_path / "rows.jsonl"))
