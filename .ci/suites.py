@@ -46,14 +46,14 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
     # name: (minutes, folders and the files of them that go first, pytest options)
     "service": (20, [*(f"{name}.py" for name in LONGEST), "e2e", "chaos", "service"], ["-n", "4", *LONGEST_FIRST]),
     "train": (
-        12,
+        9,
         [
             *("resume", "train/test_streaming.py", "train/test_tokens.py", "train/test_hostile_models.py", "oracle"),
             *("train", "kernels", "render"),
         ],
         ["-n", "2", *LONGEST_FIRST],
     ),
-    "rest": (6, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
+    "rest": (4, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
 }
 
 AGAIN = (
