@@ -96,7 +96,7 @@ def create(session: Session, principal: Principal, wish: KeyWish, settings: Sett
         )
     rights = _rights(session, principal, wish)
     _room(session, whose, where, settings.keys_per_member)
-    now = _now(session)
+    now = read_now(session)
     expires_at = _end(principal, wish.expires_in_days, now, settings)
     key, row = service.create(
         session,
@@ -146,7 +146,7 @@ def rotate(
         raise BadRequest(
             "a key that expires does not rotate one that lives longer: the successor would outlive it", field="key_id"
         )
-    now = _now(session)
+    now = read_now(session)
     if old.key.revoked_at is not None or (old.key.expires_at is not None and old.key.expires_at <= now):
         raise Conflict("this key does not work any more; make a new one", code="key_is_over", field="key_id")
     successor = select(ApiKey.id).where(ApiKey.rotated_from == key_id, ApiKey.revoked_at.is_(None))
@@ -285,7 +285,3 @@ def _must_manage(session: Session, principal: Principal) -> None:
     if principal.manages or principal.operates:
         return
     raise forbidden(session, principal, Scope.ADMIN if principal.role is Role.ADMIN else Role.ADMIN)
-
-
-def _now(session: Session) -> float:
-    return read_now(session)
