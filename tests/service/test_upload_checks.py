@@ -107,6 +107,8 @@ def test_a_check_that_reaches_its_bound_is_told_and_costs_nobody_else(api: Api) 
     """The kernel ends it, as here somebody does."""
     with send_and_leave(api, slow_parquet(8000)) as client:
         (pid,) = wait_for(lambda: checks(api), 120, "the check to begin")
+        # Ended before its first frame, it would be one that could not be started.
+        wait_for(lambda: any(part.stat().st_size for part in api.layout.uploads.iterdir()), 120, "bytes to be checked")
         os.kill(pid, signal.SIGXCPU)
         told = b""
         while b"processor time" not in told and (more := client.recv(1 << 16)):  # the head may come by itself

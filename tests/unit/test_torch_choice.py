@@ -93,10 +93,11 @@ def make(checkout: Path, *words: str) -> list[str]:
     """What pip was asked for by `make .venv/.app …`."""
     (checkout / "asked").write_text("")
     environment = {name: value for name, value in os.environ.items() if name not in ("TORCH", "TORCH_INDEX", "ARCH")}
-    subprocess.run(
+    done = subprocess.run(
         ["make", "-s", ".venv/.app", f"PYTHON={sys.executable}", *words],
-        cwd=checkout, env=environment, capture_output=True, check=False,
+        cwd=checkout, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    print(words, done.returncode, done.stderr)  # pytest shows it where the test fails
     return [line.partition(" -qq ")[2] for line in (checkout / "asked").read_text().splitlines()]
 
 
@@ -106,7 +107,8 @@ def test_make_installs_what_was_asked_for_and_remembers_it(checkout: Path) -> No
     assert make(checkout) == []
     assert make(checkout, "TORCH=cpu") == ["uninstall -y torch", cpu], "2.13.0+cu130 would do for torch==2.13.0"
     assert make(checkout, "TORCH=cpu") == []
-    (checkout / "locks/app.txt").touch()
+    later = (checkout / ".venv/.app").stat().st_mtime + 1  # some clocks of files tick slower than make runs
+    os.utime(checkout / "locks/app.txt", (later, later))
     assert make(checkout) == [cpu], "a later make keeps the choice"
     assert make(checkout, "TORCH=rocm", "ARCH=gfx900") == [], "what there is stays when there is none"
     assert make(checkout, "TORCH=ROCM") == make(checkout, "TORCH=amd") == [], "a package of PyPI that has that name"
