@@ -137,7 +137,19 @@ DATA: dict[str, Code] = {
     "unknown_call": ("A tool result refers to a call that does not exist.", "Check `tool_call_id`."),
     "no_answer": ("The chat has no final assistant turn to learn from.", "End the chat with one, or remove the row."),
     "no_question": ("The chat begins with an assistant turn.", "Put a user turn before it."),
-    "nothing_to_learn": ("Every assistant turn has weight 0.", "Give one turn weight 1, or remove the row."),
+    "nothing_to_learn": (
+        "Every assistant turn has weight 0, or the two answers of a pair are equal.",
+        "Give one turn weight 1, correct an answer, or remove the row.",
+    ),
+    "label_count": ("A row has more or fewer labels than steps.", "Give each step of `completions` one label."),
+    "implicit_prompt": (
+        "A pair of texts has no `prompt`; what both begin with is used.",
+        "Nothing if intended; otherwise put the question into `prompt`.",
+    ),
+    "one_class": (
+        "All labels are the same, and KTO compares good answers with bad ones.",
+        "Add rows with the other label, or train on several files together.",
+    ),
     "too_long": ("A row exceeds 16 MiB.", "Split it; no context is that long."),
     "formula": ("A spreadsheet would execute this text; it is kept.", "Be careful when you open the file in one."),
 }

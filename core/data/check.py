@@ -124,9 +124,9 @@ class FileCheck:
         if not isinstance(reader, JsonLines) or self._first is None or row_format is None:
             return
         for block in parallel.glance(path, start, row_format, self._columns, self._first):
-            if block.rows is not None and reader.between_rows():
-                reader.passed(block.rows, block.end - block.start)
-                self.checker.good(block.rows)
+            if block.usual is not None and reader.between_rows():
+                reader.passed(block.usual.rows, block.end - block.start)
+                self.checker.good(*block.usual)
                 continue
             stream.seek(block.start)
             left = block.end - block.start
@@ -172,6 +172,7 @@ class FileCheck:
                 *template_fields(self._faults.fields),
                 *self._faults.notices(),
                 *self._pairs(),
+                *self._one_class(),
             ),
             tuple(self._faults.ignored)[:MAX_IGNORED],
         )  # fmt: skip
@@ -184,6 +185,19 @@ class FileCheck:
         return (
             Fault("pairs", f"pairs of strings: {told('auto')} `data.rendering.pairs` of the job chooses another way."),
         )
+
+    def _one_class(self) -> tuple[Fault, ...]:
+        """A file of judged answers may be one of several sources, so one class alone is no fault of the file."""
+        if len(self.checker.labels) != 1:
+            return ()
+        (label,) = self.checker.labels
+        said, lacking = ("true", "false") if label else ("false", "true")
+        words = (
+            f"every `{self._columns.get('label', 'label')}` is {said}: `stage: kto` needs good and bad answers. Add "
+            f"rows whose label is {lacking}, or train on this file together with one that has them (`data.train` as a "
+            "list)"
+        )
+        return (Fault("one_class", words),)
 
     def _begin(self) -> bytes:
         """Settle what the file is; the bytes that were held back for that."""
@@ -214,12 +228,12 @@ class FileCheck:
         self._rest = chunk[end:]
         if self._usual is None and self._first is not None and self.checker.format is not None:
             self._usual = UsualLines(self.checker.format, self._columns, self._first)
-        rows = self._usual.rows(block) if self._usual is not None and self._reader.between_rows() else None
-        if rows is None:
+        usual = self._usual.rows(block) if self._usual is not None and self._reader.between_rows() else None
+        if usual is None:
             self._records(block)
         else:
-            self._reader.passed(rows, len(block))
-            self.checker.good(rows)
+            self._reader.passed(usual.rows, len(block))
+            self.checker.good(*usual)
 
     def _records(self, chunk: bytes) -> None:
         assert self._reader is not None

@@ -14,10 +14,10 @@ from core.data.faults import MAX_COLUMNS, TOO_MANY_COLUMNS, Faults, kind
 from core.data.formats.read import read
 from core.data.formats.settle import READ, SHAPES, fits, missing, nearest
 from core.data.mapping import proposed
-from core.data.rows import Row
+from core.data.rows import Labelled, Row
 from core.spec.axes.data import Format, RowFormat
 
-_OPTIONAL = ("tools", "system", "input", "reference")
+_OPTIONAL = ("tools", "system", "input", "reference", "margin")
 """Columns that may be mapped and yet be absent from a row."""
 
 
@@ -34,6 +34,8 @@ class RowChecker:
         self.faults = faults
         self.rows = 0
         """Rows without a fault so far."""
+        self.labels: set[bool] = set()
+        """Labels of the judged answers among them."""
         self._seen: Any = None
         """Keys of the row before."""
 
@@ -54,11 +56,14 @@ class RowChecker:
             return None
         self._tell_ignored(value, row_format)
         self.rows += 1
+        if isinstance(row, Labelled):
+            self.labels.add(row.label)
         return row
 
-    def good(self, rows: int) -> None:
+    def good(self, rows: int, labels: frozenset[bool]) -> None:
         """Rows that somebody else has checked, of the format that is settled."""
         self.rows += rows
+        self.labels |= labels
 
     def settle_on(self, row_format: RowFormat, number: int) -> None:
         """Go on in a file whose first rows were read before."""

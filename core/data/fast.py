@@ -13,13 +13,14 @@ are no doubles.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from core.data.formats.settle import KNOWN
+from core.data.formats.judged import MOST_MARGIN
+from core.data.formats.settle import KNOWN, READ
 from core.spec.axes.data import RowFormat
 
 _NEWLINE, _OPEN, _CLOSE, _COLON, _QUOTE, _BACKSLASH, _SPACE, _TAB = b'\n{}:"\\ \t'
@@ -30,13 +31,27 @@ class _Turn(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     content: str
 
 
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "text": ("text",),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "input", "output"),
+_ANSWER = _Turn("assistant", "…")
+_TEXT, _TURNS = (str,), (str, list[_Turn])
+_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "messages": {"messages": (list[_Turn],)},
+    "text": {"text": _TEXT},
+    "prompt_completion": {"prompt": _TEXT, "completion": _TEXT},
+    "instruction": {"instruction": _TEXT, "input": _TEXT, "output": _TEXT},
+    "preference": {"prompt": _TURNS, "chosen": _TURNS, "rejected": _TURNS, "margin": (float,)},
+    "kto": {"prompt": _TURNS, "completion": _TURNS, "label": (bool,)},
+    "stepwise": {"prompt": _TURNS, "completions": (list[str],), "labels": (list[bool],)},
 }
+"""Keys of each format, and the types that their values may have: the first row says which."""
 _Scalar = str | int | float | bool | None
+
+
+class Usual(NamedTuple):
+    """A block with nothing unusual in it."""
+
+    rows: int
+    labels: frozenset[bool] = frozenset()
+    """Labels of its KTO rows."""
 
 
 def _row_type(row_format: RowFormat, columns: Mapping[str, str], first: Mapping[str, Any]) -> type | None:
@@ -47,11 +62,16 @@ def _row_type(row_format: RowFormat, columns: Mapping[str, str], first: Mapping[
     kind: Any
     for at, (key, value) in enumerate(first.items()):
         name = ours.get(key, "" if key in columns else key)  # a mapped column may take another's name
-        if name == "messages" and row_format == "messages":
-            field, kind = "messages", list[_Turn]
-        elif name in _FIELDS[row_format]:
-            field, kind = name, str
-        elif name in KNOWN or isinstance(value, list | dict) or "\\" in key or '"' in key:
+        if name in _FIELDS[row_format]:
+            kinds = _FIELDS[row_format][name]
+            field, kind = name, kinds[isinstance(value, list) and len(kinds) > 1]
+        elif (
+            name in KNOWN
+            or name in (READ[row_format] or ())
+            or isinstance(value, list | dict)
+            or "\\" in key
+            or '"' in key
+        ):
             return None
         else:
             field, kind = f"other_{at}", _Scalar
@@ -72,15 +92,15 @@ class UsualLines:
         self._row_keys = len(first)
         self._misses = 0
 
-    def rows(self, block: bytes) -> int | None:
-        """How many rows the block of whole lines has when nothing is wrong or unusual in it; else None."""
+    def rows(self, block: bytes) -> Usual | None:
+        """What the block of whole lines has when nothing is wrong or unusual in it; else None."""
         if self._decoder is None or self._misses > 16:
             return None
         rows = self._rows(block)
         self._misses = self._misses + 1 if rows is None else 0
         return rows
 
-    def _rows(self, block: bytes) -> int | None:
+    def _rows(self, block: bytes) -> Usual | None:
         assert self._decoder is not None
         if not block.startswith(b"{") or b"\r" in block:
             return None
@@ -96,7 +116,10 @@ class UsualLines:
         if len(found) != len(ends):
             return None
         keys = self._keys(found)
-        return len(found) if keys is not None and keys == _written_keys(block, characters) else None
+        if keys is None or keys != _written_keys(block, characters):
+            return None
+        labels = frozenset({row.label for row in found}) if self._format == "kto" else frozenset()
+        return Usual(len(found), labels)
 
     def _keys(self, rows: list[Any]) -> int | None:
         """Keys that the rows have together; None when one of them has nothing to learn."""
@@ -112,28 +135,85 @@ class UsualLines:
                 filled = filled and not any(
                     "\0" in row.instruction + getattr(row, "input", "") + row.output for row in rows
                 )
+            case "preference":
+                return self._judged_keys(rows, ("chosen", "rejected"))
+            case "kto":
+                return self._judged_keys(rows, ("completion",))
+            case "stepwise":
+                return self._stepwise_keys(rows)
             case _:
                 return None
         return self._row_keys * len(rows) if filled else None
 
     def _chat_keys(self, rows: list[Any]) -> int | None:
         turns = 0
-        orders = self._orders
         for row in rows:
-            messages = row.messages
-            roles = tuple([turn.role for turn in messages])
-            good = orders.get(roles)
-            if good is None:
-                good = _in_order(roles)
-                if len(orders) < 10_000:
-                    orders[roles] = good
-            if not good:
+            if not self._is_chat(row.messages):
                 return None
-            for turn in messages:
-                content = turn.content
-                if "\0" in content or (not content.strip() and turn.role == "assistant"):
+            turns += len(row.messages)
+        return self._row_keys * len(rows) + 2 * turns
+
+    def _is_chat(self, messages: list[_Turn]) -> bool:
+        """The turns are in an order that makes sense, and each answer says something."""
+        roles = tuple([turn.role for turn in messages])
+        good = self._orders.get(roles)
+        if good is None:
+            good = _in_order(roles)
+            if len(self._orders) < 10_000:
+                self._orders[roles] = good
+        if not good:
+            return False
+        for turn in messages:
+            content = turn.content
+            if "\0" in content or (not content.strip() and turn.role == "assistant"):
+                return False
+        return True
+
+    def _judged_keys(self, rows: list[Any], answers: tuple[str, ...]) -> int | None:
+        """A prompt with answers of its own kind: text, or messages with one turn an answer; or whole chats that have
+        all turns in common but the last."""
+        turns = 0
+        for row in rows:
+            found = [getattr(row, name) for name in answers]
+            if len(found) == 2 and found[0] == found[1]:
+                return None
+            prompt = getattr(row, "prompt", None)
+            margin = getattr(row, "margin", 0.0)
+            if not abs(margin) <= MOST_MARGIN:
+                return None
+            if prompt is None:
+                if len(found) != 2 or not all(isinstance(chat, list) and self._is_chat(chat) for chat in found):
                     return None
-            turns += len(messages)
+                chosen, rejected = found
+                if len(chosen) < 2 or chosen[:-1] != rejected[:-1] or chosen[-2].role != "user":
+                    return None
+                turns += len(chosen) + len(rejected)
+            elif isinstance(prompt, str):
+                if not all(isinstance(part, str) and part.strip() and "\0" not in part for part in (prompt, *found)):
+                    return None
+            else:
+                if not prompt or prompt[-1].role != "user":
+                    return None
+                for answer in found:
+                    if not isinstance(answer, list) or len(answer) != 1 or not self._is_chat([*prompt, *answer]):
+                        return None
+                turns += len(prompt) + len(found)
+        return self._row_keys * len(rows) + 2 * turns
+
+    def _stepwise_keys(self, rows: list[Any]) -> int | None:
+        turns = 0
+        for row in rows:
+            if len(row.completions) != len(row.labels) or not row.completions:
+                return None
+            if not all([step.strip() and "\0" not in step for step in row.completions]):  # noqa: C419 -- a list is faster
+                return None
+            if isinstance(row.prompt, str):
+                if not row.prompt.strip() or "\0" in row.prompt:
+                    return None
+            else:
+                if not row.prompt or row.prompt[-1].role != "user" or not self._is_chat([*row.prompt, _ANSWER]):
+                    return None
+                turns += len(row.prompt)
         return self._row_keys * len(rows) + 2 * turns
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.data.fast import UsualLines
+from core.data.fast import Usual, UsualLines
 from core.spec.axes.data import RowFormat
 
 WORTH_BYTES = 256 << 20
@@ -27,11 +27,11 @@ MOST_PROCESSES = 8
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
-    """Whole lines, and how many rows they are; None: somebody has to read them."""
+    """Whole lines, and what a glance made of them; None: somebody has to read them."""
 
     start: int
     end: int
-    rows: int | None
+    usual: Usual | None
 
 
 def processes() -> int:

@@ -6,6 +6,7 @@ instruction             Instruction
 text                    Text
 preference              Preference      a prompt, the answer that is preferred and the one that is not
 kto                     Labelled        a prompt, an answer, and whether it is a good one
+stepwise                Stepwise        a prompt, the steps of its solution, and whether each of them is right
 prompt                  PromptOnly      a prompt, and what a reward may be computed from
 """
 
@@ -103,6 +104,8 @@ class Preference:
     chosen: Prompt
     rejected: Prompt
     tools: tuple[dict[str, Any], ...] = ()
+    margin: float | None = None
+    """By how much the chosen answer is better, on the scale of the rewards; None: not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,18 @@ class Labelled:
     prompt: Prompt
     completion: Prompt
     label: bool
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """TRL's stepwise supervision: a solution in steps, each judged."""
+
+    prompt: Prompt
+    steps: tuple[str, ...]
+    """At least one."""
+    labels: tuple[bool, ...]
+    """Whether each step is right; as many as there are steps."""
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -128,7 +143,7 @@ class PromptOnly:
 
 SFTRow = Chat | PromptCompletion | Instruction | Text
 """What `stage: sft` trains on."""
-Row = SFTRow | Preference | Labelled | PromptOnly
+Row = SFTRow | Preference | Labelled | Stepwise | PromptOnly
 
 
 @dataclass(frozen=True, slots=True)

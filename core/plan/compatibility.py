@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rows_of_another_stage",
-        {"stage": ("sft",), "train rows": ("preference", "kto", "prompt")},
+        {"stage": ("sft",), "train rows": ("preference", "kto", "stepwise", "prompt")},
         "data.train",
         "`stage: sft` learns one answer per row, and these rows have two, a judged one, or none",
         "use rows with one answer each; no stage trains on these rows yet",
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "eval_rows_of_another_stage",
-        {"stage": ("sft",), "eval rows": ("preference", "kto", "prompt")},
+        {"stage": ("sft",), "eval rows": ("preference", "kto", "stepwise", "prompt")},
         "data.eval",
         "`stage: sft` is evaluated on one answer per row, and these rows have two, a judged one, or none",
         "use held-out rows with one answer each",

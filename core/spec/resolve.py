@@ -36,7 +36,10 @@ def resolve(spec: JobSpec) -> JobSpec:
         match format_of(spec.data.train):
             case "text":
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "all"})
-            case "messages" | "sharegpt" | "prompt_completion" | "instruction" | "preference" | "kto" | "prompt":
+            case (
+                "messages" | "sharegpt" | "prompt_completion" | "instruction" | "preference" | "kto" | "stepwise"
+                | "prompt"
+            ):  # fmt: skip
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # only whoever reads the rows can tell

@@ -11,7 +11,7 @@ from core import HOME
 from core.data.checker import RowChecker
 from core.data.decode import decode
 from core.data.faults import Faults
-from core.data.rows import Labelled, Preference, PromptOnly
+from core.data.rows import Labelled, Preference, PromptOnly, Stepwise
 from core.errors import DataError
 from core.spec.axes.rendering import FamilyTemplate
 from core.train.render.options import RenderOptions, loss_on_for
@@ -57,6 +57,12 @@ def test_what_the_page_says_is_what_is_learned(source: str, learned: str) -> Non
             assert [answer for side in found.render_pair(row, 1) for answer in turns(side)] == said
         case Labelled():
             assert turns(found.render_labelled(row, 1)) == said
+        case Stepwise():
+            rendered = found.render_steps(row, 1)
+            assert learned.startswith("a judgement of each step, at the separator (a line break)")
+            judged = [at for at, wanted in enumerate(rendered.learned) if wanted]
+            assert len(judged) == len(row.steps)
+            assert all(found.tokenizer.decode(rendered.ids[at]) == "\n" for at in judged)
         case PromptOnly():
             assert learned == "nothing." and not any(found.render_prompt(row, 1).learned)
         case _ if checker.format == "text":

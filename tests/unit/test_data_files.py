@@ -228,7 +228,7 @@ UNUSUAL = [
 def test_the_fast_way_passes_nothing_that_the_exact_one_refuses(line: bytes) -> None:
     good = b'{"prompt": "a \\": b : c", "completion": "caf\\u00e9 \xc3\xa9"}\n'
     usual = UsualLines("prompt_completion", {}, {"prompt": "a", "completion": "b"})
-    assert usual.rows(good * 3) == 3
+    assert usual.rows(good * 3) == (3, frozenset())
     assert usual.rows(good + line + b"\n" + good) is None
     checker = FileCheck()
     checker.feed(good * 5000)  # by blocks

@@ -119,9 +119,12 @@ def test_fields_that_a_template_may_not_have_are_told(tmp_path: Path) -> None:
     assert "`name`, `tool_calls`, `reasoning`, `tools`" in notice.message
 
 
-def test_two_transcripts_without_a_prompt_are_told_what_to_do(tmp_path: Path) -> None:
+def test_two_transcripts_without_a_prompt_are_told_what_is_made_of_them(tmp_path: Path) -> None:
     report = checked(tmp_path / "rows", '{"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}\n')
-    assert "put what they have in common into `prompt`" in report.faults[0].message
+    assert report.ok and codes(report) == ["implicit_prompt"]
+    assert "set `data.rendering.pairs` of the job to `apart`" in report.notices[0].message
+    report = checked(tmp_path / "rows", '{"chosen": "I see.", "rejected": "You see."}\n')
+    assert "put the question into `prompt`" in report.faults[0].message
 
 
 def test_the_trainer_tells_what_the_check_told(tmp_path: Path) -> None:

@@ -280,7 +280,10 @@ FORMATS: dict[str, Callable[[int], dict[str, Any]]] = {
     "instruction": lambda n: {"instruction": "lamp " * (500 * n), "input": "é" * (500 * n), "output": "on"},
     "text": lambda n: {"text": "é\0" * (500 * n)},
     "preference": lambda n: {"chosen": [TURN, ANSWER] * n, "rejected": [TURN, ANSWER] * n},
+    "preference_texts": lambda n: {"chosen": "a b " * (500 * n) + "c", "rejected": "a b " * (500 * n) + "d"},
+    "preference_one_word": lambda n: {"chosen": "a" * (900 * n) + "c", "rejected": "a" * (900 * n) + "d"},
     "kto": lambda n: {"messages": [TURN, ANSWER] * n, "label": True},
+    "stepwise": lambda n: {"prompt": [TURN, ANSWER] * n + [TURN], "completions": ["a"] * n, "labels": [True] * n},
     "prompt": lambda n: {"prompt": [TURN, ANSWER] * n + [TURN], "reference": "a", **{f"k{at}": 1 for at in range(n)}},
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """CSV (RFC 4180): commas, quotes doubled inside quoted fields, a header that names the columns, UTF-8.
 
 Every value is text and stays text: nothing is evaluated. Cells that a spreadsheet would run as a formula are told. In
-the columns `messages`, `conversations` and `tools` a cell holds JSON text, in `label` it is `true` or `false`; an empty
-cell of an optional column is none.
+the columns of lists (`messages`, `conversations`, `tools`, `completions`, `labels`) a cell holds JSON text, in `label`
+it is `true` or `false`, in `margin` a number; an empty cell of an optional column is none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from core.data.faults import MAX_ROW_BYTES, Faults
 _FIELD = rb'(?:"(?:[^"]|"")*+"|[^",]*+)'
 _STRICT = re.compile(rb"%b(?:,%b)*+" % (_FIELD, _FIELD), re.DOTALL)
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?!\s|[0-9.,]*$)")
-_JSON_CELLS = ("messages", "conversations", "tools")
-_OPTIONAL_CELLS = ("input", "system", "tools", "reference")
+_JSON_CELLS = ("messages", "conversations", "tools", "completions", "labels")
+_OPTIONAL_CELLS = ("input", "system", "tools", "reference", "margin")
+_NUMBER = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,2})?", re.ASCII)
 _FORMULA_WORDS = (
     "a cell begins as a spreadsheet formula does (=, +, -, @); it is trained on as the text it is and never evaluated, "
     "but do not open the file in a spreadsheet that you would not trust with it"
@@ -104,6 +105,8 @@ class CsvRecords:
             return value
         if ours == "label" and cell.lower() in ("true", "false"):
             return cell.lower() == "true"
+        if ours == "margin" and _NUMBER.fullmatch(cell):
+            return float(cell)
         if _FORMULA.match(cell):
             faults.notice("formula", _FORMULA_WORDS)
         return cell

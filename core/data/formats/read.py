@@ -9,6 +9,7 @@ from core.data.formats.chat import read_messages
 from core.data.formats.judged import read_kto, read_preference, read_prompt
 from core.data.formats.plain import read_instruction, read_prompt_completion, read_text
 from core.data.formats.sharegpt import read_sharegpt
+from core.data.formats.stepwise import read_stepwise
 from core.data.rows import Row
 from core.spec.axes.data import RowFormat
 
@@ -31,6 +32,8 @@ def read(value: dict[str, Any], row_format: RowFormat, faults: Faults) -> Row | 
             return read_preference(value, faults)
         case "kto":
             return read_kto(value, faults)
+        case "stepwise":
+            return read_stepwise(value, faults)
         case "prompt":
             return read_prompt(value, faults)
         case _ as never:

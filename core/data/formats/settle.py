@@ -19,12 +19,13 @@ REQUIRED: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
     "text": (("text",),),
     "preference": (("chosen", "rejected"), ("input", "preferred_output", "non_preferred_output")),
     "kto": (("prompt", "completion", "label"), ("messages", "label")),
+    "stepwise": (("prompt", "completions", "labels"),),
     "prompt": (("prompt", "reference"), ("messages", "reference")),
 }
 """Keys that make a row fit a format: all of one of the groups."""
 SHAPES = (
     "`messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, `text`, `chosen` and "
-    "`rejected`, or `prompt` and `reference`"
+    "`rejected`, `prompt`, `completions` and `labels`, or `prompt` and `reference`"
 )
 KNOWN = frozenset(key for groups in REQUIRED.values() for group in groups for key in group) | {"tools", "system"}
 
@@ -35,8 +36,9 @@ READ: dict[RowFormat, frozenset[str] | None] = {
     "instruction": frozenset({"instruction", "input", "output"}),
     "text": frozenset({"text"}),
     "preference": frozenset({"prompt", "messages", "conversations", "chosen", "rejected", "tools", "system"})
-    | {"input", "preferred_output", "non_preferred_output"},
+    | {"input", "preferred_output", "non_preferred_output", "margin"},
     "kto": frozenset({"prompt", "completion", "messages", "label", "tools"}),
+    "stepwise": frozenset({"prompt", "completions", "labels", "tools"}),
     "prompt": None,
 }
 """Keys that are read of a row of each format; None: all of them, since a reward may."""
@@ -65,10 +67,13 @@ def missing(value: Mapping[str, Any], name: RowFormat) -> str | None:
 
 
 def nearest(value: Mapping[str, Any]) -> tuple[RowFormat, str] | None:
-    """For a row that fits nothing: the format that it has a key of, and the key that it lacks."""
+    """For a row that fits nothing: the format that most of its keys are of, and the key that it lacks of that."""
+    best: tuple[RowFormat, str] | None = None
+    most = 0
     for name, groups in REQUIRED.items():
+        read = len(value.keys() & (READ[name] or ()))
         for group in groups:
             lacking = [key for key in group if key not in value]
-            if len(lacking) < len(group):
-                return name, lacking[0]
-    return None
+            if len(lacking) < len(group) and max(read, 1) > most:
+                best, most = (name, lacking[0]), max(read, 1)
+    return best

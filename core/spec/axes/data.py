@@ -13,16 +13,19 @@ from core.spec.axes.model import HubId, LocalPath, Revision
 from core.spec.axes.rendering import ModelTemplate, Rendering
 from core.spec.base import SpecModel, short_form
 
-RowFormat = Literal["messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "prompt"]
+RowFormat = Literal[
+    "messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "stepwise", "prompt"
+]
 FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 """What a row can be (docs/data.md); `auto` is settled from the rows themselves, never guessed."""
 
 Format = Literal[
-    "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "prompt"
-]
+    "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "preference", "kto", "stepwise",
+    "prompt",
+]  # fmt: skip
 Column = Literal[
     "messages", "conversations", "tools", "system", "instruction", "input", "prompt", "completion", "output", "text",
-    "chosen", "rejected", "label", "reference",
+    "chosen", "rejected", "margin", "label", "completions", "labels", "reference",
 ]  # fmt: skip
 """Names that a mapping can give to columns."""
 
@@ -39,7 +42,7 @@ class Readable(SpecModel):
 
     format: Format = "auto"
     """Row format (docs/data.md): `messages`, `sharegpt`, `instruction`, `prompt_completion`, `text`, `preference`,
-    `kto` or `prompt`. Needed only if rows match two of them."""
+    `kto`, `stepwise` or `prompt`. Needed only if rows match two of them."""
     columns: Columns = Field(default={})
     """Mapping from field names to the file's columns: `{prompt: question, completion: answer}`."""
 

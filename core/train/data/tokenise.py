@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.data.rows import Labelled, Numbered, Preference, PromptOnly
+from core.data.rows import Labelled, Numbered, Preference, PromptOnly, Stepwise
 from core.errors import EftError
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
@@ -30,6 +30,8 @@ CHUNK = 64
 PARALLEL_ROWS = 30_000
 """Rows from which on processes of their own pay: each takes some seconds of processor time to start."""
 PARALLEL_CHUNK = 512
+_APART = (Preference, Labelled, Stepwise, PromptOnly)
+"""Rows that are rendered one by one."""
 
 
 class RowFault(NamedTuple):
@@ -195,7 +197,7 @@ def _rendered(rows: list[Numbered], listing: bool) -> TokenChunk:
 def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, listing: bool) -> None:
     """One call for many rows is quicker; it says nothing of the others when one is refused."""
     writer.rows += len(chunk)
-    if not listing or not any(isinstance(numbered.row, Preference | Labelled | PromptOnly) for numbered in chunk):
+    if not listing or not any(isinstance(numbered.row, _APART) for numbered in chunk):
         try:
             rendered = renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
         except EftError:
@@ -222,6 +224,8 @@ def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
             yield from renderer.render_pair(row, numbered.line)
         case Labelled() as row:
             yield renderer.render_labelled(row, numbered.line)
+        case Stepwise() as row:
+            yield renderer.render_steps(row, numbered.line)
         case PromptOnly() as row:
             yield renderer.render_prompt(row, numbered.line)
         case row:

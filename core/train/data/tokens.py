@@ -53,7 +53,7 @@ class TokenReader:
             if (found := self._cache.load(source, ours.fingerprint())) is not None:
                 return Read(found, ours, [])
         made = self._made(data, renderer, listing)
-        if not made.faults and made.tokens.format not in ("preference", "kto", "prompt"):
+        if not made.faults and made.tokens.format not in ("preference", "kto", "stepwise", "prompt"):
             kept = self._cache.keep(source, made.renderer.fingerprint(), made.tokens)
             made = Read(kept, made.renderer, [])
         for fault in self._cache.faults:

@@ -8,6 +8,7 @@
 - instruction: a user and an assistant turn if there is a chat template, else a pair with the Alpaca prompt.
 - text: the string and EOS; every token is learned.
 - preference, kto, prompt: the same two roads, with the prompt apart: `render_pair`, `render_labelled`, `render_prompt`.
+- stepwise: the prompt as the model is asked it, then each step and a separator, tokenised one by one (`render_steps`).
 
 EOS is learned wherever a completion ends, also when the padding token is the same: padding is masked by position,
 never by its id.
@@ -32,9 +33,10 @@ from core.data.rows import (
     PromptOnly,
     Row,
     RowFormat,
+    Stepwise,
     Text,
 )
-from core.errors import DataError, ModelError
+from core.errors import DataError, ModelError, SpecError
 from core.spec.axes.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
 from core.spec.job import JobSpec
 from core.train.render.controls import texts_of
@@ -56,6 +58,8 @@ ALPACA = (
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 """The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template."""
+STEP_SEPARATOR = "\n"
+"""What is written behind each step of a solution, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +157,9 @@ class Renderer:
                 return self._chat((Message("user", asked), Message("assistant", output)), (), line)
             case Text(text):
                 return self._strings("", text, line, apart=False)
-            case Preference() | Labelled() | PromptOnly():
+            case Preference() | Labelled() | Stepwise() | PromptOnly():
                 raise DataError(
-                    "rows of preferences, labels or prompts alone are nothing for stage `sft`",
+                    "rows of preferences, labels, steps or prompts alone are nothing for stage `sft`",
                     field="data.train.format",
                 )
             case _ as never:
@@ -188,13 +192,33 @@ class Renderer:
             ids = self._encoder.encode(Work(text, (), inside, line)).ids
         return Rendered(ids, [False] * len(ids))
 
+    def render_steps(self, row: Stepwise, line: int, separator: str = STEP_SEPARATOR) -> Rendered:
+        """Prompt, then each step with the separator behind it; the last token of each separator, where the step is
+        judged, is marked as learned. Steps and separators are tokenised apart, so no token spans a border."""
+        ids = self.render_prompt(PromptOnly(row.prompt, tools=row.tools), line).ids
+        steps = self._plain.pieces(row.steps, line, inert=self._inert_strings)
+        (border,) = self._plain.pieces([separator], line, inert=False)
+        if not border:
+            words = f"the tokenizer has no token for the separator {separator!r}, so no step could be judged"
+            raise SpecError(words, field="stage.step_separator")
+        judged: list[int] = []
+        for at, step in enumerate(steps):
+            if not step:
+                raise DataError("the step has no tokens", field=f"line {line}: completions[{at}]")
+            ids = [*ids, *step, *border]
+            judged.append(len(ids) - 1)
+        learned = [False] * len(ids)
+        for place in judged:
+            learned[place] = True
+        return Rendered(ids, learned)
+
     def render_asked(self, text: str, line: int) -> Rendered:
         """What somebody asks the tuned model, rendered as the prompts of the rows are."""
         match self.options.row_format:
             case "text":
                 ids = self._plain.prompt(text, line, inert=self._inert_strings)
                 return Rendered(ids, [False] * len(ids))
-            case "prompt_completion" | "preference" | "kto" | "prompt":
+            case "prompt_completion" | "preference" | "kto" | "stepwise" | "prompt":
                 return self.render_prompt(PromptOnly(text), line)
             case "instruction" if not self.has_template:
                 ids = self._plain.prompt(ALPACA.format(instruction=text), line, inert=self._inert_prompt)

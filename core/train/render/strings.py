@@ -49,6 +49,12 @@ class StringEncoder:
         (ids,) = self._encode([(text, False)], line, inert)
         return self._open(ids, text)
 
+    def pieces(self, texts: Sequence[str], line: int, *, inert: bool) -> list[list[int]]:
+        """Tokens of texts that follow one another, each by itself and without what the tokenizer puts around a text."""
+        if inert and self._encoder.controls.suspect(texts):
+            return [self._encoder.inert(text, special_tokens=False, line=line) for text in texts]
+        return self._encoder.strings(texts, special_tokens=False)
+
     def render(self, strings: Sequence[Strings]) -> list[Rendered]:
         """The common case in few calls into the tokenizer, which has threads for that."""
         quick = [item for item in strings if not item.inert]
