@@ -1,6 +1,6 @@
 """Warnings about a job that is valid and yet hardly what its owner wants: too few steps, a learning rate of another
-method, a loss that rose. Pure. Plan and submit give those that are known there; the trainer gives the one about the
-loss."""
+method, a loss that rose. Pure. Plan and submit give those that are known there. The trainer gives the one about the
+loss, and those about steps where it was started by hand."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.data.ignored import glance
 from core.errors import SpecError
+from core.plan.advice import of_steps
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
 from core.spec.run.orders import DataOrder
@@ -193,4 +194,8 @@ def build_loader(run: Run, data: RunData, shares: Shares, pad_token_id: int) -> 
         case _ as never:
             assert_never(never)
     loader = RowLoader(data.train, order, shares, packed=isinstance(batching, Packed), pad_token_id=pad_token_id)
-    return loader, order.total_steps(training.num_train_epochs, training.max_steps)
+    steps = order.total_steps(training.num_train_epochs, training.max_steps)
+    if run.order.fence_seconds is None:  # started by hand: no service has advised its owner at submit
+        for warning in of_steps(run.spec, steps):
+            run.notice(warning.code, warning.message)
+    return loader, steps

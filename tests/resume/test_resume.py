@@ -20,7 +20,7 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.base.stop import Stop
 from core.train.checkpoint import store
 from core.train.recipe import run
-from tests.support.trainer import events, log, pairs, start, wait_until, weights, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, start, wait_until, weights, write_rows, write_run
 
 STEPS, WINDOW, SAVE = 9, 4, 4
 AXES: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_real_processes_killed_and_stopped(
     assert start(third).wait(250) == EXIT_OK, log(third)
     resumed = events(third, "resumed")[0]
     assert (resumed["step"], resumed["micro_step"]) == (left["step"], left["micro_step"])
-    assert not events(third, "notice")
+    assert not notices(third)
     if method == "qlora":
         sources = [events(one, "run_record")[0]["record"]["quantization"]["source"] for one in (calm, first, third)]
         assert sources == ["quantised", "quantised", "cache"]
@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_taken(
     target.write_bytes(content)
     second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], held_out=rows[1], resume_from=[first], **AXES)
     assert run(second) == EXIT_OK
-    (notice,) = events(second, "notice")
+    (notice,) = notices(second)
     assert notice["code"] == "bad_checkpoint" and "optimizer.safetensors has another SHA-256" in notice["message"]
     assert events(second, "resumed")[0]["step"] == 4
     assert sorted(path.name for path in checkpoints.iterdir()) == ["bad-step-00000008", "step-00000004"]
@@ -281,7 +281,7 @@ def test_drift_is_told(tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path) 
     store.write(again / "checkpoints", newest.name, fill)
     second = write_run(tmp_path / "attempt-2", tiny_dir, rows[0], resume_from=[again], **AXES)
     assert run(second) == EXIT_OK
-    (notice,) = events(second, "notice")
+    (notice,) = notices(second)
     assert notice["code"] == "drift"
     assert "threads was 77" in notice["message"] and "torch was 1.0" in notice["message"]
 

@@ -98,6 +98,11 @@ def events(run_dir: Path, type: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if type is None or event["type"] == type]
 
 
+def notices(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the run's notices but for those that advise on its steps, which every tiny run of a test earns."""
+    return [event for event in events(run_dir, "notice") if event["code"] not in ("few_steps", "long_warmup")]
+
+
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

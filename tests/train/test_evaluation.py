@@ -23,7 +23,7 @@ from core.train.entry.ask import ask
 from core.train.evaluation.early_stopping import early_stopping, needed
 from core.train.recipe import run
 from core.train.stages.sft import SupervisedFineTuning
-from tests.support.trainer import chats, events, log, start, weights, write_rows, write_run
+from tests.support.trainer import chats, events, log, notices, start, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
@@ -171,7 +171,7 @@ def test_it_stops_early_and_hands_back_the_best(stopped: Path) -> None:
     assert found["stopped_early"] and found["steps"] == best + 3 * 2
     assert found["best"] == {"step": best, "metric": "eval_loss", "value": seen[best]["eval_loss"], "restored": True}
     assert found["eval_before"] == seen[0] and found["eval_after"] == seen[best]
-    told = [event["code"] for event in events(stopped, "notice") if event["code"] != "few_steps"]
+    told = [event["code"] for event in notices(stopped)]
     assert told == ["early_stopping", "best_restored"]
     kept = adapter(stopped / "checkpoints" / best_name(best) / "weights.safetensors")
     handed = adapter(stopped / "artifacts" / "adapter" / "adapter_model.safetensors")

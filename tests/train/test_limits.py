@@ -21,7 +21,7 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls, training_pass, widest
 from core.train.recipe import run
-from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-2},
@@ -116,11 +116,11 @@ def test_no_product_has_more_rows_and_nothing_else_changes(
     """Every product of the run, forwards and backwards; DoRA over a dense base multiplies by the weight itself."""
     plain, sizes = go(tmp_path / "plain", tiny_dir, long_rows, **WIDE | axes)
     assert max(sizes) > 400, "otherwise this test says nothing"
-    assert not events(plain, "notice")
+    assert not notices(plain)
     limit(monkeypatch, Limits(fp32_rows=300))
     parted, sizes = go(tmp_path / "parted", tiny_dir, long_rows, **WIDE | axes)
     assert max(sizes) <= 300
-    (notice,) = events(parted, "notice")
+    (notice,) = notices(parted)
     assert notice["code"] == "products_in_parts"
     assert re.match(r"a forward pass of \d+ tokens in float32 \(training.per_device_train", notice["message"])
     before, after = load(weights(plain)), load(weights(parted))
@@ -136,7 +136,7 @@ def test_no_product_has_more_bytes(
     parted, sizes = go(tmp_path / "parted", tiny_dir, long_rows, **WIDE)
     assert 256 in sizes, "in parts of whole tiles, where the layer is widest"
     assert max(sizes) <= 600, "where it is half as wide, in parts of twice as many rows"
-    (notice,) = events(parted, "notice")
+    (notice,) = notices(parted)
     assert re.search(r"products of more than 300 rows are made in parts", notice["message"])
 
 

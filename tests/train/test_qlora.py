@@ -21,7 +21,7 @@ from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.recipe import run
 from tests.support.tiny_model import make
-from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, log, notices, pairs, weights, write_rows, write_run
 
 AXES: dict[str, Any] = {
     "method": {"type": "qlora", "r": 4},
@@ -71,7 +71,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def codes(run_dir: Path) -> list[str]:
-    return [event["code"] for event in events(run_dir, "notice")]
+    return [event["code"] for event in notices(run_dir)]
 
 
 # --- what is packed ----------------------------------------------------------------------------------------
@@ -139,18 +139,18 @@ def test_the_second_start_reads_what_the_first_has_packed(tmp_path: Path, tiny_d
     data[-1] ^= 1
     (entry / "model.safetensors").write_bytes(data)
     third = go(tmp_path / "third", tiny_dir, rows, cache_dir=cache)
-    assert codes(third) == ["quantization_cache"] and "damaged" in events(third, "notice")[0]["message"]
+    assert codes(third) == ["quantization_cache"] and "damaged" in notices(third)[0]["message"]
     manifest = json.loads((entry / "manifest.json").read_text())
     (entry / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
     fourth = go(tmp_path / "fourth", tiny_dir, rows, cache_dir=cache)
-    assert "of version 0" in events(fourth, "notice")[0]["message"]
+    assert "of version 0" in notices(fourth)[0]["message"]
     assert weights(third) == weights(fourth) == weights(first)
     assert record(go(tmp_path / "fifth", tiny_dir, rows, cache_dir=cache))["quantization"]["source"] == "cache"
 
     shutil.rmtree(cache / "packed")
     (cache / "packed").write_text("in the way")
     sixth = go(tmp_path / "sixth", tiny_dir, rows, cache_dir=cache)
-    assert "could not be kept" in events(sixth, "notice")[0]["message"]
+    assert "could not be kept" in notices(sixth)[0]["message"]
     assert weights(sixth) == weights(first)
 
 
@@ -292,7 +292,7 @@ def test_a_merged_model_that_differs_is_not_handed_back(tmp_path: Path, tiny_dir
     last = events(run_dir)[-1]
     (outcome,) = last["result"]["export"]
     assert outcome["released"] is False and "in fp16 its logits are not finite" in outcome["reason"]
-    (notice,) = events(run_dir, "notice")
+    (notice,) = notices(run_dir)
     assert notice["code"] == "merged_withheld" and "the adapter is" in notice["message"]
     paths = {entry["path"].split("/")[0] for entry in last["artifacts"]}
     assert "adapter" in paths and "merged" not in paths and not (run_dir / "artifacts/merged").exists()

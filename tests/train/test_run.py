@@ -25,7 +25,7 @@ from core.train.failures import describe
 from core.train.hub.model_files import inspect
 from core.train.model.load import load_model
 from core.train.recipe import run
-from tests.support.trainer import chats, events, pairs, write_rows, write_run
+from tests.support.trainer import chats, events, notices, pairs, write_rows, write_run
 
 SMALL = {"max_steps": 6, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
 
@@ -224,10 +224,17 @@ def test_bad_rows_are_the_users_and_named(
     assert "Traceback" not in log and f"error invalid_data (user): {error['message']}" in log
 
 
+def test_a_run_that_was_started_by_hand_is_advised_on_its_steps(tmp_path: Path, tiny_dir: Path) -> None:
+    """A service has done so at submit, and its trainer doesn't repeat it."""
+    run_dir = go(tmp_path, tiny_dir, pairs(6))
+    (few,) = [event for event in events(run_dir, "notice") if event["code"] == "few_steps"]
+    assert "too few to learn much" in few["message"]
+
+
 def test_rows_longer_than_the_limit_are_told(tmp_path: Path, tiny_dir: Path) -> None:
     rows = [*pairs(6), {"prompt": "x" * 200, "completion": "y"}]
     run_dir = go(tmp_path, tiny_dir, rows)
-    (notice,) = events(run_dir, "notice")
+    (notice,) = notices(run_dir)
     assert notice["code"] == "rows_truncated"
     assert "1 training rows" in notice["message"] and "left out" in notice["message"]
     assert events(run_dir, "run_record")[0]["record"]["data"]["train"]["rows"] == 6

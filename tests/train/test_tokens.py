@@ -31,7 +31,7 @@ from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from tests.support.trainer import events, pairs, weights, write_rows, write_run
+from tests.support.trainer import events, notices, pairs, weights, write_rows, write_run
 
 TRAINING = {"max_steps": 3, "per_device_train_batch_size": 4, "max_length": 64, "precision": "fp32"}
 
@@ -65,7 +65,7 @@ def test_the_second_job_reads_no_row(tmp_path: Path, cached: Any, monkeypatch: p
     assert weights(first) == weights(second)
     a, b = (events(folder, "run_record")[0]["record"]["data"] for folder in (first, second))
     assert a == b
-    assert not events(second, "notice")
+    assert not notices(second)
     third = cached("third", max_length=16, truncation="split")
     assert events(third, "run_record")[0]["record"]["data"]["train"]["pieces"] > 0
 
@@ -159,18 +159,18 @@ def test_a_bad_entry_is_made_anew_and_told(tmp_path: Path, cached: Any, how: str
             case _:
                 about.unlink()
     second = cached("second")
-    notices = events(second, "notice")
-    assert {notice["code"] for notice in notices} == {"token_cache"} and len(notices) == 2
-    assert "made anew" in notices[0]["message"]
+    told = notices(second)
+    assert {notice["code"] for notice in told} == {"token_cache"} and len(told) == 2
+    assert "made anew" in told[0]["message"]
     assert weights(first) == weights(second)
-    assert not events(cached("third"), "notice")
+    assert not notices(cached("third"))
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, cached: Any) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "tokens").write_text("a file where the folder should be")
     first = cached("first")
-    assert "could not be kept" in events(first, "notice")[0]["message"]
+    assert "could not be kept" in notices(first)[0]["message"]
 
 
 def _store(cache: str, path: str, barrier: Any) -> None:

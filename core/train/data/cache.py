@@ -118,8 +118,12 @@ class TokenCache:
             write_json(aside / ABOUT, about)
             for path in [*aside.iterdir(), aside]:
                 sync(path)
-            if not folder.exists():
+            try:
                 aside.rename(folder)
+            except OSError:  # the name is taken: another process was faster
+                if not folder.is_dir():
+                    raise
+            else:
                 sync(folder.parent)
         except OSError as error:
             self.faults.append(f"the tokens could not be kept ({error}); the next job makes them again")
