@@ -93,7 +93,7 @@ class Bench:
 
         training = {"per_device_train_batch_size": ROWS, "max_length": LENGTH, "seed": SEED}
         spec = parse_job({"model": "a/b", "data": "/rows", "batching": ARMS[arm], "training": training})
-        return build_order(spec, self.dataset.lengths)
+        return build_order(spec, self.dataset.sizes(packed=spec.batching.type == "packed"))
 
     def padding(self, arm: str) -> float:
         """Share of a whole epoch's slots."""

@@ -1,8 +1,9 @@
-"""What goes through the model at once."""
+"""What goes through the model at once: examples, each of one or more rows of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows side by side, padded on the right; or packed: all rows end to end in one line, without padding."""
+    """Rows side by side, padded on the right; or packed: all rows end to end in one line, without padding. The rows of
+    an example follow one another."""
 
     input_ids: Tensor
     """int64 [rows, tokens]; packed [1, tokens of all rows]"""
@@ -31,6 +33,18 @@ class Batch:
     before_labels: Tensor | None = None
     """int64 [label tokens]: see `label_positions`. Found before a batch goes to a GPU, which one would have to wait for
     to learn how many there are."""
+    sequences: int = 1
+    """Rows of each example."""
+    counts: tuple[int, ...] | None = None
+    """Labels of each row, where the host knows them; see `label_counts`."""
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Numbers of the examples by their name, float32: [examples], or [examples, sequences]."""
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Numbers of the labels by their name, float32 [label tokens], row after row."""
+
+    @property
+    def examples(self) -> int:
+        return len(self.lengths) // self.sequences
 
     @property
     def tokens(self) -> int:
@@ -64,6 +78,8 @@ class Batch:
 
     def label_counts(self) -> list[int]:
         """Labels of each row."""
+        if self.counts is not None:
+            return list(self.counts)
         if not self.packed:
             counts: list[int] = (self.labels != IGNORE_INDEX).sum(dim=1).tolist()
             return counts
@@ -92,4 +108,8 @@ class Batch:
             None if self.position_ids is None else moved(self.position_ids),
             None if self.boundaries is None else moved(self.boundaries),
             moved(self.label_positions()),
+            self.sequences,
+            self.counts,
+            {name: moved(value) for name, value in self.values.items()},
+            {name: moved(value) for name, value in self.token_values.items()},
         )

@@ -141,12 +141,15 @@ class Engine:
 
     def forward(self, batch: Batch, loss_function: LossFunction, totals: Totals) -> Loss:
         """Compute the loss of a batch of a step with these totals, in training mode (dropout draws from the torch
-        generator)."""
+        generator). A batch without labels (a rank's that has no rows left) weighs nothing."""
         self.policy.head()
         self.model.train()
         self.updates.before_pass()
         with self._compute():
-            return loss_function(self.policy, batch.to(self.device), totals)
+            loss = loss_function(self.policy, batch.to(self.device), totals)
+        if batch.label_tokens:
+            return loss
+        return Loss(loss.total * 0.0, {name: value * 0.0 for name, value in loss.sums.items()})
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar to those already there."""

@@ -183,12 +183,13 @@ def build_loader(run: Run, data: RunData, shares: Shares, pad_token_id: int) -> 
         assert training.max_steps is not None  # the spec sees to it
         data.stream.shares, data.stream.pad_token_id = shares, pad_token_id
         return data.stream, training.max_steps
-    order = build_order(run.spec, data.train.lengths, rank=run.ranks.rank, world=run.ranks.world)
+    sizes = data.train.sizes(packed=isinstance(batching, Packed))
+    order = build_order(run.spec, sizes, rank=run.ranks.rank, world=run.ranks.world)
     match batching:
         case Rows():
             pass
         case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
-            if over := sum(length > budget for length in data.train.lengths):
+            if over := sum(size > budget for size in sizes):
                 message = f"{over} rows are longer than tokens_per_batch = {budget}: each is a batch by itself"
                 run.notice("rows_over_budget", message)
         case _ as never:

@@ -21,10 +21,10 @@ from core.train.base import disk
 from core.train.base.async_metrics import AsyncMetrics, Timestamp, seconds_between, timestamp
 from core.train.base.stop import StopRequested
 from core.train.checkpoint import store
-from core.train.data.loaders import StepLoader
+from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
-from core.train.evaluation.held_out import Evaluator, Share
+from core.train.evaluation.held_out import Evaluator, Share, prelude
 from core.train.run import Run
 from core.train.stage import Stage, Totals
 from core.train.state import TrainerState
@@ -185,13 +185,14 @@ class Loop:
         engine, state = self.engine, self.state
         work = self.loader.batches(engine.steps)
         started = timestamp(engine.device)
+        totals = self._totals(work)
         part = PartialStep({"loss": torch.zeros((), dtype=torch.float64, device=engine.device)})
         for batch_of in work.batches[engine.micro_steps :]:
             if self._asked:
                 self._leave(part, started)
             self.run.events.alive()
             batch = batch_of()
-            loss = engine.forward(batch, self.stage.loss, work.totals)
+            loss = engine.forward(batch, self.stage.loss, totals)
             engine.backward(loss.total)
             for name, value in loss.sums.items():
                 part.sums[name] = part.sums[name] + value if name in part.sums else value
@@ -203,7 +204,7 @@ class Loop:
         result = engine.step(watch=figures["loss"] + state.window_loss)
         closed = StepRecord(
             step=engine.steps,
-            totals=work.totals,
+            totals=totals,
             before=state.window_sums
             | {"loss": state.window_loss}
             | {"tokens": state.window_tokens, "slots": state.window_slots},
@@ -221,6 +222,15 @@ class Loop:
         self._metrics.put(closed, figures | {"grad_norm": result.grad_norm})
         for about, told in self._metrics.ready():
             self._tell(about, told)
+
+    def _totals(self, work: StepBatches) -> Totals:
+        """The totals of a step with those that its stage computes beforehand. A checkpoint in mid-step has them."""
+        if not self.stage.prelude_sequences:
+            return work.totals
+        if self.engine.micro_steps == 0:
+            batches = (batch_of() for batch_of in work.prelude)
+            self.state.window_totals = prelude(self.engine, self.stage, batches, work.totals, self.run.check_stop)
+        return {**work.totals, **self.state.window_totals}
 
     def _figures(self, part: PartialStep) -> dict[str, Tensor]:
         """Sum what the ranks have done of a step, on the device; with several ranks, the memory of each too."""
@@ -344,12 +354,13 @@ class Loop:
         started = time.monotonic()
         assert self.evaluator is not None
         share: Share | None = None
+        totals = self.evaluator.totals()
         with suppress(StopRequested):
-            share = self.evaluator.share()
+            share = self.evaluator.share(totals)
         if self.engine.ranks.any_rank(share is None):
             raise StopRequested
         assert share is not None
-        values, samples = self.evaluator.together(share)
+        values, samples = self.evaluator.together(share, totals)
         self._eval_seconds = time.monotonic() - started
         self.state.evaluations.append({"step": step, **values})
         self.run.events.write("evaluation", step=step, values=values)

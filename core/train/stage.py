@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
 
-Totals = Mapping[str, int]
-"""Divisors of a step's loss, by their name: the label tokens of all ranks, say."""
+Totals = Mapping[str, float]
+"""Divisors of a step's loss, by their name: the label tokens of all ranks, say. With them, the numbers that a stage
+computes before the step (`Stage.totals`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +40,36 @@ class LossFunction(Protocol):
 
 
 class Stage(Protocol):
-    """See the module."""
+    """See the module. A stage inherits from it what it does not say otherwise."""
 
     name: str
     title: str
     """Name of the stage in model cards."""
     loss_unit: str
     """What the loss is a mean over, for people."""
+    reference: bool = False
+    """Whether batches have `values["reference"]` [examples, sequences]: the summed log-probability of each sequence's
+    labels under the model that training starts from."""
+    dropout: bool = True
+    """Whether the model's own dropout is on in training."""
+    prelude_sequences: tuple[int, ...] = ()
+    """Places of the sequences of each example that `prelude` is given; none: it is not called."""
 
-    @property
-    def held_out_metrics(self) -> Mapping[str, Literal["lower", "higher"]]:
-        """Figures of an evaluation by which the best one may be chosen, and which way is better."""
+    held_out_metrics: Mapping[str, Literal["lower", "higher"]]
+    """Figures of an evaluation by which the best one may be chosen, and which way is better."""
+
+    def shares(self, lengths: Sequence[int], labels: Sequence[int]) -> Mapping[str, int]:
+        """Compute what an example adds to the totals of its step. `lengths`, `labels`: tokens and label tokens of each
+        of its sequences."""
         ...
 
-    def shares(self, lengths: Sequence[int], labels: Sequence[int]) -> Totals:
-        """Compute what a row adds to the totals of its step. `lengths`, `labels`: tokens and label tokens of each of
-        the row's sequences."""
-        ...
+    def prelude(self, policy: PolicyModel, batch: Batch) -> Mapping[str, Tensor]:
+        """Compute float64 sums over a batch, without gradients, before the first batch of a step."""
+        return {}
+
+    def totals(self, sums: Mapping[str, float], totals: Totals) -> Totals:
+        """Compute what joins the totals of a step from the sums of `prelude` over all of its examples."""
+        return {}
 
     def loss(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
         """Compute the loss of a batch; a LossFunction."""
@@ -64,10 +79,13 @@ class Stage(Protocol):
         """Compute a step's figures from the sums over all of its batches; `loss` is the first of them."""
         ...
 
-    def evaluate(self, policy: PolicyModel, batch: Batch) -> Mapping[str, float]:
-        """Compute sums over a batch of held-out rows, without gradients."""
-        ...
+    def evaluate(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Mapping[str, float]:
+        """Compute sums over a batch of held-out examples, without gradients. `totals`: those of all held-out examples
+        as if they were one step."""
+        sums = self.loss(policy, batch, totals).sums
+        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
-    def held_out_figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Compute an evaluation's figures from the sums over all held-out rows; `eval_loss` is the first of them."""
-        ...
+    def held_out_figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
+        """Compute an evaluation's figures from the sums over all held-out examples; `eval_loss` is the first of
+        them."""
+        return {f"eval_{name}": value for name, value in self.figures(sums, totals).items()}

@@ -17,6 +17,8 @@ class TrainerState:
     """Sum of the loss over the unfinished window. Under a loss scale it may be no finite number."""
     window_sums: dict[str, float] = field(default_factory=dict)
     """Further sums of the stage over it."""
+    window_totals: dict[str, float] = field(default_factory=dict)
+    """What its stage computed before its first batch (`Stage.totals`)."""
     window_tokens: int = 0
     window_slots: int = 0
     window_seconds: float = 0.0
@@ -44,7 +46,7 @@ class TrainerState:
             self.window_loss = math.nan  # JSON has no word for it
 
     def drop_window(self) -> None:
-        self.window_loss, self.window_sums = 0.0, {}
+        self.window_loss, self.window_sums, self.window_totals = 0.0, {}, {}
         self.window_tokens, self.window_slots, self.window_seconds = 0, 0, 0.0
 
     def keep_samples(self, step: int, samples: list[dict[str, Any]]) -> None:

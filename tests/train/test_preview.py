@@ -158,10 +158,11 @@ def test_too_long_for_a_policy_that_refuses(tiny_dir: Path, tokenizer: Any, tmp_
     assert fault["field"] == "training.max_length" and "truncation" in fault["message"]
 
 
-def test_preferences_are_two_rows_with_their_prompt(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_preferences_are_pairs_with_their_prompt(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1?", "chosen": f" {n + 1}", "rejected": " no"} for n in range(3)]
     found = look(tmp_path / "preview", tiny_dir, tokenizer, rows)
-    assert found["format"] == "preference" and found["rows"] == found["rows"] | {"file": 3, "used": 6}
+    assert found["format"] == "preference" and found["rows"] == found["rows"] | {"file": 3, "used": 3}
+    assert [sample["sequence"] for sample in found["samples"]] == ["chosen", "rejected"] * 3
     prompt, answer = found["samples"][0]["segments"]
     assert (prompt["text"], prompt["learned"], answer["learned"]) == ("0+1?", False, True)
 

@@ -91,14 +91,14 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("row", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}, CHAT], ids=["pair", "fault"])
-def test_what_a_job_would_refuse_is_not_kept(tmp_path: Path, tiny_dir: Path, row: dict[str, Any]) -> None:
+def test_what_cannot_be_rendered_is_not_kept(tmp_path: Path, tiny_dir: Path, row: dict[str, Any]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [row])
     folder = write_run(tmp_path / "preview", tiny_dir, rows, training=TRAINING, cache_dir=tmp_path / "cache")
     tokenizer = load_tokenizer(tiny_dir)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     found = preview(RunOrder.model_validate_json((folder / ORDER_FILE).read_bytes()), tokenizer)
     assert found["ok"] == ("chosen" in row), found
-    assert not list((tmp_path / "cache").glob("tokens/*/*"))
+    assert bool(list((tmp_path / "cache").glob("tokens/*/*"))) == ("chosen" in row)  # another stage learns from pairs
 
 
 def test_a_mixture_in_the_run_record_and_on_the_card(tmp_path: Path, tiny_dir: Path) -> None:
@@ -235,9 +235,9 @@ def test_a_helper_that_the_kernel_kills_is_told_as_want_of_memory(tiny_dir: Path
 
 
 def test_a_fault_in_another_process_is_the_same_fault(tiny_dir: Path) -> None:
-    from core.data.rows import PromptOnly
+    from core.data.rows import Message, Preference
     from core.errors import DataError
 
-    rows = [Numbered(n + 1, PromptOnly("x", None, {})) for n in range(600)]
-    with pytest.raises(DataError, match="nothing for stage `sft`"):
+    rows = [Numbered(n + 1, Preference("x", (Message("assistant", "y"),), "z")) for n in range(600)]
+    with pytest.raises(DataError, match="all messages, or all plain text"):
         render_rows_in_parallel(rows, RenderOptions("completions", ModelTemplate()), tiny_dir, 2, lambda _: None)

@@ -27,9 +27,11 @@ from core.spec.run.orders import DataOrder
 from core.train.base.files import remembered_sha256, sha256, sync, write_json
 from core.train.data.dataset import TokenDataset
 
-VERSION = 2
+VERSION = 3
 """Version of the files' layout and of how rows are read. Raise it when either changes."""
 ARRAYS = {"ids": np.int32, "learned": np.bool_, "starts": np.int64, "ends": np.int64, "lines": np.int64}
+VALUES, TOKEN_VALUES = "values.", "token_values."
+"""How the names of further files begin, one for each number of examples and of tokens (float32)."""
 ABOUT = "about.json"
 
 
@@ -83,11 +85,20 @@ class TokenCache:
             about = json.loads((folder / ABOUT).read_bytes())
             if about["version"] != VERSION:
                 raise ValueError(f"it is of version {about['version']}, this is {VERSION}")
-            bad = [name for name in ARRAYS if sha256(folder / name) != about["files"][name]]
+            names = [*ARRAYS, *about["values"], *about["token_values"]]
+            bad = [name for name in names if sha256(folder / name) != about["files"][name]]
             if bad:
                 raise ValueError(f"{bad[0]} has another SHA-256")
             mapped: dict[str, Any] = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
-            dataset = TokenDataset(**mapped)
+            dataset = TokenDataset(
+                **mapped,
+                sequences=about["sequences"],
+                values={name.removeprefix(VALUES): _mapped(folder / name, np.float32) for name in about["values"]},
+                token_values={
+                    name.removeprefix(TOKEN_VALUES): _mapped(folder / name, np.float32)
+                    for name in about["token_values"]
+                },
+            )
             dataset.held = lease
             return TokenisedRows(dataset, about["format"], about["cut_prompts"], about["rows"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -106,14 +117,21 @@ class TokenCache:
         aside = folder.with_name(f".new-{folder.name}-{uuid.uuid4().hex}")
         try:
             aside.mkdir(parents=True)
-            for name in ARRAYS:
-                np.ascontiguousarray(getattr(tokens.dataset, name)).tofile(aside / name)
+            dataset = tokens.dataset
+            values = {VALUES + name: array for name, array in dataset.values.items()}
+            token_values = {TOKEN_VALUES + name: array for name, array in dataset.token_values.items()}
+            arrays = {name: getattr(dataset, name) for name in ARRAYS} | values | token_values
+            for name, array in arrays.items():
+                np.ascontiguousarray(array).tofile(aside / name)
             about = {
                 "version": VERSION,
                 "format": tokens.format,
                 "cut_prompts": tokens.cut_prompts,
                 "rows": tokens.rows,
-                "files": {name: sha256(aside / name) for name in ARRAYS},
+                "sequences": dataset.sequences,
+                "values": sorted(values),
+                "token_values": sorted(token_values),
+                "files": {name: sha256(aside / name) for name in arrays},
             }
             write_json(aside / ABOUT, about)
             for path in [*aside.iterdir(), aside]:

@@ -1,8 +1,8 @@
-"""Tokenised rows, and batches of them."""
+"""Tokenised examples, and batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,8 @@ from core.train.batch import IGNORE_INDEX, Batch
 
 
 class TokenDataset:
-    """Rows as spans of two flat arrays, five bytes a token; the arrays may be files that are mapped into memory."""
+    """Examples of one or more sequences. Sequences are spans of two flat arrays, five bytes a token; the arrays may be
+    files that are mapped into memory."""
 
     def __init__(
         self,
@@ -23,12 +24,28 @@ class TokenDataset:
         starts: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
         lines: npt.NDArray[np.int64],
+        *,
+        sequences: int = 1,
+        trained: int | None = None,
+        values: Mapping[str, npt.NDArray[np.float32]] | None = None,
+        token_values: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> None:
-        """ids and learned [tokens]; starts, ends, and the line of the file each row is from [rows]. Every row has at
-        least one token; nothing is learned at the first token of a row, whatever `learned` says."""
+        """ids and learned [tokens]; starts and ends [examples · sequences], those of an example side by side; lines
+        [examples]: the line of the file each is from. Every sequence has at least one token; nothing is learned at the
+        first token of one, whatever `learned` says.
+
+        `trained`: the first so many sequences of each example are in the batches of training, the others are looked at
+        before a step alone (`Stage.prelude`); None: all of them. `values` [examples] or [examples, sequences],
+        `token_values` [tokens]: see Batch.
+        """
         self.ids, self.learned, self.starts, self.ends, self.lines = ids, learned, starts, ends, lines
-        self.lengths: list[int] = (ends - starts).tolist()
-        self.label_counts: list[int] = _count(learned, starts, ends).tolist()
+        self.sequences, self.trained = sequences, sequences if trained is None else trained
+        self.values, self.token_values = dict(values or {}), dict(token_values or {})
+        self.sequence_lengths: list[int] = (ends - starts).tolist()
+        self.sequence_labels: list[int] = _count(learned, starts, ends).tolist()
+        self.lengths: list[int] = self._summed(self.sequence_lengths)
+        """Tokens of each example, in the sequences that are trained."""
+        self.label_counts: list[int] = self._summed(self.sequence_labels)
         self.held: object = None
         """What has to live as long as these rows do: the lease of the files that the arrays are."""
 
@@ -36,52 +53,157 @@ class TokenDataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """(int32 ids, bool learned) of one row."""
-        ids, learned = self._row(index)
+        """(int32 ids, bool learned) of an example's first sequence."""
+        return self.sequence(index * self.sequences)
+
+    def sequence(self, number: int) -> tuple[Tensor, Tensor]:
+        """(int32 ids, bool learned) of one sequence: those of example n have the numbers from n · `sequences` on."""
+        ids, learned = self._row(number)
         return torch.from_numpy(ids.copy()), torch.from_numpy(learned)
 
-    def collate(self, rows: Iterable[int], pad_token_id: int) -> Batch:
-        """The rows side by side, padded on the right to the longest."""
-        items = [self._row(index) for index in rows]
+    def selected(self, examples: npt.NDArray[np.int64]) -> TokenDataset:
+        """These examples alone: views of the same tokens."""
+        rows = (examples[:, None] * self.sequences + np.arange(self.sequences)).ravel()
+        return self.replaced(
+            self.starts[rows],
+            self.ends[rows],
+            self.lines[examples],
+            {name: values[examples] for name, values in self.values.items()},
+        )
+
+    def replaced(
+        self,
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        lines: npt.NDArray[np.int64],
+        values: Mapping[str, npt.NDArray[np.float32]],
+    ) -> TokenDataset:
+        """Other spans of the same tokens."""
+        found = TokenDataset(
+            self.ids,
+            self.learned,
+            starts,
+            ends,
+            lines,
+            sequences=self.sequences,
+            trained=self.trained,
+            values=values,
+            token_values=self.token_values,
+        )
+        found.held = self.held
+        return found
+
+    def sizes(self, *, packed: bool, only: Sequence[int] | None = None) -> list[int]:
+        """What each example takes of a batch: packed, its tokens; padded, its sequences times the longest of them.
+        `only`: as `collate` has it."""
+        if self.sequences == 1 or (packed and only is None):
+            return self.lengths
+        places = list(range(self.trained) if only is None else only)
+        lengths = np.asarray(self.sequence_lengths, dtype=np.int64).reshape(-1, self.sequences)[:, places]
+        found: list[int] = (lengths.sum(axis=1) if packed else lengths.max(axis=1) * len(places)).tolist()
+        return found
+
+    def counts(self, example: int) -> tuple[list[int], list[int]]:
+        """(tokens, label tokens) of each sequence of an example."""
+        part = slice(example * self.sequences, (example + 1) * self.sequences)
+        return self.sequence_lengths[part], self.sequence_labels[part]
+
+    def collate(self, rows: Iterable[int], pad_token_id: int, only: Sequence[int] | None = None) -> Batch:
+        """The examples' sequences side by side, padded on the right to the longest. `only`: the places of the
+        sequences that are taken of each example; None: those that are trained."""
+        examples, numbers, places = self._chosen(rows, only)
+        items = [self._row(number) for number in numbers]
         lengths = tuple(len(ids) for ids, _ in items)
         input_ids = np.full((len(items), max(lengths)), pad_token_id, dtype=np.int64)
         labels = np.full_like(input_ids, IGNORE_INDEX)
         for row, (ids, learned) in enumerate(items):
             input_ids[row, : len(ids)] = ids
             labels[row, : len(ids)] = np.where(learned, ids, IGNORE_INDEX)
-        count = sum(int(learned.sum()) for _, learned in items)
+        counts = tuple(int(learned.sum()) for _, learned in items)
         return Batch(
-            torch.from_numpy(input_ids), torch.from_numpy(labels), lengths, count, before_labels=_before_labels(labels)
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            lengths,
+            sum(counts),
+            before_labels=_before_labels(labels),
+            sequences=len(places),
+            counts=counts,
+            values=self._values(examples, places),
+            token_values=self._token_values(numbers),
         )
 
-    def pack(self, rows: Iterable[int]) -> Batch:
-        """The rows end to end."""
-        items = [self._row(index) for index in rows]
+    def pack(self, rows: Iterable[int], only: Sequence[int] | None = None) -> Batch:
+        """The examples' sequences end to end. `only`: as `collate` has it."""
+        examples, numbers, places = self._chosen(rows, only)
+        items = [self._row(number) for number in numbers]
         lengths = tuple(len(ids) for ids, _ in items)
         ids = np.concatenate([ids for ids, _ in items]).astype(np.int64)
         learned = np.concatenate([learned for _, learned in items])
         labels = np.where(learned, ids, IGNORE_INDEX)
+        counts = tuple(int(learned.sum()) for _, learned in items)
         return Batch(
             torch.from_numpy(ids).unsqueeze(0),
             torch.from_numpy(labels).unsqueeze(0),
             lengths,
-            int(learned.sum()),
+            sum(counts),
             torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             _before_labels(labels),
+            len(places),
+            counts,
+            self._values(examples, places),
+            self._token_values(numbers),
         )
 
     def blank(self, row: int, pad_token_id: int, *, packed: bool) -> Batch:
         """A batch that nothing is learned from, for a rank that has no rows while the others compute."""
         batch = self.pack([row]) if packed else self.collate([row], pad_token_id)
         nothing = torch.full_like(batch.labels, IGNORE_INDEX)
-        return replace(batch, labels=nothing, label_tokens=0, before_labels=torch.empty(0, dtype=torch.int64))
+        return replace(
+            batch,
+            labels=nothing,
+            label_tokens=0,
+            before_labels=torch.empty(0, dtype=torch.int64),
+            counts=(0,) * len(batch.lengths),
+            token_values={name: value[:0] for name, value in batch.token_values.items()},
+        )
+
+    def _chosen(
+        self, rows: Iterable[int], only: Sequence[int] | None
+    ) -> tuple[npt.NDArray[np.int64], list[int], Sequence[int]]:
+        """Numbers of the examples, of their sequences, and the places of those in an example."""
+        places = range(self.trained) if only is None else only
+        examples = list(rows)
+        numbers = [example * self.sequences + place for example in examples for place in places]
+        return np.asarray(examples, dtype=np.int64), numbers, places
+
+    def _values(self, examples: npt.NDArray[np.int64], places: Sequence[int]) -> dict[str, Tensor]:
+        found = {}
+        for name, values in self.values.items():
+            chosen = values[examples]
+            found[name] = torch.from_numpy(np.array(chosen[:, list(places)] if chosen.ndim == 2 else chosen))
+        return found
+
+    def _token_values(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        found = {}
+        for name, values in self.token_values.items():
+            parts = [values[self.starts[n] : self.ends[n]][self._row(n)[1]] for n in numbers]
+            found[name] = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        return found
 
     def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         start, end = self.starts[index], self.ends[index]
         learned = self.learned[start:end].copy()
         learned[0] = False  # nothing comes before the first token to predict it from
         return self.ids[start:end], learned
+
+    def _summed(self, counts: list[int]) -> list[int]:
+        """Sums over the trained sequences of each example."""
+        if self.sequences == 1:
+            return counts
+        parts = np.asarray(counts, dtype=np.int64).reshape(-1, self.sequences)[:, : self.trained]
+        found: list[int] = parts.sum(axis=1).tolist()
+        return found
 
 
 def _before_labels(labels: npt.NDArray[np.int64]) -> Tensor:
@@ -110,13 +232,22 @@ def eval_batches(
     most_tokens: int,
     rank: int = 0,
     world: int = 1,
+    only: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """All rows once, those of like length together: less padding, the same figures. Batches are those of `spans`. Of
-    several ranks each has every `world`-th batch; the batches are those of a run of one."""
-    order: Sequence[int] = sorted(range(len(dataset)), key=dataset.lengths.__getitem__)
-    found = spans([dataset.lengths[row] for row in order], batch_size, most_tokens)
-    for start, end in found[rank::world]:
-        yield dataset.collate(order[start:end], pad_token_id)
+    """All examples once, those of like length together: less padding, the same figures. Batches are those of `spans`.
+    Of several ranks each has every `world`-th batch; the batches are those of a run of one. `only`: as
+    TokenDataset.collate has it."""
+    for rows in eval_rows(dataset, range(len(dataset)), batch_size, most_tokens, only)[rank::world]:
+        yield dataset.collate(rows, pad_token_id, only)
+
+
+def eval_rows(
+    dataset: TokenDataset, rows: Sequence[int], batch_size: int, most_tokens: int, only: Sequence[int] | None = None
+) -> list[Sequence[int]]:
+    """Some examples as the batches of `eval_batches`."""
+    sizes = dataset.sizes(packed=False, only=only)
+    order: Sequence[int] = sorted(rows, key=sizes.__getitem__)
+    return [order[start:end] for start, end in spans([sizes[row] for row in order], batch_size, most_tokens)]
 
 
 def spans(lengths: Sequence[int], most: int, most_tokens: int) -> list[tuple[int, int]]:

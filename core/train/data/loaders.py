@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from core.train.batch import Batch
-from core.train.data.dataset import TokenDataset
+from core.train.data.dataset import TokenDataset, eval_rows
 from core.train.data.order import StepOrder
 from core.train.stage import Totals
 
@@ -21,6 +22,8 @@ class StepBatches:
     """Divisors of the step's loss, over all ranks."""
     batches: tuple[Callable[[], Batch], ...]
     """Batches of this rank, each made when it is called for."""
+    prelude: tuple[Callable[[], Batch], ...] = ()
+    """Batches of this rank's share of the step for `Stage.prelude`, however `batches` are cut."""
 
 
 Shares = Callable[[Sequence[int], Sequence[int]], Totals]
@@ -47,21 +50,56 @@ class StepLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """What a stage looks at before a step (`Stage.prelude`), and how much at once."""
+
+    only: tuple[int, ...]
+    """`Stage.prelude_sequences`."""
+    most_rows: int
+    """Examples of one pass at most."""
+    most_tokens: int
+    """Tokens of one pass at most, padding counted."""
+
+
 class RowLoader:
     """Batches of rows that are all at hand; a StepLoader."""
 
     def __init__(
-        self, dataset: TokenDataset, order: StepOrder, shares: Shares, *, packed: bool, pad_token_id: int
+        self,
+        dataset: TokenDataset,
+        order: StepOrder,
+        shares: Shares,
+        *,
+        packed: bool,
+        pad_token_id: int,
+        prelude: Prelude | None = None,
     ) -> None:
+        """`prelude`: None where the stage looks at nothing beforehand."""
         self.dataset, self.order, self.shares = dataset, order, shares
-        self.packed, self.pad_token_id = packed, pad_token_id
+        self.packed, self.pad_token_id, self.prelude = packed, pad_token_id, prelude
 
     def batches(self, step: int) -> StepBatches:
         rows = self.order.rows_of(step)
         totals: Counter[str] = Counter()
         for row in rows:
-            totals.update(self.shares([self.dataset.lengths[row]], [self.dataset.label_counts[row]]))
-        return StepBatches(totals, tuple(self._batch(some, rows[0]) for some in self.order.window(step)))
+            totals.update(self.shares(*self.dataset.counts(row)))
+        return StepBatches(
+            totals, tuple(self._batch(some, rows[0]) for some in self.order.window(step)), self._before(rows)
+        )
+
+    def _before(self, rows: Sequence[int]) -> tuple[Callable[[], Batch], ...]:
+        if (wanted := self.prelude) is None:
+            return ()
+        mine = sorted(rows)[self.order.rank :: self.order.world]
+        cut = eval_rows(self.dataset, mine, wanted.most_rows, wanted.most_tokens, wanted.only)
+        return tuple(partial(self._looked_at, some) for some in cut)
+
+    def _looked_at(self, rows: Sequence[int]) -> Batch:
+        assert self.prelude is not None
+        if self.packed:
+            return self.dataset.pack(rows, self.prelude.only)
+        return self.dataset.collate(rows, self.pad_token_id, self.prelude.only)
 
     def _batch(self, rows: list[int], any_row: int) -> Callable[[], Batch]:
         if not rows:

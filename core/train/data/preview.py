@@ -28,6 +28,8 @@ from core.train.data.tokenise import RowFault
 from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import cut_rows, truncate
 
+PAIR = ("chosen", "rejected")
+"""Names of the sequences of a pair."""
 SAMPLES = 10
 SHOWN_HEAD, SHOWN_TAIL = 400, 200
 """Tokens of a sample that are shown; what lies between is counted."""
@@ -71,7 +73,7 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
             "file": tokens.rows,
             "refused": len(faults),
             "used": len(used) if used is not None else 0,
-            "truncated": int((np.asarray(whole.lengths) > spec.training.max_length).sum()),
+            "truncated": int((_longest(whole) > spec.training.max_length).sum()),
             "dropped": report.dropped if report is not None else len(whole),
             "pieces": report.pieces if report is not None else 0,
             "cut_prompts": tokens.cut_prompts,
@@ -84,7 +86,7 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
         | renderer.about_pairs(),
         "max_length": spec.training.max_length,
         "truncation": spec.training.truncation,
-        "tokens": _lengths(np.asarray(whole.lengths)),
+        "tokens": _lengths(np.asarray(whole.sequence_lengths)),
         "duplicates": _duplicates(whole),
     }
     if used is not None and report is not None and batches:
@@ -113,8 +115,15 @@ def _told(rows: Iterable[RowFault], limit: Fault | None = None) -> dict[str, Any
 # --- figures -----------------------------------------------------------------------------------------------
 
 
+def _longest(whole: TokenDataset) -> npt.NDArray[np.int64]:
+    """Tokens of each row's longest sequence."""
+    found: npt.NDArray[np.int64] = (whole.ends - whole.starts).reshape(-1, whole.sequences).max(axis=1)
+    return found
+
+
 def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """Tokens of the rows before truncation: a histogram (`from` ≤ tokens < `to`) and some of its marks."""
+    """Tokens of the rows (of a pair: each answer with its prompt) before truncation: a histogram (`from` ≤ tokens <
+    `to`) and some of its marks."""
     edges = [0, FIRST_BIN]
     while edges[-1] <= int(lengths.max()):
         edges.append(2 * edges[-1])
@@ -140,9 +149,12 @@ def _duplicates(whole: TokenDataset) -> dict[str, Any]:
     first: dict[bytes, int] = {}
     again: dict[int, list[int]] = defaultdict(list)
     count = 0
-    for row, (start, end) in enumerate(zip(whole.starts, whole.ends, strict=True)):
-        key = hashlib.blake2b(whole.ids[start:end].tobytes(), digest_size=12).digest()
-        earlier = first.setdefault(key, row)
+    starts, ends = (edges.reshape(-1, whole.sequences) for edges in (whole.starts, whole.ends))
+    for row in range(len(whole)):
+        hashed = hashlib.blake2b(digest_size=12)
+        for start, end in zip(starts[row], ends[row], strict=True):
+            hashed.update(whole.ids[start:end].tobytes() + b"|")
+        earlier = first.setdefault(hashed.digest(), row)
         if earlier != row:
             count += 1
             if earlier in again or len(again) < SHOWN_DUPLICATES:
@@ -165,14 +177,14 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
         if spec.data.streaming:
             orders = [streaming.order_of(spec, part, number, rank=rank, world=len(ranks)) for rank in ranks]
         else:
-            orders = [build_order(spec, part.lengths, rank=rank, world=len(ranks)) for rank in ranks]
+            orders = [build_order(spec, part.sizes(packed=packed), rank=rank, world=len(ranks)) for rank in ranks]
         here = orders[0].steps_of(0)
         steps += here
         tokens += sum(part.lengths)
         for rows in (rows for order in orders for step in range(here) for rows in order.window(step) if rows):
             batches += 1
-            lengths = [part.lengths[row] for row in rows]
-            slots += sum(lengths) if packed else len(rows) * max(lengths)
+            sizes = [part.sizes(packed=packed)[row] for row in rows]
+            slots += sum(sizes) if packed else len(rows) * max(sizes)
     found = {
         "steps": steps,
         "batches": batches,
@@ -186,8 +198,7 @@ def _blocks(spec: JobSpec, whole: TokenDataset) -> dict[int, TokenDataset]:
     """The rows in use of each block of a stream, by its number; training skips blocks without any."""
     found = {}
     for number, start in enumerate(range(0, len(whole), streaming.BLOCK_ROWS)):
-        part = slice(start, start + streaming.BLOCK_ROWS)
-        block = TokenDataset(whole.ids, whole.learned, whole.starts[part], whole.ends[part], whole.lines[part])
+        block = whole.selected(np.arange(start, min(start + streaming.BLOCK_ROWS, len(whole))))
         used, _ = cut_rows(block, spec.training.max_length, spec.training.truncation)
         if len(used):
             found[number] = used
@@ -198,21 +209,29 @@ def _blocks(spec: JobSpec, whole: TokenDataset) -> dict[int, TokenDataset]:
 
 
 def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows spread evenly over the file, as runs of text that is learned or is not."""
+    """Rows spread evenly over the file, as runs of text that is learned or is not; of a pair its sequences, one after
+    the other, each with its name."""
     count = min(SAMPLES, len(used))
     rows = [at * len(used) // count for at in range(count)]
-    # A line can be two rows (a preference), so a row's whole one is found by where its tokens are.
-    origins = np.searchsorted(whole.starts, used.starts[rows], side="right") - 1
-    return [
-        {
+    # A line can be several rows (pieces of a split one), so a row's whole one is found by where its tokens are.
+    numbers = [row * used.sequences + place for row in rows for place in range(used.sequences)]
+    origins = np.searchsorted(whole.starts, used.starts[numbers], side="right") - 1
+    found = []
+    for number, origin in zip(numbers, origins, strict=True):
+        row, place = divmod(number, used.sequences)
+        (ids, learned), length = used.sequence(number), used.sequence_lengths[number]
+        about: dict[str, Any] = {
             "line": int(used.lines[row]),
-            "tokens": used.lengths[row],
-            "label_tokens": used.label_counts[row],
-            "cut_from": whole.lengths[origin] if used.lengths[row] < whole.lengths[origin] else None,
-            "segments": segments(used[row][0].tolist(), used[row][1].tolist(), tokenizer),
+            "tokens": length,
+            "label_tokens": used.sequence_labels[number],
+            "cut_from": whole.sequence_lengths[origin] if length < whole.sequence_lengths[origin] else None,
+            "segments": segments(ids.tolist(), learned.tolist(), tokenizer),
         }
-        for row, origin in zip(rows, origins, strict=True)
-    ]
+        if used.sequences > 1:
+            about["sequence"] = PAIR[place]
+        about |= {name: float(values[row]) for name, values in used.values.items() if values.ndim == 1}
+        found.append(about)
+    return found
 
 
 def segments(ids: list[int], learned: list[bool], tokenizer: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,11 @@ from core.data.rows import Numbered
 from core.data.stream import RowStream, faulty
 from core.errors import DataError
 from core.spec.axes.data import RowFormat
+from core.spec.axes.stage import Stage
 from core.spec.run.orders import DataOrder
+
+ALONE: frozenset[RowFormat] = frozenset({"preference", "kto", "stepwise", "prompt"})
+"""Formats whose rows are not mixed with those of other formats."""
 
 
 def rows_of(order: DataOrder) -> tuple[RowFormat, Iterator[Numbered]]:
@@ -66,9 +70,26 @@ def _checked(order: DataOrder, stream: RowStream, rows: Iterable[Numbered]) -> I
 
 def refuse_mixed(formats: Collection[RowFormat]) -> None:
     """DataError for formats of which no one loss is right."""
+    alone = sorted(set(formats) & ALONE)
+    if len(formats) > 1 and alone:
+        others = ", ".join(sorted(set(formats) - {alone[0]}))
+        raise DataError(
+            f"rows of format {alone[0]} cannot be mixed with others ({others}); name sources of one format",
+            field="data.train",
+        )
     if len(formats) > 1 and "text" in formats:
         raise DataError(
             "raw text is learned as a whole and the other rows by their answers; train on them one after the other",
+            field="data.train",
+        )
+
+
+def refuse_rows(stage: Stage, row_format: RowFormat) -> None:
+    """DataError for rows that the stage does not learn from."""
+    if row_format not in stage.rows:
+        raise DataError(
+            f"the rows are of format {row_format}, and `stage: {stage.type}` learns from {', '.join(stage.rows)}; "
+            "choose another stage, or name the format (`data.train.format`) if these rows are something else",
             field="data.train",
         )
 

@@ -31,7 +31,7 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
 from core.train.data.loaders import RowLoader, Shares, StepBatches
 from core.train.data.order import StepOrder, build_order
-from core.train.data.reader import refuse_mixed
+from core.train.data.reader import refuse_mixed, refuse_rows
 from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
 from core.train.render.renderer import Renderer
@@ -68,6 +68,7 @@ class StreamLoader:
         began = time.monotonic()
         rows, end, formats = _read(data, None, self._block_rows, between)
         refuse_mixed(formats)
+        refuse_rows(spec.stage, min(formats))
         self.format: RowFormat = min(formats)
         self.renderer = renderer_of(self.format)
         writer = render_rows(rows, self.renderer, lambda _: between())
@@ -187,7 +188,7 @@ class StreamLoader:
 
 def order_of(spec: JobSpec, block: TokenDataset, number: int, *, rank: int = 0, world: int = 1) -> StepOrder:
     """The order of a block's rows: that of an epoch, with a seed of its own."""
-    order = build_order(spec, block.lengths, rank=rank, world=world)
+    order = build_order(spec, block.sizes(packed=isinstance(spec.batching, Packed)), rank=rank, world=world)
     text = f"block {spec.training.seed} {number}"
     order.seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return order

@@ -15,23 +15,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.data.rows import Labelled, Numbered, Preference, PromptOnly, Stepwise
+from core.data.rows import Numbered
 from core.errors import EftError
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
 from core.train.data.truncate import DataReport, Truncation, truncate
+from core.train.examples.example import Example, example_of, examples_of
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from core.train.render.strings import Rendered
 
 CHUNK = 64
 """Rows of one call into the tokenizer."""
 PARALLEL_ROWS = 30_000
 """Rows from which on processes of their own pay: each takes some seconds of processor time to start."""
 PARALLEL_CHUNK = 512
-_APART = (Preference, Labelled, Stepwise, PromptOnly)
-"""Rows that are rendered one by one."""
 
 
 class RowFault(NamedTuple):
@@ -58,35 +56,54 @@ class TokenChunk:
     learned: bytes
     ends: list[int]
     lines: list[int]
+    sequences: int
+    values: dict[str, bytes]
+    token_values: dict[str, bytes]
     rows: int
     cut_prompts: int
     faults: list[RowFault]
 
 
 class TokenWriter:
-    """Collects rendered rows in memory."""
+    """Collects examples in memory."""
 
     def __init__(self) -> None:
         self._ids, self._learned = array("i"), bytearray()
         self._ends, self._lines = array("q"), array("q")
+        self._sequences = 1
+        self._values: dict[str, array[float]] = {}
+        self._token_values: dict[str, array[float]] = {}
         self.rows = 0
         """All that were rendered, those without a token too."""
         self.cut_prompts = 0
         self.faults: list[RowFault] = []
         """Faults of the rows that could not be rendered, where they are listed instead of raised."""
 
-    def add(self, line: int, rendered: Rendered) -> None:
-        if not rendered.ids:
+    def add(self, line: int, example: Example) -> None:
+        """Add an example; one with a sequence that has no token at all is left out."""
+        if not all(rendered.ids for rendered in example.sequences):
             return
-        self._ids.extend(rendered.ids)
-        self._learned.extend(rendered.learned)
-        self._ends.append(len(self._ids))
+        self._sequences = len(example.sequences)
+        for rendered in example.sequences:
+            self._ids.extend(rendered.ids)
+            self._learned.extend(rendered.learned)
+            self._ends.append(len(self._ids))
         self._lines.append(line)
-        self.cut_prompts += rendered.cut_prompt
+        for name, value in example.values.items():
+            self._values.setdefault(name, array("f")).append(value)
+        for name, parts in example.token_values.items():
+            for part in parts:
+                self._token_values.setdefault(name, array("f")).extend(part)
+        self.cut_prompts += any(rendered.cut_prompt for rendered in example.sequences)
 
     def extend(self, part: TokenChunk) -> None:
-        """Rows that another process has rendered."""
+        """Add examples that another process has rendered."""
         before = len(self._ids)
+        if part.lines:
+            self._sequences = part.sequences
+        for mine, theirs in ((self._values, part.values), (self._token_values, part.token_values)):
+            for name, raw in theirs.items():
+                mine.setdefault(name, array("f")).frombytes(raw)
         self._ids.frombytes(part.ids)
         self._learned += part.learned
         self._ends.extend(before + end for end in part.ends)
@@ -97,7 +114,18 @@ class TokenWriter:
 
     def chunk(self) -> TokenChunk:
         ids, learned = self._ids.tobytes(), bytes(self._learned)
-        return TokenChunk(ids, learned, list(self._ends), list(self._lines), self.rows, self.cut_prompts, self.faults)
+        return TokenChunk(
+            ids,
+            learned,
+            list(self._ends),
+            list(self._lines),
+            self._sequences,
+            {name: values.tobytes() for name, values in self._values.items()},
+            {name: values.tobytes() for name, values in self._token_values.items()},
+            self.rows,
+            self.cut_prompts,
+            self.faults,
+        )
 
     def dataset(self) -> TokenDataset:
         ends = np.array(self._ends, dtype=np.int64)
@@ -107,6 +135,9 @@ class TokenWriter:
             np.concatenate([np.zeros(1, dtype=np.int64), ends])[:-1],
             ends,
             np.array(self._lines, dtype=np.int64),
+            sequences=self._sequences,
+            values={name: _array(values, np.float32) for name, values in self._values.items()},
+            token_values={name: _array(values, np.float32) for name, values in self._token_values.items()},
         )
 
 
@@ -138,8 +169,7 @@ def render_rows(
 ) -> TokenWriter:
     """All rows as tokens, in this process. `between` gets the number of rows done, and may raise to stop.
 
-    DataError when a row cannot be rendered; with `listing` such rows are among the writer's faults, and rows with two
-    answers or none, which no stage trains on yet, are rendered too.
+    DataError when a row cannot be rendered; with `listing` such rows are among the writer's faults.
     """
     writer = TokenWriter()
     for chunk in chunks(rows, CHUNK):
@@ -197,36 +227,19 @@ def _rendered(rows: list[Numbered], listing: bool) -> TokenChunk:
 def _render(chunk: Sequence[Numbered], renderer: Renderer, writer: TokenWriter, listing: bool) -> None:
     """One call for many rows is quicker; it says nothing of the others when one is refused."""
     writer.rows += len(chunk)
-    if not listing or not any(isinstance(numbered.row, _APART) for numbered in chunk):
-        try:
-            rendered = renderer.render_many([(numbered.row, numbered.line) for numbered in chunk])
-        except EftError:
-            if not listing:
-                raise
-        else:
-            for numbered, row in zip(chunk, rendered, strict=True):
-                writer.add(numbered.line, row)
-            return
+    try:
+        examples = examples_of(chunk, renderer)
+    except EftError:
+        if not listing:
+            raise
+    else:
+        for numbered, example in zip(chunk, examples, strict=True):
+            writer.add(numbered.line, example)
+        return
     for numbered in chunk:
         try:
-            parts = list(_parts(numbered, renderer))
+            example = example_of(numbered, renderer)
         except EftError as error:
             writer.faults.append(RowFault.of(numbered.line, error))
         else:
-            for part in parts:
-                writer.add(numbered.line, part)
-
-
-def _parts(numbered: Numbered, renderer: Renderer) -> Iterable[Rendered]:
-    """A row as token rows: a preference is two of them, each with its prompt."""
-    match numbered.row:
-        case Preference() as row:
-            yield from renderer.render_pair(row, numbered.line)
-        case Labelled() as row:
-            yield renderer.render_labelled(row, numbered.line)
-        case Stepwise() as row:
-            yield renderer.render_steps(row, numbered.line)
-        case PromptOnly() as row:
-            yield renderer.render_prompt(row, numbered.line)
-        case row:
-            yield renderer.render(row, numbered.line)
+            writer.add(numbered.line, example)

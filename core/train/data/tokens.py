@@ -10,7 +10,7 @@ from typing import Any
 
 from core.spec.run.orders import DataOrder, RunOrder
 from core.train.data.cache import TokenCache, TokenisedRows
-from core.train.data.reader import count_of, rows_of
+from core.train.data.reader import count_of, refuse_rows, rows_of
 from core.train.data.tokenise import (
     PARALLEL_ROWS,
     RowFault,
@@ -49,11 +49,13 @@ class TokenReader:
         source = self._cache.source_key(data)
         known = self._cache.format_of(source)
         if known is not None:
+            if not listing:
+                refuse_rows(self._spec.stage, known)
             ours = renderer or renderer_of(self._spec, known, self._tokenizer)
             if (found := self._cache.load(source, ours.fingerprint())) is not None:
                 return Read(found, ours, [])
         made = self._made(data, renderer, listing)
-        if not made.faults and made.tokens.format not in ("preference", "kto", "stepwise", "prompt"):
+        if not made.faults:
             kept = self._cache.keep(source, made.renderer.fingerprint(), made.tokens)
             made = Read(kept, made.renderer, [])
         for fault in self._cache.faults:
@@ -63,6 +65,8 @@ class TokenReader:
 
     def _made(self, data: DataOrder, renderer: Renderer | None, listing: bool) -> Read:
         row_format, passing = rows_of(data)
+        if not listing:
+            refuse_rows(self._spec.stage, row_format)
         ours = renderer or renderer_of(self._spec, row_format, self._tokenizer)
         first = list(itertools.islice(passing, PARALLEL_ROWS))
         many = len(first) == PARALLEL_ROWS

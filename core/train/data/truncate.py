@@ -1,4 +1,4 @@
-"""Rows longer than training.max_length, and what became of all rows."""
+"""Examples longer than training.max_length, and what became of all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import DataError
+from core.errors import DataError, SpecError
 from core.train.data.dataset import TokenDataset
 
 Truncation = Literal["refuse", "cut_left", "cut_right", "split"]
@@ -20,17 +20,17 @@ class DataReport:
     """What became of a file's rows; part of the run record."""
 
     rows: int = 0
-    """Rows in use."""
+    """Rows in use. A row of several sequences (a pair) is used or left out as a whole."""
     tokens: int = 0
     label_tokens: int = 0
     truncated: int = 0
-    """Rows longer than max_length: cut, or split."""
+    """Rows longer than max_length, or with a sequence that is: cut, or split."""
     pieces: int = 0
     """Rows in use that are pieces of a split row."""
     dropped: int = 0
-    """Rows with nothing left to learn after that."""
+    """Rows with nothing left to learn after that, in one of their sequences."""
     longest: int = 0
-    """Tokens of the longest row before truncation."""
+    """Tokens of the longest row (of its longest sequence) before truncation."""
     cut_prompts: int = 0
     """Prompt/completion rows whose tokens merge across the border."""
 
@@ -56,19 +56,27 @@ def nothing_to_learn(max_length: int, longest: int) -> DataError:
 
 def cut_rows(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
     """As `truncate`; the answer may be without rows."""
-    starts, ends, lines = whole.starts, whole.ends, whole.lines
+    starts, ends, lines, values = whole.starts, whole.ends, whole.lines, whole.values
     lengths = ends - starts
-    over = lengths > max_length
+    longest = lengths.reshape(-1, whole.sequences).max(axis=1)
+    over = longest > max_length
     rows = np.arange(len(whole))
     match policy:
         case "refuse":
             if over.any():
-                raise _refused(whole, over, max_length)
+                raise _refused(whole, longest, over, max_length)
         case "cut_left":
-            starts = np.maximum(starts, ends - max_length)
+            # All sequences of an example lose as much, so that they go on from the same prompt.
+            starts = np.minimum(starts + np.repeat(np.maximum(0, longest - max_length), whole.sequences), ends)
         case "cut_right":
             ends = np.minimum(ends, starts + max_length)
         case "split":
+            if whole.sequences > 1:
+                raise SpecError(
+                    "the two answers of a pair belong together, so such rows cannot be split; set "
+                    "`training.truncation` to `cut_left` or `cut_right`",
+                    field="training.truncation",
+                )
             # A piece begins with the last token of the one before: to predict from, not to learn again.
             stride = max_length - 1
             pieces = np.maximum(1, -(-(lengths - 1) // stride))
@@ -76,13 +84,14 @@ def cut_rows(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
             number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             starts = starts[rows] + number * stride
             ends = np.minimum(starts + max_length, ends[rows])
+            lines, values = lines[rows], {name: of_rows[rows] for name, of_rows in values.items()}
         case _ as never:
             assert_never(never)
-    cut = TokenDataset(whole.ids, whole.learned, starts, ends, lines[rows])
-    kept = np.flatnonzero(np.asarray(cut.label_counts, dtype=np.int64) > 0)
+    cut = whole.replaced(starts, ends, lines, values)
+    labels = np.asarray(cut.sequence_labels, dtype=np.int64).reshape(-1, whole.sequences)
+    kept = np.flatnonzero((labels > 0).all(axis=1))
     if len(kept) < len(cut):
-        cut = TokenDataset(whole.ids, whole.learned, starts[kept], ends[kept], lines[rows[kept]])
-    cut.held = whole.held
+        cut = cut.selected(kept)
     report = DataReport(
         rows=len(cut),
         tokens=sum(cut.lengths),
@@ -90,14 +99,16 @@ def cut_rows(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
         truncated=int(over.sum()),
         pieces=int(over[rows[kept]].sum()) if policy == "split" else 0,
         dropped=len(whole) - len(np.unique(rows[kept])),
-        longest=int(lengths.max()) if len(whole) else 0,
+        longest=int(longest.max()) if len(whole) else 0,
     )
     return cut, report
 
 
-def _refused(whole: TokenDataset, over: npt.NDArray[np.bool_], max_length: int) -> DataError:
+def _refused(
+    whole: TokenDataset, longest: npt.NDArray[np.int64], over: npt.NDArray[np.bool_], max_length: int
+) -> DataError:
     found = np.flatnonzero(over)
-    shown = ", ".join(f"line {whole.lines[row]} has {whole.lengths[row]}" for row in found[:SHOWN])
+    shown = ", ".join(f"line {whole.lines[row]} has {longest[row]}" for row in found[:SHOWN])
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return DataError(
         f"{len(found)} rows are longer than training.max_length = {max_length} tokens ({shown}{more}); raise it, or "

@@ -4,20 +4,25 @@ weights, gradients and random numbers are afterwards what they were before."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from core.errors import SpecError
 from core.plan.memory import training_pass
 from core.spec.axes.runtime import HeldOut
+from core.train.base.stop import StopRequested
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset, eval_batches
 from core.train.engine import Diverged, Engine
 from core.train.evaluation.samples import Sample, Sampler
 from core.train.feed import RunData
+from core.train.policy import PolicyModel
 from core.train.run import Run
-from core.train.stage import Stage
+from core.train.stage import Stage, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +50,34 @@ class Evaluator:
     between: Callable[[], None]
     """Called before each batch; may raise to stop."""
 
-    def share(self) -> Share:
+    def totals(self) -> Totals:
+        """The totals of all held-out examples, as if they were one step. Collective; StopRequested on all ranks when
+        one of them was asked to stop."""
+        totals: Counter[str] = Counter()
+        for row in range(len(self.dataset)):
+            totals.update(self.stage.shares(*self.dataset.counts(row)))
+        if not (only := self.stage.prelude_sequences):
+            return totals
+        return {**totals, **prelude(self.engine, self.stage, self._batches(only), totals, self.between)}
+
+    def share(self, totals: Totals) -> Share:
         """Work on this rank's batches and prompts; a run of one rank has them all."""
+        found = measure(self.engine, self.stage, self._batches(), totals, between=self.between)
+        return Share(found, self.sampler.answers())
+
+    def _batches(self, only: tuple[int, ...] | None = None) -> Iterator[Batch]:
         ranks = self.engine.ranks
-        batches = eval_batches(
+        return eval_batches(
             self.dataset,
             self.batch_size,
             self.engine.pad_token_id,
             most_tokens=self.most_tokens,
             rank=ranks.rank,
             world=ranks.world,
+            only=only,
         )
-        return Share(measure(self.engine, self.stage, batches, between=self.between), self.sampler.answers())
 
-    def together(self, share: Share) -> tuple[dict[str, float], list[Sample]]:
+    def together(self, share: Share, totals: Totals) -> tuple[dict[str, float], list[Sample]]:
         """Put the shares of all ranks together: figures, and the model's answers in the order of the prompts, none when
         none are wanted. Collective."""
         shares = self.engine.ranks.all_gather((dict(share.sums), list(share.samples.items())))
@@ -66,7 +85,7 @@ class Evaluator:
         for part, _ in shares:
             sums = _plus(sums, part)
         found = {at: sample for _, samples in shares for at, sample in samples}
-        return figures(self.engine, self.stage, sums), [found[at] for at in sorted(found)]
+        return figures(self.engine, self.stage, sums, totals), [found[at] for at in sorted(found)]
 
 
 def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data: RunData) -> Evaluator | None:
@@ -96,26 +115,58 @@ def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data
     return Evaluator(engine, stage, data.eval, sampler, size, tokens, run.check_stop)
 
 
-def evaluate(engine: Engine, stage: Stage, batches: Iterable[Batch]) -> dict[str, float]:
+def evaluate(
+    engine: Engine, stage: Stage, batches: Iterable[Batch], totals: Totals = MappingProxyType({})
+) -> dict[str, float]:
     """Compute the stage's figures over held-out batches."""
-    return figures(engine, stage, measure(engine, stage, batches))
+    return figures(engine, stage, measure(engine, stage, batches, totals), totals)
+
+
+def prelude(
+    engine: Engine, stage: Stage, batches: Iterable[Batch], totals: Totals, between: Callable[[], None]
+) -> dict[str, float]:
+    """Compute what joins the totals of a step (or of an evaluation) beforehand; `batches` are this rank's. Collective.
+    StopRequested, which `between` may raise, is raised on all ranks together."""
+    sums: dict[str, float] | None = {}
+    try:
+        for batch in batches:
+            between()
+            found = engine.evaluate(batch, stage.prelude)
+            sums = _plus(sums or {}, {name: float(value) for name, value in found.items()})
+    except StopRequested:
+        sums = None
+    whole: dict[str, float] = {}
+    for part in engine.ranks.all_gather(sums):
+        if part is None:
+            raise StopRequested
+        whole = _plus(whole, part)
+    return dict(stage.totals(whole, totals))
 
 
 def measure(
-    engine: Engine, stage: Stage, batches: Iterable[Batch], *, between: Callable[[], None] = lambda: None
+    engine: Engine,
+    stage: Stage,
+    batches: Iterable[Batch],
+    totals: Totals = MappingProxyType({}),
+    *,
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Compute the stage's sums over held-out batches; the training state is left alone. `between` runs before each
     batch and may raise to stop."""
     sums: dict[str, float] = {}
     for batch in batches:
         between()
-        sums = _plus(sums, engine.evaluate(batch, stage.evaluate))
+        sums = _plus(sums, engine.evaluate(batch, partial(_evaluated, stage, totals)))
     return sums
 
 
-def figures(engine: Engine, stage: Stage, sums: Mapping[str, float]) -> dict[str, float]:
+def _evaluated(stage: Stage, totals: Totals, policy: PolicyModel, batch: Batch) -> Mapping[str, float]:
+    return stage.evaluate(policy, batch, totals)
+
+
+def figures(engine: Engine, stage: Stage, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
     """Compute the stage's figures from its sums. Diverged when the loss is no finite number."""
-    found = stage.held_out_figures(sums)
+    found = stage.held_out_figures(sums, totals)
     if not math.isfinite(loss := found["eval_loss"]):
         raise Diverged(f"the held-out loss is {loss} after step {engine.steps}", field="optimizer.learning_rate")
     return found

@@ -10,10 +10,10 @@ import torch
 
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
-from core.train.stage import Loss, Totals
+from core.train.stage import Loss, Stage, Totals
 
 
-class SupervisedFineTuning:
+class SupervisedFineTuning(Stage):
     """A Stage (core/train/stage.py). Its loss is the mean over all label tokens of a step."""
 
     name = "sft"
@@ -23,14 +23,10 @@ class SupervisedFineTuning:
     def __init__(self, *, completions: bool = True) -> None:
         """`completions`: the labels are completions (or some of them), not all tokens of a row."""
         self.completions = completions
-        self.held_out_metrics: dict[str, Literal["lower", "higher"]] = {
-            "eval_loss": "lower",
-            "eval_perplexity": "lower",
-        }
-        if completions:
-            self.held_out_metrics["eval_exact_match"] = "higher"
+        metrics: dict[str, Literal["lower", "higher"]] = {"eval_loss": "lower", "eval_perplexity": "lower"}
+        self.held_out_metrics = metrics | ({"eval_exact_match": "higher"} if completions else {})
 
-    def shares(self, lengths: Sequence[int], labels: Sequence[int]) -> Totals:
+    def shares(self, lengths: Sequence[int], labels: Sequence[int]) -> Mapping[str, int]:
         return {"label_tokens": sum(labels)}
 
     def loss(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
@@ -41,7 +37,7 @@ class SupervisedFineTuning:
     def figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
         return {"loss": sums["loss"] / totals["label_tokens"]}
 
-    def evaluate(self, policy: PolicyModel, batch: Batch) -> Mapping[str, float]:
+    def evaluate(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Mapping[str, float]:
         """A row is matched where each of its labels is the most likely token given the row so far. For a row with one
         completion the matched share is exactly the share that greedy decoding would write token for token, its end
         token included."""
@@ -53,7 +49,7 @@ class SupervisedFineTuning:
             "rows": len(batch.lengths),
         }
 
-    def held_out_figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def held_out_figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
         loss = sums["loss"] / sums["label_tokens"]
         figures = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if self.completions:

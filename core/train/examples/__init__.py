@@ -1,0 +1,1 @@
+"""What a row becomes: sequences that stay together, and numbers of their own."""
