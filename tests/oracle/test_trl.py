@@ -17,15 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer
 
 from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.optimizer import AdamW, Linear
 from core.spec.run.orders import DataOrder
 from core.train.base.rng import seed_all
-from core.train.batch import IGNORE_INDEX
 from core.train.data.order import BatchOrder
 from core.train.data.reader import rows_of
 from core.train.data.tokenise import tokenise
@@ -35,6 +32,9 @@ from core.train.model.load import load_model
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
+from core.train.verify.columns import columns
+from core.train.verify.peer import Replay
+from core.train.verify.peer import train as train_under_trl
 from tests.support.trainer import chats, events, write_rows, write_run
 
 TOLERANCE = 1e-4
@@ -42,13 +42,6 @@ APART = 2e-2
 """How far a parameter may end from TRL's, as a share of the way it went. AdamW's first steps have the size of the
 learning rate whatever the gradient is, so an element whose gradient is all rounding goes its own way."""
 BATCH, ACCUMULATION, SEED, LENGTH = 2, 4, 7, 96
-
-
-class InOurOrder(SFTTrainer):
-    """TRL's trainer; the data set is already in the order that our seed gives."""
-
-    def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(dataset if dataset is not None else self.train_dataset)
 
 
 def compare(
@@ -81,51 +74,33 @@ def compare(
     assert run(ours) == 0, events(ours)[-1]
     metrics = events(ours, "metrics")
 
-    # TRL: the same start, the same tokens, epoch after epoch in our order (so one "epoch" of its own per run of ours).
+    # TRL: the same start, the same tokens, in our batches.
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     numbered = list(rows_of(DataOrder.of(train))[1])
     dataset, _ = tokenise(numbered, Renderer(tokenizer, RenderOptions()), LENGTH)
     order = BatchOrder(len(dataset), batch_size=BATCH, accumulation=ACCUMULATION, seed=SEED)
     seed_all(SEED)
     model = their_start(model_dir, method)
-    losses: list[dict[str, float]] = []
     if epochs > 1 and rows % (BATCH * ACCUMULATION):
         pytest.fail("partial windows are compared over one epoch: two of TRL's epochs have one order")
-    indices = [row for epoch in range(epochs) for row in order.epoch_order(epoch)]
-    items = []
-    for index in indices:
-        ids, learned = dataset[index]
-        items.append({"input_ids": ids.tolist(), "labels": torch.where(learned, ids, IGNORE_INDEX).tolist()})
+    total = order.total_steps(epochs, None)
     start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    trainer = InOurOrder(
-        model=model,
-        args=SFTConfig(
-            output_dir=str(tmp_path / "trl"),
-            per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=ACCUMULATION,
-            num_train_epochs=1,
-            learning_rate=learning_rate,
-            weight_decay=0.01,
-            lr_scheduler_type="linear",
-            warmup_steps=0.1,
-            max_grad_norm=1.0,
-            max_length=LENGTH,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
+    found = train_under_trl(
+        Replay(
+            stage="sft",
+            examples=[columns("sft", [tuple(part.tolist() for part in dataset[n])], {}) for n in range(len(dataset))],
+            batches=[batch for step in range(total) for batch in order.window(step)],
+            accumulation=ACCUMULATION,
+            optimizer=AdamW(learning_rate=learning_rate, weight_decay=0.01),
+            schedule=Linear(warmup_ratio=0.1),
+            total_steps=total,
             seed=SEED,
         ),
-        train_dataset=Dataset.from_list(items),
-        processing_class=tokenizer,
+        model,
+        tokenizer,
     )
-    for name, wide in start.items():  # over a packed base TRL rounds the adapters to bf16; compared is float32
-        trainer.model.get_parameter(name).data = wide.clone()
-    trainer.train()
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == len(metrics) == order.total_steps(epochs, None)
+    losses = found.curve
+    assert len(losses) == len(metrics) == total
     for theirs, event in zip(losses, metrics, strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):
             expected = event["values"][name]
@@ -133,7 +108,7 @@ def compare(
 
     final = load_final(ours, method)
     moved = apart = 0.0
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in found.model.named_parameters():
         if parameter.requires_grad:
             there, here = parameter.detach(), final[name.replace(".default", "")]
             if elementwise:
