@@ -17,7 +17,7 @@ import pytest
 from core.jobs.base.states import TRANSITIONS, Status
 from tests.support.service import SHORT, Service, running, wait_for
 
-STEPS = 80
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def weights(service: Service, job_id: str) -> bytes:
 
 
 class Watch:
-    """Looks at a job ten times a second: its state over HTTP, its trainers in /proc, its state again."""
+    """Looks at a job five times a second: its state over HTTP, its trainers in /proc, its state again."""
 
     def __init__(self, service: Service, job_id: str) -> None:
         self.service, self.job_id = service, job_id
@@ -72,7 +72,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._end.wait(0.1):
+        while not self._end.wait(0.2):
             self._look()
         self._look()
 
@@ -199,7 +199,7 @@ def test_a_drained_node_hands_back_and_loses_at_most_the_running_micro_step(
 ) -> None:
     """Windows of 16 micro-steps, so that the drain comes inside one; the worker is killed while the node is drained."""
     training = {**spec["training"], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
-    fine = {**spec, "training": {**training, "max_steps": 20}}
+    fine = {**spec, "training": {**training, "max_steps": 12}}
     alone = service.submit(fine)
     service.wait(alone, "succeeded", "failed")
     job_id = service.submit(fine)

@@ -1,5 +1,6 @@
 """Two boxes, each in a network namespace of its own: one trains what the other has prepared, and goes on with what the
-other can no longer do. Once with a folder that each mounts elsewhere, once with a bucket."""
+other can no longer do. The data root is a folder that each mounts elsewhere, or a bucket: the commit decides which, and
+a run with EFT_TEST_EVERYTHING=1 has both."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from core.storage.bucket import Bucket
 from tests.support import boxes
 from tests.support.boxes import BUCKET, S3, Cluster, Net
 from tests.support.hub import COMMIT, Hub, serving
+from tests.support.selection import one_a_commit
 from tests.support.service import wait_for
 
 STEPS, SAVE_STEPS = 300, 10
@@ -50,7 +52,7 @@ def undisturbed() -> list[str]:
     return []
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=one_a_commit("folder", "bucket"))
 def cluster(
     request: pytest.FixtureRequest,
     tmp_path: Path,

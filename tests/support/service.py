@@ -33,6 +33,8 @@ SHORT = {
     "EFT_SPARE": "0",  # a test that wants one says so: importing torch beside a test costs it seconds
 }
 """Looks and waits of seconds, so that a test of what comes after them does not take minutes."""
+RARELY = 0.3
+"""Seconds between two looks over HTTP for something that takes many: a look is six milliseconds of processor time."""
 
 
 class Service:
@@ -117,7 +119,8 @@ class Service:
             job = self.job(job_id)
             return job if job["status"] in wanted else None
 
-        return wait_for(look, timeout, f"{job_id} to be {' or '.join(wanted)}", lambda: self.describe(job_id))
+        what = f"{job_id} to be {' or '.join(wanted)}"
+        return wait_for(look, timeout, what, lambda: self.describe(job_id), every=RARELY)
 
     def wait_for_step(self, job_id: str, step: int, timeout: float = 200) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
@@ -125,7 +128,7 @@ class Service:
             assert job["status"] not in ("failed", "cancelled", "succeeded"), self.describe(job_id)
             return job if (job["progress"] or {}).get("step", 0) >= step else None
 
-        return wait_for(look, timeout, f"step {step} of {job_id}", lambda: self.describe(job_id))
+        return wait_for(look, timeout, f"step {step} of {job_id}", lambda: self.describe(job_id), every=0.1)
 
     def artifact(self, job_id: str, path: str) -> bytes:
         reply = self.client.get(f"/jobs/{job_id}/artifacts/{path}")
@@ -167,15 +170,19 @@ class Service:
         return sorted(sessions)
 
 
-def wait_for(look: Callable[[], Any], timeout: float, what: str, describe: Callable[[], str] = str) -> Any:
-    """The first true answer of `look`."""
-    deadline = time.monotonic() + timeout
+def wait_for(
+    look: Callable[[], Any], timeout: float, what: str, describe: Callable[[], str] = str, every: float | None = None
+) -> Any:
+    """Return the first true answer of `look`, which is called every so many seconds: by default the more seldom, the
+    longer it takes."""
+    began = time.monotonic()
     while True:
         answer = look()
         if answer:
             return answer
-        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{describe()}"
-        time.sleep(0.05)
+        waited = time.monotonic() - began
+        assert waited < timeout, f"waited {timeout:g} s for {what}\n{describe()}"
+        time.sleep(every or min(0.2, max(0.05, waited / 20)))
 
 
 def running(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Service]:
