@@ -177,6 +177,10 @@ MODELS: dict[str, Code] = {
     ),
     "dataset_not_found": ("There is no such dataset, subset, split or file.", "The message lists what exists."),
     "dataset_ambiguous": ("The dataset has several subsets, splits or files.", "Choose one, as the message says."),
+    "dataset_unreadable": (
+        "A file of the dataset is not what its name says.",
+        "Name other files of it as `files`, or report it to its owner.",
+    ),
     "dataset_not_cached": ("The box is offline and does not have the dataset.", "Connect the box once."),
 }
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from core.data.stream import RowStream
 from core.errors import DataError, EftError
@@ -95,3 +101,110 @@ def test_a_choice_of_subsets_is_the_jobs_to_make() -> None:
     assert choose(SOURCE.model_copy(update={"config": "all"}), names, card, "data.train") == names
     with pytest.raises(DataError, match="no split `test`"):
         choose(SOURCE.model_copy(update={"config": "all", "split": "test"}), names, card, "data.train")
+
+
+# --- containers that uploads do not have, and slices -----------------------------------------------------
+
+
+def arrow(rows: dict[str, list[Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.table(rows)
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def archive(*members: tuple[str, bytes]) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as tar:
+        for name, data in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    return held.getvalue()
+
+
+WRITTEN: list[tuple[str, bytes, list[dict[str, Any]]]] = [
+    ("train.jsonl.gz", gzip.compress(rows(0, 2)), [{"q": "q0", "a": "a0"}, {"q": "q1", "a": "a1"}]),
+    ("train.json.bz2", bz2.compress(b'[{"q": "x", "a": "y"}]'), [{"q": "x", "a": "y"}]),
+    ("train.csv.xz", lzma.compress(b"q,a\nx,y\n"), [{"q": "x", "a": "y"}]),
+    ("train.tsv", b"q\ta\nx, z\ty\n", [{"q": "x, z", "a": "y"}]),
+    ("train.txt", b"one\ntwo\n", [{"text": "one"}, {"text": "two"}]),
+    ("train.arrow", arrow({"q": ["x"], "a": ["y"]}), [{"q": "x", "a": "y"}]),
+    (
+        "train.tar",
+        archive(
+            ("0.json", b'{"q": "x"}'), ("0.txt", b"y"), ("0.pth", b"no tensor"), ("1.json", b'{"q": "z"}'),
+            ("1.txt", b"w"), ("1.pth", b"none"),
+        ),
+        [{"q": "x", "txt": "y"}, {"q": "z", "txt": "w"}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data", "expected"), WRITTEN, ids=[name for name, _, _ in WRITTEN])
+def test_other_containers(server: Hub, tmp_path: Path, name: str, data: bytes, expected: list[dict[str, Any]]) -> None:
+    server.files = {name: data, "load.py": b"raise SystemExit('code of the data set ran')"}
+    (path,), origin = prepare(tmp_path)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{key: row[key] for key in row if key in expected[0]} for row in found] == expected
+    assert origin["files"] == [name] and not server.asked("load.py")
+    assert (
+        not {line.split()[1] for line in server.seen}
+        - {f"/api/datasets/team/sums/revision/{revision}" for revision in ("main", COMMIT)}
+        - {f"/datasets/team/sums/resolve/{COMMIT}/{name}"}
+    )
+    assert prepare(tmp_path, offline=True)[0] == [path]
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train[:50%]", [0, 1, 2]),
+        ("train[4:]", [4, 5]),
+        ("train[-1:]", [5]),
+        ("test[:1]+train[1:3]", [90, 1, 2]),
+        ("test+train[:1]", [90, 91, 0]),
+    ],
+)
+def test_slices(server: Hub, tmp_path: Path, split: str, expected: list[int]) -> None:
+    source = SOURCE.model_copy(update={"split": split})
+    paths, origin = prepare(tmp_path, source)
+    order, _ = data_orders(Data(train=source), lambda source, field: (paths, origin))
+    found = [numbered.row for _, numbered in RowStream(order).rows()]
+    assert [row.prompt for row in found] == [f"q{n}" for n in expected]  # type: ignore[union-attr]
+    assert origin["split"] == split
+
+
+def test_the_card_says_how_files_are_read(server: Hub, tmp_path: Path) -> None:
+    server.files = {"a.csv": b"q;a\nx, y;z\n"}
+    server.card = {"configs": [{"config_name": "all", "data_files": "*.csv", "sep": ";"}]}
+    (path,), _ = prepare(tmp_path)
+    assert json.loads(path.read_text()) == {"q": "x, y", "a": "z"}
+
+
+@pytest.mark.parametrize(
+    ("files", "update", "code", "field"),
+    [
+        ({"train.jsonl.gz": b"no gzip"}, {}, "dataset_unreadable", "data.train"),
+        ({"train.arrow": b"ARROW1 no more"}, {}, "dataset_unreadable", "data.train"),
+        ({"train.jsonl": rows(0, 3)}, {"split": "train[:300%]"}, "dataset_not_found", "data.train.split"),
+        ({"train.jsonl": rows(0, 3)}, {"split": "train[3:]"}, "dataset_not_found", "data.train.split"),
+        ({"train.jsonl": rows(0, 3) + b"{"}, {"split": "train[:2]"}, "invalid_data", "line 4"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    server: Hub, tmp_path: Path, files: dict[str, bytes], update: dict[str, Any], code: str, field: str
+) -> None:
+    server.files = files
+    with pytest.raises(EftError) as caught:
+        prepare(tmp_path, SOURCE.model_copy(update=update))
+    assert (caught.value.code, caught.value.field) == (code, field), caught.value.message
+
+
+def test_the_notation_of_a_split_is_checked_at_once() -> None:
+    for good in ("train", "train[:10%]", "train[-5:]+test[1:2]", "v1.0-dev"):
+        assert HubDataset(id="team/sums", split=good).split == good
+    for bad in ("train[", "train[a:b]", "train[1]", "train+", "train[:1.5%]", "", "train [:1]"):
+        with pytest.raises(ValidationError):
+            HubDataset(id="team/sums", split=bad)

@@ -34,6 +34,8 @@ UNSENT = "file-0000000000000000000000"
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[0-9a-z]{26}$")]
 ColumnName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Columns = Annotated[dict[Column, ColumnName], Field(max_length=len(get_args(Column)))]
+_SPLIT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(\[(-?[0-9]{1,12}%?)?:(-?[0-9]{1,12}%?)?\])?"
+HubSplit = Annotated[str, StringConstraints(pattern=rf"^{_SPLIT}(\+{_SPLIT}){{0,15}}$")]
 HubFile = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,299}$")]
 
 
@@ -81,10 +83,12 @@ class HubDataset(Readable):
     """Branch, tag or commit. Pinned to a commit when the job is prepared; the run record names that commit."""
     config: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] | None = None
     """Subset; required if there are several."""
-    split: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")] = "train"
-    """Split, as named by the files or the dataset card."""
+    split: HubSplit = "train"
+    """Split, as named by the files or the dataset card. With a slice (`train[:10%]`, `train[100:200]`) a part of its
+    rows, and with `+` several parts: the notation of `datasets`."""
     files: Annotated[list[HubFile], Field(max_length=1000)] = Field(default=[])
-    """Names or patterns (`data/*.parquet`) of files, in order, instead of `config` and `split`."""
+    """Names or patterns (`data/*.parquet`) of files, in order, instead of `config` and `split`; a slice of `split` then
+    counts their rows."""
 
 
 def _expand_source(value: str) -> dict[str, Any]:

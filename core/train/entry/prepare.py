@@ -235,6 +235,8 @@ class _Progress:
             self._events.write("progress", bytes=done, total_bytes=total)
             self._last = now
             self._whole = done == total
+        elif phase == "converting" and done:
+            self._events.alive()
 
 
 def main(arguments: list[str]) -> int:

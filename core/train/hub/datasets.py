@@ -2,7 +2,8 @@
 
 Which files: those that `files` names; else those of the subset and split that the data set's card declares (`configs`,
 https://huggingface.co/docs/hub/datasets-manual-configuration); else those with the split's name in their path. Where
-that leaves a choice, the job has to make it. No code of a repository is run, and `datasets` is not needed.
+that leaves a choice, the job has to make it. Files of containers that uploads do not have, and slices of a split, are
+written as JSON Lines (`rows.py`). No code of a repository is run.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import TYPE_CHECKING, Any
 from core.errors import DataError, ModelError
 from core.spec.axes.data import HubDataset
 from core.spec.run.model_cache import MODEL, dataset_key
-from core.train.hub import download
+from core.train.base.files import sha256 as file_sha256
+from core.train.hub import download, rows
 from core.train.hub.download import COMMIT, OnProgress
 from core.train.hub.model_cache import CachedModel, ModelCache
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_CARD_ONLY = ("config_name", "data_files", "data_dir", "default", "description", "drop_labels", "version")
+"""Entries of a card's subset that say which files it has; all others say how to read them."""
 _ABOUT = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
 """JSON files that describe a data set and hold none of its rows."""
 SHOWN = 20
@@ -55,7 +58,9 @@ def prepare_dataset(
 
     Raises DataError (the user's to solve), hub.HubUnreachable and NoSpace.
     """
-    selection = [source.config, source.split, source.files]
+    selection: list[Any] = [source.config, source.split, source.files]
+    if "[" in source.split:
+        selection.append(sorted(source.columns.items()))  # cells of a CSV file are read by the names of their columns
     chosen = hashlib.sha256(json.dumps(selection).encode()).hexdigest()[:16]
     ref = f"data/{source.id}@{source.revision}/{chosen}"
     known = cache.read_ref(ref)
@@ -96,7 +101,8 @@ def _download(
 ) -> CachedModel:
     sizes = {file.rfilename: file for file in info.siblings or []}
     configs = info.card_data.get("configs") if info.card_data is not None else None
-    names = choose(source, list(sizes), configs, field)
+    parts = choose_parts(source, list(sizes), configs, field)
+    names = list(dict.fromkeys(name for part in parts for name in part.files))
     total = sum(sizes[name].size or 0 for name in names)
     download.check_room(cache.root, total, "data set")
     download.forget_halves(work / "download")
@@ -104,24 +110,79 @@ def _download(
     folder = work / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    hashes = {}
-    for at, name in enumerate(names):
+    hashes: dict[str, str] = {}
+    fetched: dict[str, Path] = {}
+    digests: dict[str, str] = {}
+    for name in names:
         with _data_errors(field):
             path = download.fetch(source.id, str(info.sha), name, work / "download", cache, meter, kind="dataset")
         lfs = sizes[name].lfs
-        digest = download.verified(path, lfs.sha256 if lfs is not None else None)
-        flat = f"{at:05d}{Path(name).suffix}"  # the cache holds flat folders; the order of names is that of the rows
-        path.rename(folder / flat)
-        hashes[flat] = digest
+        digests[name] = download.verified(path, lfs.sha256 if lfs is not None else None)
+        fetched[name] = path
+    at, columns = 0, {str(ours): theirs for ours, theirs in source.columns.items()}
+    for part in parts:
+        if part.slice is None and all(rows.is_read_as_it_is(name, part.options) for name in part.files):
+            for name in part.files:
+                flat = f"{at:05d}{Path(name).suffix}"  # flat folders: the order of names is that of the rows
+                os.link(fetched[name], folder / flat)
+                hashes[flat], at = digests[name], at + 1
+            continue
+        flat = f"{at:05d}.jsonl"
+        files = [(name, fetched[name]) for name in part.files]
+        count = rows.write_rows(
+            files,
+            part.options,
+            columns,
+            part.slice,
+            folder / flat,
+            field,
+            lambda done: on_progress("converting", done, None),
+        )
+        if not count:
+            words = f"`{source.split}` of {source.id} has no rows in {', '.join(part.files[:SHOWN])}"
+            raise DataError(words, field=f"{field}.split", code="dataset_not_found")
+        hashes[flat], at = file_sha256(folder / flat), at + 1
+    shutil.rmtree(work / "download")
     origin = {"type": "hub", "id": source.id, "revision": source.revision, "commit": str(info.sha), "files": names}
+    if source.split != "train":
+        origin["split"] = source.split
     return cache.commit(key, work, origin, Contents(names, total), hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Files of one split."""
+
+    files: list[str]
+    """In the order of the rows."""
+    slice: str | None
+    """Such as `:10%`; None: all rows."""
+    options: dict[str, Any]
+    """How the card says to read them, by the names of `datasets`."""
+
+
+def choose_parts(source: HubDataset, names: list[str], configs: Any, field: str) -> list[Part]:
+    """The files of every split that the source names, in its order. Raises DataError as `choose`."""
+    found = []
+    for written in source.split.split("+"):
+        split, _, rest = written.partition("[")
+        one = source.model_copy(update={"split": split})
+        options = {} if source.files or not configs else _options(one, configs, field)
+        found.append(Part(choose(one, names, configs, field), rest[:-1] if rest else None, options))
+    return found
+
+
+def _options(source: HubDataset, configs: Any, field: str) -> dict[str, Any]:
+    """What the card says about how to read the files of the subset."""
+    declared = _subset(source, configs, field)[1]
+    return {str(key): value for key, value in declared.items() if key not in _CARD_ONLY}
 
 
 def choose(source: HubDataset, names: list[str], configs: Any, field: str) -> list[str]:
     """Which files of a repository the rows are in. Raises DataError when there are none, or more than one way."""
-    data = sorted(name for name in names if name.endswith(SUFFIXES) and Path(name).name not in _ABOUT)
+    data = sorted(name for name in names if rows.suffix_of(name) and Path(name).name not in _ABOUT)
     if not data:
-        raise _refused(source, f"has no {', '.join(SUFFIXES)} file", names, f"{field}.id")
+        raise _refused(source, f"has no {', '.join(rows.READERS)} file", names, f"{field}.id")
     if source.files:
         found: list[str] = []
         for pattern in source.files:
@@ -137,6 +198,9 @@ def choose(source: HubDataset, names: list[str], configs: Any, field: str) -> li
         raise _refused(source, f"has no folder `{source.config}`", data, f"{field}.config")
     word = re.compile(rf"(?:^|[/._-]){re.escape(source.split)}(?:[/._-]|$)")
     found = [name for name in below if word.search(name)]
+    found = [
+        name for name in found if name.endswith(rows.AS_THEY_ARE)
+    ] or found  # others may be the same rows once more
     if not found:
         raise _refused(
             source, f"has no file of the split `{source.split}`; name them as `files`", below, f"{field}.split"
@@ -151,17 +215,8 @@ def choose(source: HubDataset, names: list[str], configs: Any, field: str) -> li
 
 def _declared(source: HubDataset, data: list[str], configs: Any, field: str) -> list[str]:
     """As the card says."""
-    by_name = {str(one.get("config_name", "default")): one for one in configs if isinstance(one, dict)}
-    name = source.config or ("default" if "default" in by_name and len(by_name) > 1 else None)
-    if name is None and len(by_name) == 1:
-        name = next(iter(by_name))
-    if name is None:
-        words = f"{source.id} has several subsets ({', '.join(by_name)}); choose one as `config`"
-        raise DataError(words, field=f"{field}.config", code="dataset_ambiguous")
-    if name not in by_name:
-        words = f"{source.id} has no subset `{name}`; it has {', '.join(by_name)}"
-        raise DataError(words, field=f"{field}.config", code="dataset_not_found")
-    files = by_name[name].get("data_files")
+    name, declared = _subset(source, configs, field)
+    files = declared.get("data_files")
     splits: dict[str, list[str]] = {}
     for one in files if isinstance(files, list) else [files]:
         if isinstance(one, dict):
@@ -178,6 +233,21 @@ def _declared(source: HubDataset, data: list[str], configs: Any, field: str) -> 
     if not found:
         raise _refused(source, f"has none of the files its card names ({splits[source.split]})", data, f"{field}.split")
     return list(dict.fromkeys(found))
+
+
+def _subset(source: HubDataset, configs: Any, field: str) -> tuple[str, dict[str, Any]]:
+    """The subset that the source names, or the only one, and what the card says of it."""
+    by_name = {str(one.get("config_name", "default")): one for one in configs if isinstance(one, dict)}
+    name = source.config or ("default" if "default" in by_name and len(by_name) > 1 else None)
+    if name is None and len(by_name) == 1:
+        name = next(iter(by_name))
+    if name is None:
+        words = f"{source.id} has several subsets ({', '.join(by_name)}); choose one as `config`"
+        raise DataError(words, field=f"{field}.config", code="dataset_ambiguous")
+    if name not in by_name:
+        words = f"{source.id} has no subset `{name}`; it has {', '.join(by_name)}"
+        raise DataError(words, field=f"{field}.config", code="dataset_not_found")
+    return name, by_name[name]
 
 
 def _refused(source: HubDataset, words: str, names: list[str], field: str) -> DataError:
