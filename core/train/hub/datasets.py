@@ -150,7 +150,7 @@ def _download(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitFiles:
     """Files of one split."""
 
     files: list[str]
@@ -161,14 +161,14 @@ class Part:
     """How the card says to read them, by the names of `datasets`."""
 
 
-def choose_parts(source: HubDataset, names: list[str], configs: Any, field: str) -> list[Part]:
+def choose_parts(source: HubDataset, names: list[str], configs: Any, field: str) -> list[SplitFiles]:
     """The files of every split that the source names, in its order. Raises DataError as `choose`."""
     found = []
     for written in source.split.split("+"):
         split, _, rest = written.partition("[")
         one = source.model_copy(update={"split": split})
         options = {} if source.files or not configs else _options(one, configs, field)
-        found.append(Part(choose(one, names, configs, field), rest[:-1] if rest else None, options))
+        found.append(SplitFiles(choose(one, names, configs, field), rest[:-1] if rest else None, options))
     return found
 
 

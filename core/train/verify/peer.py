@@ -68,7 +68,7 @@ class Replay:
 @dataclass(frozen=True)
 class Trajectory:
     curve: list[dict[str, float]]
-    """Of each step: `step`, `loss`, `grad_norm`, `learning_rate`, and what the trainer tells besides, by its names."""
+    """Figures of each step: `step`, `loss`, `grad_norm`, `learning_rate`, and the trainer's own ones by its names."""
     model: nn.Module
     """As trained."""
 
