@@ -17,12 +17,12 @@ from sqlalchemy.orm import Session
 from api.auth import families, people, service
 from api.auth.policy import Right, Role, Scope, widest
 from core import command, private
+from core.base.files import write_private
 from core.db.engine import Database, db_now
 from core.db.tables import Project, User
 from core.errors import Conflict, EftError
 from core.jobs.policies import audit
 from core.settings import settings
-from core.storage.layout import write_private
 
 
 def create(

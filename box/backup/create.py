@@ -37,6 +37,7 @@ from box.backup.store import (
     sha256_of,
 )
 from core import __version__
+from core.base.files import sync
 from core.db import migrate
 from core.db.engine import Database
 from core.spec.run.folder import ARTIFACTS, CHECKPOINTS, UNFINISHED
@@ -239,7 +240,7 @@ class _Work:
         sums = {}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             path.chmod(0o600)
-            _sync(path)
+            sync(path)
             found = sha256_of(path)
             assert found is not None
             sums[path.relative_to(aside).as_posix()] = found
@@ -293,11 +294,3 @@ def _sorted(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [path for path in found if not path.name.startswith((UNFINISHED, ".gone-")) and wanted(path)]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,12 +23,13 @@ from box.backup.settle import RESTORED, Notices, Settled, settle
 from box.backup.store import BLOCK, DATABASE, BackupError, BackupStore, KeptFile, Snapshot, sha256_of
 from box.instance import AlreadyRunning, Instance
 from core import private
+from core.base.files import sync, write_private
 from core.db import migrate
 from core.db.engine import Database
 from core.db.tables import Audit, Installation
 from core.jobs import installation
 from core.settings import Settings
-from core.storage.layout import RESTORING, Layout, fsync_folder, write_private
+from core.storage.layout import RESTORING, Layout
 from core.storage.open import open_store
 
 ASIDE = ".restoring-"
@@ -84,7 +85,7 @@ def restore(
         left_out = _files(layout, store, snapshot, damaged, tell)
         settled = _restored(settings, snapshot) or _database(settings, store, snapshot, notices)
         (settings.root / RESTORING).unlink()
-        fsync_folder(settings.root)
+        sync(settings.root)
     finally:
         os.close(instance.descriptor)
     return Restored(snapshot, settled, left_out)
@@ -271,7 +272,7 @@ def _sqlite_to_sqlite(source: Path, database: Database, snapshot: Snapshot, noti
     aside = final.with_name(f".{final.name}.restoring")
     settled = _settled_copy(source, aside, snapshot, notices)
     aside.rename(final)
-    fsync_folder(final.parent)
+    sync(final.parent)
     return settled
 
 

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import IO
 
 from core import removal
+from core.base.files import sync, write_private
 from core.errors import EftError
 from core.logfile import first_byte
-from core.storage.layout import fsync_folder, write_private
 
 FORMAT = 1
 MARK = "eft-backup.json"
@@ -224,7 +224,7 @@ class BackupStore:
         target = self.object(sha256)
         target.parent.mkdir(mode=0o700, exist_ok=True)
         aside.replace(target)
-        fsync_folder(target.parent)
+        sync(target.parent)
         return size
 
     # -- snapshots
@@ -273,10 +273,10 @@ class BackupStore:
     def finish(self, aside: Path, snapshot: Snapshot) -> None:
         """Everything it names is on the disk: let it appear."""
         write_private(aside / SNAPSHOT, json.dumps(asdict(snapshot), indent=1).encode())
-        fsync_folder(self.objects)
-        fsync_folder(aside)
+        sync(self.objects)
+        sync(aside)
         aside.rename(self.snapshots / snapshot.name)
-        fsync_folder(self.snapshots)
+        sync(self.snapshots)
 
     def damage(self, snapshot: Snapshot, *, content: bool = True) -> Iterator[str]:
         """What is wrong with a snapshot, one line a fault; `content`: read every byte again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -89,25 +88,3 @@ def _checked(name: str) -> str:
     if not _SAFE_ID.fullmatch(name):
         raise ValueError(f"not an id: {name!r}")
     return name
-
-
-def fsync_folder(path: Path) -> None:
-    """Make a rename or a new name inside `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Appear whole or not at all, for this user alone, and survive a power cut. OSError when the disk refuses."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    fsync_folder(path.parent)

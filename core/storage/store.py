@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from core.base.files import sync, write_private
 from core.errors import EftError
-from core.storage.layout import fsync_folder, write_private
 
 
 class StoreAway(EftError):
@@ -139,7 +139,7 @@ class Folder(Store):
                 return False
             finally:
                 aside.unlink(missing_ok=True)
-            fsync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise StoreAway(f"the data root {self.where} cannot be written to: {error.strerror or error}") from error
         return True
@@ -225,7 +225,7 @@ class _Rename(Incoming):
 
     def finish(self) -> None:
         self._part.replace(self._path)
-        fsync_folder(self._path.parent)
+        sync(self._path.parent)
 
     def abort(self) -> None:
         self._part.unlink(missing_ok=True)

@@ -10,13 +10,13 @@ from typing import Any, assert_never
 
 from torch import Tensor
 
+from core.base.files import sha256
 from core.data.ignored import glance
 from core.errors import SpecError
 from core.plan.advice import of_steps
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
 from core.spec.run.orders import DataOrder
-from core.train.base.files import sha256
 from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import RowLoader, Shares, StepLoader

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.base.files import write_private
 from core.hardware import selftest
 from core.hardware.selftest import Verdict
-from core.storage.layout import write_private
 from worker.environment import child_environment
 from worker.gpus.selftest_runner import SelfTestDevice, examine, remembered
 

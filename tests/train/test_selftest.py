@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.base.files import write_private
 from core.hardware import selftest
 from core.hardware.device_mask import Gpu
 from core.hardware.selftest import Choice, Part, Verdict, choose
@@ -21,7 +22,6 @@ from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
-from core.storage.layout import write_private
 from core.train.attention.backends import choose_attention
 from core.train.kernels import interface
 from core.train.kernels.padded import PaddedA, PaddedB, operand

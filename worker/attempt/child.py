@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from core import HOME
+from core.base.files import sync
 from core.spec.base import SpecModel
 from core.spec.run.folder import LOG_FILE, ORDER_FILE
 from core.spec.run.heartbeat import heartbeat
-from core.storage.layout import fsync_folder
 from worker import processes
 
 log = logging.getLogger("eft.worker")
@@ -30,8 +30,8 @@ def write_order(folder: Path, order: SpecModel) -> None:
         file.write(order.model_dump_json(indent=1))
         file.flush()
         os.fsync(file.fileno())
-    fsync_folder(folder)
-    fsync_folder(folder.parent)
+    sync(folder)
+    sync(folder.parent)
 
 
 def spawn(

@@ -25,12 +25,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from core import HOME
+from core.base.files import write_private
 from core.hardware import installed, selftest
 from core.hardware.device_mask import Gpu
 from core.hardware.selftest import Part, Verdict
 from core.hardware.tables import faults
 from core.hardware.tables.arch import lookup
-from core.storage.layout import write_private
 from worker import processes
 
 log = logging.getLogger("eft.worker")

@@ -11,12 +11,13 @@ import redis
 from sqlalchemy import select
 
 from core import __version__, health
+from core.base.files import write_private
 from core.db.engine import Database, db_now
 from core.db.tables import Node
 from core.jobs import installation
 from core.jobs.installation import OtherDataRoot
 from core.settings import Settings
-from core.storage.layout import HalfRestored, write_private
+from core.storage.layout import HalfRestored
 from core.storage.store import Store, StoreAway
 from worker.messages import broker_place
 from worker.preflight.node import NotNow, Refused, file_of

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core import removal
+from core.base.files import sync, write_private
 from core.errors import NoSpace
 from core.spec.run.manifest import MANIFEST, listed_files
 from core.spec.run.model_cache import PARTIAL
 from core.storage.bucket import Bucket
-from core.storage.layout import Layout, fsync_folder, write_private
+from core.storage.layout import Layout
 from core.storage.store import ObjectChanged
 
 log = logging.getLogger("eft.worker")
@@ -182,9 +183,9 @@ class LocalCache:
         if final.is_dir():  # it lacked something
             shutil.rmtree(final)
         if aside.is_dir():
-            fsync_folder(aside)
+            sync(aside)
         aside.replace(final)
-        fsync_folder(final.parent)
+        sync(final.parent)
 
     # -- room
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from core import removal
+from core.base.files import sha256, sync
 from core.spec.run.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
 from core.spec.run.folder import UNFINISHED
 from core.spec.run.manifest import MANIFEST
-from core.train.base.files import sha256, sync
 
 
 @dataclass(frozen=True, slots=True)

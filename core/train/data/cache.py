@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from core import caches, removal
+from core.base.files import remembered_sha256, sha256, sync, write_json
 from core.spec.axes.data import RowFormat
 from core.spec.run.orders import DataOrder
-from core.train.base.files import remembered_sha256, sha256, sync, write_json
 from core.train.data.dataset import TokenDataset
 
 VERSION = 3

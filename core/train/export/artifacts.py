@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from core.base.files import sha256, sync
 from core.spec.run.folder import ARTIFACTS
 from core.spec.settled import method_of
-from core.train.base.files import sha256, sync
 from core.train.export.card import base_name, model_card
 from core.train.export.compare import probes
 from core.train.export.formats import write_formats

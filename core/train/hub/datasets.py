@@ -20,10 +20,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.base.files import sha256 as file_sha256
 from core.errors import DataError, ModelError
 from core.spec.axes.data import HubDataset
 from core.spec.run.model_cache import MODEL, dataset_key
-from core.train.base.files import sha256 as file_sha256
 from core.train.hub import download, rows
 from core.train.hub.download import COMMIT, OnProgress
 from core.train.hub.model_cache import CachedModel, ModelCache

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from core.base.files import sha256 as file_sha256
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.axes.model import GGUFModel, HubModel
 from core.spec.run.model_cache import MODEL, hub_key, tokenizer_key
-from core.train.base.files import sha256 as file_sha256
 from core.train.hub import model_files
 from core.train.hub.model_cache import CachedModel, ModelCache
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from core.base.files import remembered_sha256, sync, write_json
+from core.base.files import sha256 as file_sha256
 from core.errors import ModelError
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import MODEL, PARTIAL, REFS
-from core.train.base.files import remembered_sha256, sync, write_json
-from core.train.base.files import sha256 as file_sha256
 
 STALE_SECONDS = 7 * 86400
 """Work in progress that nobody has touched this long is thrown away."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.train.base.files import sync
+from core.base.files import sync
 
 log = logging.getLogger("eft.train.kernels")
 

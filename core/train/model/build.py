@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 from torch import nn
 
+from core.base.files import remembered_sha256
 from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.axes.method import Full, LoRA, QLoRA
@@ -17,7 +18,6 @@ from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
-from core.train.base.files import remembered_sha256
 from core.train.base.rng import seed_all
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks

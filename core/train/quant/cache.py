@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from core import caches, removal
+from core.base.files import sha256, sync
 from core.spec.run.manifest import MANIFEST
-from core.train.base.files import sha256, sync
 from core.train.quant.int8 import INT8_METHOD
 from core.train.quant.targets import QuantOptions
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from core.train.base.files import sha256
+from core.base.files import sha256
 from core.train.kernels.format import Format
 from core.train.quant import cache
 from core.train.quant.fill import fill_model, names_wanted, read_tensors, weight_files

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from core.base.files import sha256
 from core.errors import ModelError, NoSpace
-from core.train.base.files import sha256
 from core.train.memory.streaming.block_source import FileBlocks
 from core.train.memory.streaming.blocks import FIELD, PACKED_PARTS, StreamedBlock, find_blocks, lay_out, lay_out_block
 from core.train.memory.streaming.mapped import MappedTensors

@@ -1,4 +1,4 @@
-"""What everything that writes files to last needs: their hash, that they are on the disk, and whole or not there."""
+"""Files that last: their hash, that they are on the disk, and that they are whole or not there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """fsync a file, or a folder: what was renamed or made in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -38,11 +38,20 @@ def remembered_sha256(path: Path, notes: Path) -> str:
     return digest
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Appear whole or not at all."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, indent=1)
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, for this user alone, and survives a power cut. OSError when the
+    disk refuses."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write it as `write_private` does."""
+    write_private(path, json.dumps(value, ensure_ascii=False, indent=1).encode())
