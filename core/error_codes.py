@@ -228,6 +228,19 @@ FAILURES: dict[str, Code] = {
         "The checkpoint does not match the job.",
         "Submit the job again; the message says what differs.",
     ),
+    "pairs_are_not_split": ("Rows of two answers cannot be split.", "Set `training.truncation` to cut them."),
+    "reference_is_trained": (
+        "A full fine-tuning over a stream has no reference left for later rows.",
+        "Train adapters, or remove `data.streaming`.",
+    ),
+    "metric_of_another_stage": (
+        "The stage does not measure the metric that chooses the best checkpoint.",
+        "Use one of the metrics that the message names.",
+    ),
+    "reference_mismatch": (
+        "The model differs from its reference before training.",
+        "Submit the job again; the reference is computed anew.",
+    ),
     "rank_died": ("A rank ended without a message; the others were killed.", "The log has the output of all ranks."),
     "rank_lost": ("The ranks lost their connection.", "The job is retried; the log names the rank that ended first."),
     "artifacts_differ": ("The written weights differ from the trained ones.", "The job is retried; check the disk."),
@@ -263,6 +276,10 @@ NOTICES: dict[str, Code] = {
         "Map both: `columns: {prompt: text, completion: label}`.",
     ),
     "bad_checkpoint": ("A checkpoint was damaged; the previous one was used.", "Check the disk."),
+    "bad_reference": (
+        "The kept log-probabilities of the reference are damaged; they were computed anew.",
+        "Check the disk.",
+    ),
     "drift": ("Versions, devices or threads changed: the run is not bitwise the same.", "Nothing if intended."),
     "precision_fallback": (
         "The GPU does not support the precision.",

@@ -6,7 +6,7 @@ tests are generated from it. An axis takes its values from the spec's arms, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
@@ -17,7 +17,9 @@ from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.export import Merged
-from core.spec.axes.runtime import Resident, SingleDevice
+from core.spec.axes.method import Full
+from core.spec.axes.runtime import HeldOut, Resident, SingleDevice
+from core.spec.axes.stage import DPO, KTO, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -87,6 +89,38 @@ class Rule:
         return f"{self.reason}; {self.way_out}"
 
 
+_STAGES = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
+
+
+def _rows_of_another_stage() -> Iterator[Rule]:
+    for name, stage in _STAGES.items():
+        others = tuple(rows for rows in FORMATS if rows not in stage.rows)
+        for axis, code, field in (
+            ("train rows", "rows_of_another_stage", "data.train"),
+            ("eval rows", "eval_rows_of_another_stage", "data.eval"),
+        ):
+            yield Rule(
+                code,
+                {"stage": (name,), axis: others},
+                field,
+                f"`stage: {name}` learns from rows of the format {_or(stage.rows)}",
+                f"use such rows, or the stage that learns from these ({_stages_of(others)})",
+                training_only=True,
+            )
+
+
+def _stages_of(rows: Iterable[str]) -> str:
+    """The stages that learn from rows, as a list of words."""
+    return ", ".join(
+        f"{one}: {' or '.join(f'`{name}`' for name, stage in _STAGES.items() if one in stage.rows) or 'none yet'}"
+        for one in rows
+    )
+
+
+def _or(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "no_completions",
@@ -116,22 +150,7 @@ RULES: tuple[Rule, ...] = (
         "the training loss is on the turns of a chat with `weight: 1`, and the held-out rows have no turns",
         "use held-out rows that are chats",
     ),
-    Rule(
-        "rows_of_another_stage",
-        {"stage": ("sft",), "train rows": ("preference", "kto", "stepwise", "prompt")},
-        "data.train",
-        "`stage: sft` learns one answer per row, and these rows have two, a judged one, or none",
-        "use rows with one answer each; no stage trains on these rows yet",
-        training_only=True,
-    ),
-    Rule(
-        "eval_rows_of_another_stage",
-        {"stage": ("sft",), "eval rows": ("preference", "kto", "stepwise", "prompt")},
-        "data.eval",
-        "`stage: sft` is evaluated on one answer per row, and these rows have two, a judged one, or none",
-        "use held-out rows with one answer each",
-        training_only=True,
-    ),
+    *_rows_of_another_stage(),
     Rule(
         "nothing_held_out",
         {"evaluation": ("held_out",), "eval rows": ("absent",)},
@@ -225,7 +244,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
     """Where a job stands on every axis."""
     return {
         "stage": spec.stage.type,
-        "loss on": spec.stage.loss_on or "default",
+        "loss on": loss_on(spec.stage) or "default",
         "method": spec.method.type,
         "quantization": spec.quantization.type if spec.quantization is not None else "default",
         "merged": "yes" if any(isinstance(item, Merged) for item in spec.export) else "no",
@@ -265,14 +284,43 @@ def _eval_rows(data: Data) -> str:
     return format_of(data.eval) if data.eval is not None else "absent"
 
 
+def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
+    """Faults of a stage's own, which are no matter of axes: they would connect nearly all of them."""
+    stage = spec.stage
+    if stage.sequences > 1 and spec.training.truncation == "split":
+        yield Fault(
+            "pairs_are_not_split",
+            f"a row of `stage: {stage.type}` is two answers that belong together, so it cannot be split; set "
+            "`training.truncation` to `cut_left`, `cut_right` or `refuse`",
+            "training.truncation",
+        )
+    if preview:
+        return
+    if isinstance(stage, DPO | KTO) and isinstance(spec.method, Full) and spec.data.streaming:
+        yield Fault(
+            "reference_is_trained",
+            f"`stage: {stage.type}` compares with the model that training starts from, which `method: full` has "
+            "changed by the time later rows of a stream are read; train adapters, or remove `data.streaming`",
+            "data.streaming",
+        )
+    if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in stage.metrics:
+        yield Fault(
+            "metric_of_another_stage",
+            f"`stage: {stage.type}` does not measure `{spec.evaluation.metric_for_best_model}`; set the metric to one "
+            f"of {_or(stage.metrics)}",
+            "evaluation.metric_for_best_model",
+        )
+
+
 def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
-    """One fault for every rule that refuses the job (or a preview of its rows); none: it can run."""
+    """One fault for every rule that refuses the job (or a preview of its rows), and those of its stage; none: it can
+    run."""
     values = values_of(spec)
     return tuple(
         Fault(rule.code, rule.message, rule.field)
         for rule in RULES
         if rule.refuses(values) and not (preview and rule.training_only)
-    )
+    ) + tuple(_of_its_stage(spec, preview=preview))
 
 
 def cells(*axes: str) -> Iterator[tuple[dict[str, str], tuple[Rule, ...]]]:

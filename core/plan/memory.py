@@ -115,9 +115,10 @@ def training_pass(spec: JobSpec, longest: int) -> tuple[int, str]:
     are no larger."""
     match spec.batching:
         case Rows():
-            return spec.training.per_device_train_batch_size * longest, "training.per_device_train_batch_size"
+            rows = spec.training.per_device_train_batch_size * spec.stage.sequences
+            return rows * longest, "training.per_device_train_batch_size"
         case Tokens(tokens_per_batch=budget) | Packed(tokens_per_batch=budget):
-            return max(budget, longest), "batching.tokens_per_batch"
+            return max(budget, spec.stage.sequences * longest), "batching.tokens_per_batch"
         case _ as never:
             assert_never(never)
 

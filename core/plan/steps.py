@@ -20,7 +20,7 @@ def micro_batch(spec: JobSpec) -> tuple[int, str, int]:
         case Rows():
             return spec.training.per_device_train_batch_size, BATCH, 1
         case Tokens(tokens_per_batch=tokens) | Packed(tokens_per_batch=tokens):
-            return tokens, TOKENS, spec.training.max_length
+            return tokens, TOKENS, spec.training.max_length * spec.stage.sequences
         case _ as never:
             assert_never(never)
 

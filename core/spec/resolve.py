@@ -8,10 +8,13 @@ from core.spec.axes.data import format_of
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
+from core.spec.axes.stage import SFT
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
 LEARNING_RATE_FULL = 2e-5
+LEARNING_RATES = {"dpo": (1e-5, 1e-6), "simpo": (1e-5, 1e-6), "orpo": (8e-6, 8e-6), "kto": (1e-5, 1e-6)}
+"""Learning rates of stages that need others: of adapters, and of all parameters."""
 
 
 def resolve(spec: JobSpec) -> JobSpec:
@@ -19,20 +22,21 @@ def resolve(spec: JobSpec) -> JobSpec:
     that is still to be settled (`auto`) is left open until then."""
     updates: dict[str, Any] = {}
     learning_rate: float | None
+    adapters, full = LEARNING_RATES.get(spec.stage.type, (LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL))
     match spec.method:
         case LoRA() | QLoRA() | Auto():
-            learning_rate = None if isinstance(spec.method, Auto) else LEARNING_RATE_ADAPTER
+            learning_rate = None if isinstance(spec.method, Auto) else adapters
             alpha = spec.method.lora_alpha if spec.method.lora_alpha is not None else 2.0 * spec.method.r
             updates["method"] = spec.method.model_copy(update={"lora_alpha": alpha})
         case Full():
-            learning_rate = LEARNING_RATE_FULL
+            learning_rate = full
         case _ as never:
             assert_never(never)
     if spec.quantization is None and not isinstance(spec.method, Auto):
         updates["quantization"] = NF4() if isinstance(spec.method, QLoRA) else NoQuantization()
     if spec.optimizer.learning_rate is None:
         updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
-    if spec.stage.loss_on is None:
+    if isinstance(spec.stage, SFT) and spec.stage.loss_on is None:
         match format_of(spec.data.train):
             case "text":
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "all"})

@@ -14,22 +14,25 @@ from core.base.files import sha256
 from core.data.ignored import glance
 from core.errors import SpecError
 from core.plan.advice import of_steps
+from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
 from core.spec.run.orders import DataOrder
-from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
-from core.train.data.loaders import RowLoader, Shares, StepLoader
+from core.train.data.loaders import Prelude, RowLoader, Shares, StepLoader
 from core.train.data.order import build_order
 from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
+from core.train.examples.mismatched import arrange
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
 from core.train.run import Run
 
 TELL_SECONDS = 3.0
 FIRST_ROWS = 64
+PRELUDE_ROWS = 256
+"""Examples of one pass at most in what a stage looks at before a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     if stream is not None:
         train, report, row_format = stream.dataset, stream.report, stream.format
     else:
-        (train, report), row_format = _truncated(tokens, limit, policy), tokens.format
+        arranged = arrange(tokens.dataset, spec.stage, spec.training.seed)
+        (train, report), row_format = _truncated(arranged, tokens.cut_prompts, limit, policy), tokens.format
     _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, run)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
@@ -117,7 +121,8 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
-        held, held_report = _truncated(eval_tokens, limit, policy)
+        arranged = arrange(eval_tokens.dataset, spec.stage, spec.training.seed)
+        held, held_report = _truncated(arranged, eval_tokens.cut_prompts, limit, policy)
         _tell(held_report, "held-out", limit, policy, run)
         held_record = _record(order.eval, eval_tokens.format, held_report)
         longest = max(longest, held_report.longest)
@@ -131,9 +136,11 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     return RunData(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
 
 
-def _truncated(tokens: TokenisedRows, limit: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
-    dataset, report = truncate(tokens.dataset, limit, policy)
-    report.cut_prompts = tokens.cut_prompts
+def _truncated(
+    whole: TokenDataset, cut_prompts: int, limit: int, policy: Truncation
+) -> tuple[TokenDataset, DataReport]:
+    dataset, report = truncate(whole, limit, policy)
+    report.cut_prompts = cut_prompts
     return dataset, report
 
 
@@ -176,12 +183,18 @@ def _record(order: DataOrder, row_format: str, report: DataReport) -> dict[str, 
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-def build_loader(run: Run, data: RunData, shares: Shares, pad_token_id: int) -> tuple[StepLoader, int]:
-    """The batches of this rank, and the number of the run's optimizer steps."""
+def build_loader(
+    run: Run, data: RunData, shares: Shares, pad_token_id: int, prelude_sequences: tuple[int, ...] = ()
+) -> tuple[StepLoader, int]:
+    """The batches of this rank, and the number of the run's optimizer steps. `shares`, `prelude_sequences`: those of
+    the stage."""
     training, batching = run.spec.training, run.spec.batching
+    prelude = None
+    if prelude_sequences:
+        prelude = Prelude(prelude_sequences, PRELUDE_ROWS, training_pass(run.spec, data.longest)[0])
     if data.stream is not None:
         assert training.max_steps is not None  # the spec sees to it
-        data.stream.shares, data.stream.pad_token_id = shares, pad_token_id
+        data.stream.shares, data.stream.pad_token_id, data.stream.prelude = shares, pad_token_id, prelude
         return data.stream, training.max_steps
     sizes = data.train.sizes(packed=isinstance(batching, Packed))
     order = build_order(run.spec, sizes, rank=run.ranks.rank, world=run.ranks.world)
@@ -194,7 +207,8 @@ def build_loader(run: Run, data: RunData, shares: Shares, pad_token_id: int) -> 
                 run.notice("rows_over_budget", message)
         case _ as never:
             assert_never(never)
-    loader = RowLoader(data.train, order, shares, packed=isinstance(batching, Packed), pad_token_id=pad_token_id)
+    packed = isinstance(batching, Packed)
+    loader = RowLoader(data.train, order, shares, packed=packed, pad_token_id=pad_token_id, prelude=prelude)
     steps = order.total_steps(training.num_train_epochs, training.max_steps)
     if run.order.fence_seconds is None:  # started by hand: no service has advised its owner at submit
         for warning in of_steps(run.spec, steps):

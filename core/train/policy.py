@@ -81,6 +81,11 @@ class PolicyModel:
         """Log-probability of every label, float32 [label tokens], row after row."""
         return label_logprobs(self.model, self.head(), batch)
 
+    def sequence_logprobs(self, batch: Batch) -> Tensor:
+        """Summed log-probability of each sequence's labels, float32 [examples, sequences]."""
+        parts = torch.split(self.logprobs(batch), batch.label_counts())
+        return torch.stack([part.sum() for part in parts]).view(-1, batch.sequences)
+
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""
         head = self.head()

@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
-from core.spec.axes.stage import SFT
+from core.spec.axes.stage import DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -24,11 +24,12 @@ from core.train.checkpoint.resume import resume
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
 from core.train.evaluation.held_out import build_evaluator
+from core.train.evaluation.reference import prepare_reference
 from core.train.export.artifacts import Trained, write_artifacts
 from core.train.failures import describe
 from core.train.feed import RunData, build_loader, read_data
 from core.train.loop import Loop
-from core.train.model.build import Built, build_model
+from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls
 from core.train.model.load import load_tokenizer, pad_token
@@ -87,7 +88,7 @@ def train(run: Run) -> None:
             built = build_model(run, compute.placement, tokenizer, data.longest)
     run.ranks.seed(run.spec.training.seed)
     stage, state = build_stage(run.spec, data), TrainerState()
-    loader, total_steps = build_loader(run, data, stage.shares, pad_token(tokenizer))
+    loader, total_steps = build_loader(run, data, stage.shares, pad_token(tokenizer), stage.prelude_sequences)
     engine = build_engine(
         built.model,
         run.spec.optimizer,
@@ -102,10 +103,13 @@ def train(run: Run) -> None:
         updates=built.updates,
         groups=built.groups,
     )
+    if not stage.dropout:
+        disable_dropout(built.model)
     packing = choose_kernels(run, compute, engine, data)
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
     record |= {"packing": packing, "total_steps": total_steps}
+    record |= prepare_reference(run, engine, stage, data)
     run.events.write("run_record", record=record)
     evaluator = build_evaluator(run, engine, stage, tokenizer, data)
     resume(run, engine, loader, state, compute.environment)
@@ -122,6 +126,22 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
             from core.train.stages.sft import SupervisedFineTuning
 
             return SupervisedFineTuning(completions=data.completions)
+        case DPO() as dpo:
+            from core.train.stages.dpo import DirectPreference
+
+            return DirectPreference(dpo)
+        case SimPO() as simpo:
+            from core.train.stages.simpo import SimplePreference
+
+            return SimplePreference(simpo)
+        case ORPO() as orpo:
+            from core.train.stages.orpo import OddsRatioPreference
+
+            return OddsRatioPreference(orpo)
+        case KTO() as kto:
+            from core.train.stages.kto import KahnemanTversky
+
+            return KahnemanTversky(kto)
         case _ as never:
             assert_never(never)
 

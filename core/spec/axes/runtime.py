@@ -241,11 +241,14 @@ class Patience(SpecModel):
 
 
 EarlyStopping = Annotated[NoEarlyStopping | Patience, Field(discriminator="type"), short_form(by_type)]
-BestMetric = Literal["eval_loss", "eval_perplexity", "eval_exact_match"]
+BestMetric = Literal[
+    "eval_loss", "eval_perplexity", "eval_exact_match", "eval_rewards/accuracies", "eval_rewards/margins"
+]
 
 
 class HeldOut(SpecModel):
-    """Held-out loss, perplexity and exact match (the share of completions that greedy decoding would write)."""
+    """Held-out metrics of the stage. For `sft`: loss, perplexity and exact match (the share of completions that greedy
+    decoding would write)."""
 
     type: Literal["held_out"] = "held_out"
     eval_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
@@ -258,7 +261,8 @@ class HeldOut(SpecModel):
     samples: Samples = NoSamples()
     """Answers generated at evaluations."""
     metric_for_best_model: BestMetric = "eval_loss"
-    """Metric that decides which evaluation is better, for the next two fields."""
+    """Metric that decides which evaluation is better, for the next two fields. Each stage has its own (docs/stages.md);
+    all have `eval_loss`."""
     early_stopping: EarlyStopping = NoEarlyStopping()
     """Condition for ending before the last step."""
     load_best_model_at_end: bool = False

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
 
 from core.spec.axes.data import RowFormat
 from core.spec.base import SpecModel, by_type, short_form
+
+LossOn = Literal["completions", "last", "turns", "all"]
+Better = Literal["lower", "higher"]
 
 
 class SFT(SpecModel):
@@ -13,11 +19,98 @@ class SFT(SpecModel):
 
     rows: ClassVar[tuple[RowFormat, ...]] = ("messages", "sharegpt", "prompt_completion", "instruction", "text")
     """Formats of the rows that the stage learns from."""
+    sequences: ClassVar[int] = 1
+    """Sequences of each row that go through the model together in training."""
     type: Literal["sft"] = "sft"
-    loss_on: Literal["completions", "last", "turns", "all"] | None = None
+    metrics: ClassVar[Mapping[str, Better]] = {
+        "eval_loss": "lower",
+        "eval_perplexity": "lower",
+        "eval_exact_match": "higher",
+    }
+    """Held-out metrics that may decide which evaluation is best."""
+    loss_on: LossOn | None = None
     """Tokens with a loss. `completions`: those of every assistant turn whose `weight` is not 0; prompts have none.
     `last`: those of the last assistant turn. `turns`: those of turns with `weight: 1`. `all`: every token. Default:
     `completions`, or `all` for raw text, which has no prompt."""
 
 
-Stage = Annotated[SFT, short_form(by_type)]
+class PairStage(SpecModel):
+    """Common fields of the stages that learn from pairs of answers; not an arm."""
+
+    type: str
+    rows: ClassVar[tuple[RowFormat, ...]] = ("preference",)
+    sequences: ClassVar[int] = 2
+    metrics: ClassVar[Mapping[str, Better]] = {
+        "eval_loss": "lower",
+        "eval_rewards/accuracies": "higher",
+        "eval_rewards/margins": "higher",
+    }
+
+
+class DPO(PairStage):
+    """Direct preference optimization: the chosen answer of a pair becomes more likely than the rejected one, measured
+    against the model that training starts from (Rafailov et al. 2023, arXiv:2305.18290)."""
+
+    type: Literal["dpo"] = "dpo"
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "kto_pair"] = "sigmoid"
+    """`sigmoid` as in the paper; `hinge` (SLiC, arXiv:2305.10425); `ipo` over the mean log-probability of a token
+    (arXiv:2310.12036); `robust` for pairs of which `label_smoothing` are the wrong way round (arXiv:2403.00409);
+    `kto_pair`, the KTO loss over both answers (arXiv:2402.01306)."""
+    beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    """Strength of the pull towards the starting model; for `ipo`, tau."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are assumed to be labelled the wrong way round; `sigmoid` and `robust` use it."""
+    nll_weight: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """Weight of an additional cross-entropy on the chosen answers, per token (the `sft` term of TRL; RPO,
+    arXiv:2404.19733)."""
+
+    @model_validator(mode="after")
+    def _smoothing_used(self) -> DPO:
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(f"`label_smoothing` has no meaning for `loss: {self.loss}`; use `sigmoid` or `robust`")
+        return self
+
+
+class SimPO(PairStage):
+    """Simple preference optimization: like DPO over the mean log-probability of a token, without a reference (Meng et
+    al. 2024, arXiv:2405.14734)."""
+
+    type: Literal["simpo"] = "simpo"
+    beta: Annotated[float, Field(gt=0, le=1000)] = 2.0
+    """Scale of the rewards."""
+    gamma: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Margin by which the chosen reward should exceed the rejected one."""
+
+
+class ORPO(PairStage):
+    """Odds ratio preference optimization: cross-entropy on the chosen answer with its prompt, and the odds ratio of the
+    two answers, without a reference (Hong et al. 2024, arXiv:2403.07691)."""
+
+    type: Literal["orpo"] = "orpo"
+    beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    """Weight of the odds ratio (the paper's lambda)."""
+
+
+class KTO(SpecModel):
+    """Kahneman-Tversky optimization: learns from single answers that are labelled good or bad (Ethayarajh et al. 2024,
+    arXiv:2402.01306)."""
+
+    type: Literal["kto"] = "kto"
+    rows: ClassVar[tuple[RowFormat, ...]] = ("kto",)
+    sequences: ClassVar[int] = 1
+    metrics: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_rewards/margins": "higher"}
+    beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    """Strength of the pull towards the starting model."""
+    desirable_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Weight of the good answers. With many more bad than good ones, raise it: weight times count should be about as
+    large for both kinds (up to 4/3 as large for the good ones)."""
+    undesirable_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Weight of the bad answers."""
+
+
+Stage = Annotated[SFT | DPO | SimPO | ORPO | KTO, Field(discriminator="type"), short_form(by_type)]
+
+
+def loss_on(stage: Stage) -> LossOn | None:
+    """`loss_on` of a stage that has a choice of tokens; None: not chosen, or no choice."""
+    return stage.loss_on if isinstance(stage, SFT) else None

@@ -27,6 +27,7 @@ from core.train.data.order import build_order
 from core.train.data.tokenise import RowFault
 from core.train.data.tokens import OnRows, TokenReader
 from core.train.data.truncate import cut_rows, truncate
+from core.train.examples.mismatched import arrange
 
 PAIR = ("chosen", "rejected")
 """Names of the sequences of a pair."""
@@ -62,6 +63,7 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
         return {"format": tokens.format, "ok": False, "rows": counts} | _told(faults)
     used, report, batches, limit_fault = None, None, {}, None
     try:
+        whole = arrange(whole, spec.stage, spec.training.seed) if tokens.format == "kto" else whole
         used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
         batches = _batches(spec, used, whole)
     except EftError as error:
@@ -214,7 +216,7 @@ def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[di
     count = min(SAMPLES, len(used))
     rows = [at * len(used) // count for at in range(count)]
     # A line can be several rows (pieces of a split one), so a row's whole one is found by where its tokens are.
-    numbers = [row * used.sequences + place for row in rows for place in range(used.sequences)]
+    numbers = [row * used.sequences + place for row in rows for place in range(used.trained)]
     origins = np.searchsorted(whole.starts, used.starts[numbers], side="right") - 1
     found = []
     for number, origin in zip(numbers, origins, strict=True):
@@ -227,7 +229,7 @@ def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[di
             "cut_from": whole.sequence_lengths[origin] if length < whole.sequence_lengths[origin] else None,
             "segments": segments(ids.tolist(), learned.tolist(), tokenizer),
         }
-        if used.sequences > 1:
+        if used.trained > 1:
             about["sequence"] = PAIR[place]
         about |= {name: float(values[row]) for name, values in used.values.items() if values.ndim == 1}
         found.append(about)

@@ -29,11 +29,12 @@ from core.spec.run.orders import DataOrder
 from core.train.data import helpers
 from core.train.data.dataset import TokenDataset
 from core.train.data.helpers import Helpers
-from core.train.data.loaders import RowLoader, Shares, StepBatches
+from core.train.data.loaders import Prelude, RowLoader, Shares, StepBatches
 from core.train.data.order import StepOrder, build_order
 from core.train.data.reader import refuse_mixed, refuse_rows
 from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
 from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
+from core.train.examples.mismatched import arrange
 from core.train.render.renderer import Renderer
 
 BLOCK_ROWS = 10_000
@@ -62,6 +63,11 @@ class StreamLoader:
         self.pad_token_id = 0
         self.shares: Shares = lambda lengths, labels: {}
         """The stage's; set before the first step."""
+        self.prelude: Prelude | None = None
+        """As RowLoader has it; set with `shares`."""
+        self.prepare: Callable[[TokenDataset], None] | None = None
+        """Gives the rows of a block what they need before their first batch; None: nothing. Called once a block."""
+        self._prepared: TokenDataset | None = None
         self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
         self._notice, self._told = notice, False
@@ -90,7 +96,17 @@ class StreamLoader:
     def batches(self, step: int) -> StepBatches:
         self._go_to(step)
         packed, block = isinstance(self._spec.batching, Packed), self._block
-        rows = RowLoader(block.dataset, block.order, self.shares, packed=packed, pad_token_id=self.pad_token_id)
+        if self.prepare is not None and self._prepared is not block.dataset:
+            self.prepare(block.dataset)
+            self._prepared = block.dataset
+        rows = RowLoader(
+            block.dataset,
+            block.order,
+            self.shares,
+            packed=packed,
+            pad_token_id=self.pad_token_id,
+            prelude=self.prelude,
+        )
         return rows.batches(step - block.place.first_step)
 
     def epochs_after(self, steps: int) -> float:
@@ -165,7 +181,8 @@ class StreamLoader:
         writer = TokenWriter()
         writer.extend(made.part)
         limit = self._spec.training.max_length
-        dataset, report = cut_rows(writer.dataset(), limit, self._spec.training.truncation)
+        whole = arrange(writer.dataset(), self._spec.stage, self._spec.training.seed + place.number)
+        dataset, report = cut_rows(whole, limit, self._spec.training.truncation)
         report.cut_prompts = writer.cut_prompts
         if self._helpers is not None:
             self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)

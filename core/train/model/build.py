@@ -122,6 +122,16 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8)
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Switch the model's own dropout off; that of its adapters stays as the job says (`method.lora_dropout`)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
+            module.p = 0.0
+        for attribute in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+
+
 # --- load and quantise -----------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ from core.data.rows import (
 )
 from core.errors import DataError, ModelError, SpecError
 from core.spec.axes.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
+from core.spec.axes.stage import loss_on
 from core.spec.job import JobSpec
 from core.train.render.controls import texts_of
 from core.train.render.encode import Encoded, Work
@@ -380,8 +381,8 @@ class Renderer:
 
 def renderer_of(spec: JobSpec, row_format: RowFormat, tokenizer: Any) -> Renderer:
     """The renderer of a job for a file of this format."""
-    loss_on = loss_on_for(spec.stage.loss_on, row_format)
-    return Renderer(tokenizer, RenderOptions(loss_on, spec.data.rendering, row_format))
+    wanted = loss_on_for(loss_on(spec.stage), row_format)
+    return Renderer(tokenizer, RenderOptions(wanted, spec.data.rendering, row_format))
 
 
 def _texts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
