@@ -8,7 +8,6 @@ computed as they come, with the adapters switched off.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from core.base.files import sync
 from core.errors import EftError
 from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed
@@ -163,6 +163,6 @@ def _load(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 def _keep(path: Path, values: Mapping[str, npt.NDArray[np.float32]], keys: Mapping[str, str]) -> None:
     aside = path.with_name(f".new-{path.name}")
     save_file({name: torch.from_numpy(array) for name, array in values.items()}, aside, metadata=dict(keys))
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(aside)
     aside.rename(path)
+    sync(path.parent)
