@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.axes.optimizer import AdamW, Linear
@@ -26,15 +26,13 @@ from core.train.base.rng import seed_all
 from core.train.data.order import BatchOrder
 from core.train.data.reader import rows_of
 from core.train.data.tokenise import tokenise
-from core.train.methods.full import adapt_full
-from core.train.methods.lora import adapt_lora
-from core.train.model.load import load_model
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
 from core.train.verify.columns import columns
 from core.train.verify.peer import Replay
 from core.train.verify.peer import train as train_under_trl
+from core.train.verify.replay import start_of
 from tests.support.trainer import chats, events, write_rows, write_run
 
 TOLERANCE = 1e-4
@@ -121,21 +119,10 @@ def compare(
 
 
 def their_start(model_dir: Path, method: Full | LoRA | QLoRA) -> Any:
-    match method:
-        case Full():
-            return adapt_full(load_model(model_dir, torch.float32))
-        case LoRA():
-            return adapt_lora(load_model(model_dir, torch.float32), method)
-        case QLoRA():
-            packing = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.float32,
-            )
-            base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=packing)
-            assert sum(type(module).__name__ == "Linear4bit" for module in base.modules()) > 0
-            return adapt_lora(base, method)
+    model = start_of(model_dir, method, torch.float32)
+    packed = sum(type(module).__name__ == "Linear4bit" for module in model.modules())
+    assert (packed > 0) == isinstance(method, QLoRA)
+    return model
 
 
 def load_final(run_dir: Path, method: Full | LoRA | QLoRA) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from eft.session import outputs
 VERBS = {
     "up": ("box.up", "Run the whole service on this machine: SQLite, embedded broker, API, one worker."),
     "train": ("core.train.entry.cli", "Train on this machine, without a server."),
+    "verify": ("core.train.entry.verify", "Replay a job's first steps under TRL and compare the curves."),
     "doctor": ("box.doctor", "Show the box's hardware and software, problems and remedies."),
     "migrate": ("core.db.migrate", "Upgrade the database to the newest schema."),
     "db": ("box.db", "Show the database's schema, or upgrade it while jobs run."),

@@ -1,0 +1,174 @@
+"""A run that is done, from its folder to what TRL is to do in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+from core.errors import SpecError
+from core.spec.axes.batching import Packed
+from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
+from core.spec.run.orders import RunOrder
+from core.spec.settled import method_of
+from core.train.base.events import NullEventWriter
+from core.train.base.rng import seed_all
+from core.train.data.dataset import TokenDataset
+from core.train.data.order import StepOrder, build_order
+from core.train.feed import read_data
+from core.train.methods.full import adapt_full
+from core.train.methods.lora import adapt_lora
+from core.train.model.compute import prepare_compute
+from core.train.model.load import load_model, load_tokenizer
+from core.train.run import Run
+from core.train.verify.columns import columns
+from core.train.verify.peer import EXTRA, Replay, Trajectory, train
+
+PER_BATCH = ("kto", "orpo")
+"""Stages in whose loss TRL has means over a micro-batch, where ours are over the step: each step is one batch."""
+
+
+def recorded(folders: Iterable[Path]) -> dict[int, dict[str, float]]:
+    """Metrics of each step that a run has reported, over all of its attempts (their folders, oldest first)."""
+    found: dict[int, dict[str, float]] = {}
+    for folder in folders:
+        path = folder / EVENTS_FILE
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            event = json.loads(line)
+            if event["type"] == "metrics":
+                found[event["step"]] = event["values"]
+    return found
+
+
+def replay(run_dir: Path, steps: int) -> tuple[Trajectory, list[str]]:
+    """Do the first `steps` steps of a run's order under TRL. The second part says what is known to differ. SpecError
+    where TRL cannot do them; DataError, ModelError."""
+    order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+    spec, world = order.spec, order.world_size
+    if spec.data.streaming:
+        raise SpecError("a stream of rows is not replayed: its order is made during the run", field="data.streaming")
+    alone = order.model_copy(update={"world_size": 1, "fence_seconds": None, "settled": None})
+    with Run(alone, run_dir, NullEventWriter()) as run:
+        placement = prepare_compute(run).placement
+        tokenizer = load_tokenizer(run.model_dir)
+        data = read_data(run, tokenizer).train
+        sizes = data.sizes(packed=isinstance(spec.batching, Packed))
+        orders = [build_order(spec, sizes, rank=rank, world=world) for rank in range(world)]
+        total = orders[0].total_steps(spec.training.num_train_epochs, spec.training.max_steps)
+        stage = spec.stage.model_dump(mode="json")
+        batches, accumulation, used = _cut(orders, min(steps, total), merged=stage["type"] in PER_BATCH, stage=stage)
+        found = Replay(
+            stage=stage["type"],
+            examples=examples(stage["type"], data, used),
+            batches=batches,
+            accumulation=accumulation,
+            optimizer=spec.optimizer,
+            schedule=spec.schedule,
+            total_steps=total,
+            max_grad_norm=spec.training.max_grad_norm,
+            seed=spec.training.seed,
+            precision=placement.precision,
+            device=placement.device.type,
+            options=options_of(stage),
+        )
+        method = method_of(spec)
+        seed_all(spec.training.seed)
+        model = start_of(run.model_dir, method, placement.weights, placement.device.type)
+        trajectory = train(found, model, tokenizer)
+    differing = []
+    if isinstance(method, LoRA | QLoRA) and method.lora_dropout and stage["type"] in ("sft", "cpt"):
+        differing.append(
+            f"TRL draws other masks for lora_dropout ({method.lora_dropout:g}), so the curves differ by chance"
+        )
+    if placement.precision != "fp32":
+        differing.append(f"computed in {placement.precision}: differences of about 1 % are rounding")
+    if isinstance(method, QLoRA):
+        differing.append("TRL computes over weights that bitsandbytes has packed")
+    return trajectory, differing
+
+
+def start_of(model_dir: Path, method: Full | LoRA | QLoRA, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    """The model and its new adapters as a run begins with them, if the random numbers are seeded as there; 4-bit
+    weights by bitsandbytes."""
+    match method:
+        case Full():
+            return adapt_full(load_model(model_dir, torch.float32)).to(device)
+        case LoRA():
+            return adapt_lora(load_model(model_dir, dtype), method).to(device)
+        case QLoRA():
+            return adapt_lora(_packed(model_dir, dtype, device), method)
+        case _ as never:
+            assert_never(never)
+
+
+def _packed(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401 -- transformers would say so in other words
+    except ImportError as error:
+        raise SpecError(EXTRA, field="quantization") from error
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, quantization_config=packing, device_map={"": device}
+    )
+
+
+def examples(stage: str, data: TokenDataset, used: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows for TRL: the examples `used`, in that order."""
+    found = []
+    for example in used:
+        numbers = range(example * data.sequences, (example + 1) * data.sequences)
+        parts = [data.sequence(number) for number in numbers]
+        values = {name: float(value[example]) for name, value in data.values.items() if value.ndim == 1}
+        found.append(columns(stage, [(ids.tolist(), learned.tolist()) for ids, learned in parts], values))
+    return found
+
+
+def _cut(
+    orders: Sequence[StepOrder], steps: int, *, merged: bool, stage: Mapping[str, Any]
+) -> tuple[list[list[int]], int, list[int]]:
+    """(micro-batches by the place of their examples in the last part, micro-batches of a step, examples used)."""
+    windows = [[batch for order in orders for batch in order.window(step) if batch] for step in range(steps)]
+    counts = {len(window) for window in windows}
+    sizes = {len(batch) for window in windows for batch in window}
+    # A mean of token losses is the same however a step is cut; TRL weighs all other batches alike, whatever their size.
+    alike = len(counts) == 1 and (stage["type"] in ("sft", "cpt") or len(sizes) == 1)
+    if merged or stage.get("nll_weight") or not alike:
+        windows = [[[row for batch in window for row in batch]] for window in windows]
+    used = sorted({row for window in windows for batch in window for row in batch})
+    places = {row: place for place, row in enumerate(used)}
+    batches = [[places[row] for row in batch] for window in windows for batch in window]
+    return batches, len(windows[0]), used
+
+
+def options_of(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's fields as arguments of TRL's configuration. SpecError for a loss that TRL does not have."""
+    match stage["type"]:
+        case "sft" | "cpt":
+            return {"loss_type": "dft"} if stage.get("loss") == "dft" else {}
+        case "dpo" if stage["loss"] == "kto_pair":
+            raise SpecError("TRL has no `kto_pair` any more, so there is nothing to compare with", field="stage.loss")
+        case "dpo":
+            found = {"beta": stage["beta"], "loss_type": [stage["loss"]], "label_smoothing": stage["label_smoothing"]}
+            if stage["nll_weight"]:
+                found |= {"loss_type": [stage["loss"], "sft"], "loss_weights": [1.0, stage["nll_weight"]]}
+            return found
+        case "kto":
+            return {name: stage[name] for name in ("beta", "desirable_weight", "undesirable_weight")}
+        case "orpo":
+            return {"beta": stage["beta"]}
+        case "simpo":
+            return {"beta": stage["beta"], "simpo_gamma": stage["gamma"], "loss_type": "simpo", "cpo_alpha": 0.0}
+        case _:
+            return {}

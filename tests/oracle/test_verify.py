@@ -1,0 +1,83 @@
+"""`eft verify`: a run's first steps under TRL, by the folder that the run has left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import SpecError
+from core.train.entry import verify as entry
+from core.train.recipe import run
+from core.train.verify.compare import compare
+from core.train.verify.replay import options_of
+from tests.support.trainer import chats, write_rows, write_run
+
+
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eft verify", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        code = entry.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_run_is_replayed(tmp_path: Path, tiny_dir: Path, verify: Any) -> None:
+    """Lengths are mixed, batches are packed and have no common number of rows, and the run has a partial step."""
+    rows = write_rows(tmp_path / "rows.jsonl", chats(21))
+    training = {"num_train_epochs": 2, "max_length": 64, "precision": "fp32", "seed": 5}
+    training |= {"gradient_accumulation_steps": 2}
+    folder = write_run(
+        tmp_path / "run",
+        tiny_dir,
+        rows,
+        method={"type": "lora", "r": 4, "lora_dropout": 0.0},
+        batching={"type": "packed", "tokens_per_batch": 128},
+        training=training,
+    )
+    assert run(folder) == 0
+    code, out, _ = verify(str(folder), "--steps", "7", "--json", "--tolerance", "1e-4")
+    document = json.loads(out)
+    assert code == 0 and [row["step"] for row in document["steps"]] == list(range(1, 7))
+    assert document["largest"]["loss"]["relative"] < 1e-5
+    assert document["largest"]["grad_norm"]["relative"] < 1e-4
+    assert document["largest"]["learning_rate"]["relative"] < 1e-9
+    assert document["notes"] == []
+    # A run that has computed something else is found out.
+    path = folder / "events.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    third = next(event for event in lines if event["type"] == "metrics" and event["step"] == 3)
+    third["values"]["loss"] *= 1.001
+    path.write_text("".join(json.dumps(event) + "\n" for event in lines))
+    code, out, err = verify(str(folder), "--steps", "3", "--tolerance", "1e-4")
+    assert code == 1 and "largest difference" in out and "at step 3" in out and "differ by 1.0e-03" in err
+
+
+def test_what_cannot_be_verified_is_said(verify: Any) -> None:
+    code, out, err = verify("job-01kar3v8x5m2h6n9qst4wyz0bc", "--json")
+    assert code == 1 and json.loads(out)["error"]["field"] == "job"
+    assert "run this on the box that trained it" in err
+    for stage in ({"type": "dpo", "loss": "kto_pair"},):
+        with pytest.raises(SpecError, match="nothing to compare with"):
+            options_of(stage)
+
+
+def test_the_largest_difference() -> None:
+    ours: dict[int, dict[str, float]] = {1: {"loss": 2.0, "a": 1.0}, 2: {"loss": 1.0, "a": 1.0}}
+    theirs: list[dict[str, Any]] = [
+        {"step": 1, "loss": 2.0, "b": 3.0},
+        {"step": 2, "loss": 1.1},
+        {"step": 3, "loss": 1.0},
+    ]
+    found = compare(ours, theirs)
+    assert [row["step"] for row in found["steps"]] == [1, 2]
+    assert found["largest"].keys() == {"loss"}
+    assert found["largest"]["loss"]["step"] == 2
+    assert found["largest"]["loss"]["relative"] == pytest.approx(0.1 / 1.1)
