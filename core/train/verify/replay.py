@@ -113,7 +113,7 @@ def _packed(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
         import bitsandbytes  # noqa: F401 -- transformers would say so in other words
     except ImportError as error:
         raise SpecError(EXTRA, field="quantization") from error
-    packing = BitsAndBytesConfig(
+    packing = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
