@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from core.spec.axes.data import format_of
+from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.stage import SFT
+from core.spec.axes.stage import KTO, SFT
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
@@ -47,6 +47,11 @@ def resolve(spec: JobSpec) -> JobSpec:
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # only whoever reads the rows can tell
+    if isinstance(spec.stage, KTO):
+        sides = {"train": spec.data.train, "eval": spec.data.eval}
+        updates["data"] = spec.data.model_copy(
+            update={name: None if source is None else _judged(source) for name, source in sides.items()}
+        )
     if spec.memory.gradient_checkpointing is None:
         kept = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
         updates["memory"] = spec.memory.model_copy(update={"gradient_checkpointing": kept})
@@ -55,3 +60,17 @@ def resolve(spec: JobSpec) -> JobSpec:
             HeldOut() if spec.data.eval is not None or spec.data.split is not None else NoEvaluation()
         )
     return spec.model_copy(update=updates)
+
+
+def _judged(source: Source) -> Source:
+    """Rows with a label are pairs or chats too, by their keys; the stage says which. An upload's format is its own."""
+    match source:
+        case Mixture():
+            inner = [one.model_copy(update={"source": _judged(one.source)}) for one in source.sources]
+            return source.model_copy(update={"sources": inner})
+        case PathSource() | HubDataset() if source.format == "auto":
+            return source.model_copy(update={"format": "kto"})
+        case PathSource() | HubDataset() | FileSource():
+            return source
+        case _ as never:
+            assert_never(never)

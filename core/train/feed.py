@@ -24,7 +24,7 @@ from core.train.data.order import build_order
 from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, truncate
-from core.train.examples.mismatched import arrange
+from core.train.examples.mismatched import arrange, refuse_one_class
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
 from core.train.run import Run
@@ -109,6 +109,7 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     if stream is not None:
         train, report, row_format = stream.dataset, stream.report, stream.format
     else:
+        refuse_one_class(tokens.dataset, spec.stage)
         arranged = arrange(tokens.dataset, spec.stage, spec.training.seed)
         (train, report), row_format = _truncated(arranged, tokens.cut_prompts, limit, policy), tokens.format
     _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, run)

@@ -81,3 +81,42 @@ def test_the_largest_difference() -> None:
     assert found["largest"].keys() == {"loss"}
     assert found["largest"]["loss"]["step"] == 2
     assert found["largest"]["loss"]["relative"] == pytest.approx(0.1 / 1.1)
+
+
+STAGES: list[dict[str, Any]] = [
+    {"type": "dpo"},
+    {"type": "dpo", "loss": "robust", "label_smoothing": 0.1, "nll_weight": 0.5},
+    {"type": "simpo"},
+    {"type": "orpo"},
+    {"type": "kto", "undesirable_weight": 1.5},
+]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=["dpo", "robust", "simpo", "orpo", "kto"])
+def test_stages_of_pairs_and_labels(tmp_path: Path, tiny_dir: Path, verify: Any, stage: dict[str, Any]) -> None:
+    rows: list[Any] = [
+        {"prompt": f"count to {n}:", "chosen": " one" * (n % 4 + 1), "rejected": " no" * (n % 3 + 1)} for n in range(12)
+    ]
+    if stage["type"] == "kto":
+        rows = [{"prompt": f"count {n}:", "completion": " go" * (n % 5 + 1), "label": n % 3 > 0} for n in range(12)]
+    folder = write_run(
+        tmp_path / "run",
+        tiny_dir,
+        write_rows(tmp_path / "rows.jsonl", rows),
+        stage=stage,
+        method={"type": "lora", "r": 4},
+        optimizer={"learning_rate": 2e-3},
+        training={
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_length": 64,
+            "precision": "fp32",
+        },
+    )
+    assert run(folder) == 0
+    code, out, _ = verify(str(folder), "--json", "--tolerance", "1e-5")
+    document = json.loads(out)
+    assert code == 0, document["largest"]["loss"]
+    assert len(document["steps"]) == 3 and document["largest"]["grad_norm"]["relative"] < 1e-4
+    assert document["largest"]["rewards/margins"]["absolute"] < 1e-5

@@ -21,7 +21,7 @@ def rows() -> list[tuple[str, str]]:
     """(format, row): the last format named at the start of a line before the block."""
     found = []
     for block in BLOCK.finditer(PAGE):
-        named = re.findall(r"^`(\w+)`(?: \(|:| always)", PAGE[: block.start()], re.MULTILINE)
+        named = re.findall(r"^`(\w+)`(?: \(|:| is not detected)", PAGE[: block.start()], re.MULTILINE)
         if block[1] == "json":
             found.append((named[-1], block[2]))
     return found

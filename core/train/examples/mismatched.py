@@ -18,6 +18,20 @@ def arrange(dataset: TokenDataset, stage: Stage, seed: int) -> TokenDataset:
     return with_mismatched_answers(dataset, seed) if isinstance(stage, KTO) and len(dataset) else dataset
 
 
+def refuse_one_class(dataset: TokenDataset, stage: Stage) -> None:
+    """DataError for training rows of KTO that are all good, or all bad: their loss has no other side."""
+    if not isinstance(stage, KTO) or not len(dataset):
+        return
+    labels = dataset.values["label"] > 0
+    if labels.all() or not labels.any():
+        said, lacking = ("true", "false") if labels.all() else ("false", "true")
+        words = (
+            f"all {len(dataset)} rows have the label {said}: KTO learns from good and bad answers. Add rows with the "
+            f"label {lacking}, from another file too (`data.train` as a list), or use `stage: sft` on the good answers"
+        )
+        raise DataError(words, field="data.train", code="one_class")
+
+
 def with_mismatched_answers(dataset: TokenDataset, seed: int) -> TokenDataset:
     """Examples of two sequences: prompt and answer, and the same prompt with the answer of another row. Which row's
     depends on the seed and the number of rows alone, and no row has its own. Only the first is trained on. DataError
