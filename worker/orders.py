@@ -20,12 +20,15 @@ from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
+from core.spec.run.chain import ModelChain
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.worker")
 
+FOLDERS = ("model_dir", "adapter_dir", "tokenizer_dir")
+"""Folders in what a child has prepared."""
 SLACK_BYTES = 1 << 30
 """Bytes of stacks and arenas that threads reserve and do not use."""
 
@@ -44,6 +47,8 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
         model=JobSpec.model_validate(claim.spec).model,
+        chain=None if claim.chain is None else ModelChain.model_validate(claim.chain),
+        runs_dir=str(layout.runs),
         models_dir=str(layout.models),
         model_roots=[str(root) for root in settings.model_roots],
         offline=settings.offline,
@@ -100,6 +105,9 @@ def run_order(
         spec=spec,
         model_dir=str(model_dir),
         model_source=prepared.get("source", {}),
+        adapter_dir=_folder(prepared, "adapter_dir", "adapter_model.safetensors", layout),
+        tokenizer_dir=_folder(prepared, "tokenizer_dir", "tokenizer_config.json", layout),
+        lineage=claim.lineage or [],
         train=train,
         eval=held_out,
         resume_from=[str(folder) for folder in _earlier(claim, layout)],
@@ -113,6 +121,19 @@ def run_order(
         helper_limit=_prepare_limit(settings),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
     )
+
+
+def _folder(prepared: dict[str, Any], name: str, file: str, layout: Layout) -> str | None:
+    if name not in prepared:
+        return None
+    folder = layout.root / prepared[name]
+    if not (folder / file).is_file():
+        raise SpecError(
+            f"{prepared[name]}/{file} is no longer on the data root: restore it from a backup, or train that job again",
+            field="model.id",
+            code="model_job_gone",
+        )
+    return str(folder)
 
 
 def _prepare_limit(settings: Settings, files: int = 0) -> MemoryLimit | None:
@@ -130,7 +151,8 @@ def portable(prepared: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return str(Path(path).relative_to(layout.root)) if Path(path).is_relative_to(layout.root) else path
 
     datasets = [{**one, "paths": [relative(path) for path in one["paths"]]} for one in prepared.get("datasets", ())]
-    return {**prepared, "model_dir": relative(prepared["model_dir"]), "datasets": datasets}
+    folders = {name: relative(prepared[name]) for name in FOLDERS if name in prepared}
+    return {**prepared, **folders, "datasets": datasets}
 
 
 def with_shape(prepared: dict[str, Any], *, weights: bool) -> dict[str, Any]:

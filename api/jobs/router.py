@@ -65,7 +65,7 @@ _BODY = {
     response_class=JSONResponse,
     responses={
         200: {"model": schemas.DryRun, "description": "With `dry_run=true`."},
-        **responses(410, 413, 415, 422, 507),
+        **responses(404, 410, 413, 415, 422, 507),
     },
     openapi_extra={"requestBody": _BODY},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -21,7 +21,7 @@ from api.notices import service as webhooks
 from core.db.engine import Database
 from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
-from core.jobs.admission import auto_method
+from core.jobs.admission import auto_method, parents
 from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
 from core.jobs.policies import quotas
@@ -32,7 +32,7 @@ from core.removal import delete_tree, set_aside
 from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
-from core.spec.axes.model import GGUFModel, HubModel, LocalModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
@@ -191,15 +191,26 @@ class Jobs:
         """Bytes left on the data root; None: it is an object store."""
         return None if self._settings.is_remote else shutil.disk_usage(self._layout.root).free
 
-    def resolved(self, actor: Actor, document: Any, *, preview: bool = False, unsent: bool = False) -> JobSpec:
+    def resolved(
+        self,
+        actor: Actor,
+        document: Any,
+        *,
+        preview: bool = False,
+        unsent: bool = False,
+        ahead: Mapping[str, JobSpec] | None = None,
+    ) -> JobSpec:
         """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained; `unsent`: it may
-        name files that are not uploaded yet (core/spec/axes/data.py, UNSENT).
+        name files that are not uploaded yet (core/spec/axes/data.py, UNSENT); `ahead`: resolved specs of jobs that it
+        may name and that are not there yet, by the ids that stand for them.
 
-        Raises SpecError, with a fault for every wrong field.
+        Raises SpecError, with a fault for every wrong field, and NotFound where its model is a job that the project
+        does not have.
         """
         spec = self._with_formats(actor, parse_job(document), unsent=unsent)
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         with self._database.read() as session:
+            spec = parents.settle(session, actor.project_id, spec, ahead)
             spec = resolve(sized(session, actor.project_id, spec))
         faults += check(spec, preview=preview)
         if faults:
@@ -239,7 +250,7 @@ class Jobs:
         match spec.model:
             case LocalModel(path=path) | GGUFModel(path=str(path)):
                 faults.append(self._path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
-            case GGUFModel() | HubModel():
+            case GGUFModel() | HubModel() | JobModel():
                 pass
         for field, source in _sources(spec):
             if isinstance(source, PathSource):

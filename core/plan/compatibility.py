@@ -18,6 +18,7 @@ from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.export import Merged
 from core.spec.axes.method import Full
+from core.spec.axes.model import JobModel
 from core.spec.axes.runtime import HeldOut, Resident, SingleDevice
 from core.spec.axes.stage import DPO, KTO, Stage, loss_on
 from core.spec.axes.training import Training
@@ -42,6 +43,7 @@ def _batching(batching: Batching) -> str:
 AXES: dict[str, tuple[str, ...]] = {
     "stage": _field("stage"),
     "loss on": ("default", "completions", "last", "turns", "all"),
+    "adapter": ("new", "continue", "merge"),
     "method": _field("method"),
     "quantization": ("default", *_field("quantization")),
     "merged": ("no", "yes"),
@@ -173,6 +175,13 @@ RULES: tuple[Rule, ...] = (
         "set `training.truncation` to cut or split rows, or remove `data.streaming`",
     ),
     Rule(
+        "adapter_not_trained",
+        {"method": ("full",), "adapter": ("continue",)},
+        "model.adapter",
+        "`continue` trains an adapter further, and `method: full` trains no adapter",
+        "use `model.adapter: merge`, or a method that trains an adapter",
+    ),
+    Rule(
         "full_over_packed",
         {"method": ("full",), "quantization": ("nf4", "int8")},
         "quantization",
@@ -245,6 +254,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
     return {
         "stage": spec.stage.type,
         "loss on": loss_on(spec.stage) or "default",
+        "adapter": _adapter(spec),
         "method": spec.method.type,
         "quantization": spec.quantization.type if spec.quantization is not None else "default",
         "merged": "yes" if any(isinstance(item, Merged) for item in spec.export) else "no",
@@ -266,6 +276,10 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "eval rows": _eval_rows(spec.data),
         "evaluation": spec.evaluation.type if spec.evaluation is not None else "default",
     }
+
+
+def _adapter(spec: JobSpec) -> str:
+    return (spec.model.adapter or "new") if isinstance(spec.model, JobModel) else "new"
 
 
 def _checkpointing(said: bool | str | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +98,7 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
             lambda row_format: renderer_of(spec, row_format, tokenizer),
             between=run.check_stop,
             notice=partial(run.notice, "block_skipped"),
-            model_dir=run.model_dir,
+            model_dir=run.tokenizer_dir,
             rank=run.ranks.rank,
             world=run.ranks.world,
         )
@@ -133,8 +135,17 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
     if stream is not None:
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
-    described = renderer.describe()
+    described = renderer.describe() | {"template_sha256": _template_sha256(tokenizer)}
     return RunData(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
+
+
+def _template_sha256(tokenizer: Any) -> str | None:
+    """SHA-256 of the chat template that goes with the trained model; None: it has none."""
+    template = tokenizer.chat_template
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _truncated(

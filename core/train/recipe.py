@@ -81,7 +81,7 @@ def train(run: Run) -> None:
     compute = prepare_compute(run)
     with run.stop.at_once():
         run.check_stop()
-        tokenizer = load_tokenizer(run.model_dir)
+        tokenizer = load_tokenizer(run.tokenizer_dir)
         with run.ranks.rank_zero_first(run.caches_tokens):
             data = read_data(run, tokenizer)
         with run.ranks.rank_zero_first(run.caches_weights):

@@ -14,6 +14,7 @@ from core.spec.axes.runtime import NoStream
 from core.spec.job import JobSpec
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import RunOrder
+from core.train.base.code import code_sha256
 from core.train.base.events import EventWriter
 from core.train.base.stop import Stop, StopRequested
 from core.train.ranks.env import RankEnv
@@ -49,6 +50,15 @@ class Run:
     @property
     def model_dir(self) -> Path:
         return Path(self.order.model_dir)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.model_dir if self.order.tokenizer_dir is None else Path(self.order.tokenizer_dir)
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """Folder of the adapter that is trained further; None: a new one is trained."""
+        return None if self.order.adapter_dir is None else Path(self.order.adapter_dir)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -91,6 +101,8 @@ class Run:
             "attempt": order.attempt,
             "model": order.model_source or {"path": order.model_dir},
             "settled": order.settled,
+            "lineage": order.lineage,
+            "code": code_sha256(),
             "seed": order.spec.training.seed,
             "spec": order.spec.model_dump(mode="json"),
         }

@@ -16,12 +16,13 @@ from core.db.tables import File
 from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.spec.axes.data import FileSource, HubDataset, singles
-from core.spec.axes.model import GGUFModel, HubModel, LocalModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel
 from core.spec.job import JobSpec
+from core.spec.run.chain import ModelChain
 from core.spec.run.checkpoint_names import best_step, progress_of
-from core.spec.run.folder import CHECKPOINTS
+from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
 from core.spec.run.manifest import MANIFEST
-from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key
+from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key, merged_key
 from worker.store.local_cache import Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
@@ -47,6 +48,7 @@ class Staging:
         """Whatever the store does not have is missed later, by whoever opens it. Raises StoreAway, NoSpace, and what
         `halted` raises."""
         spec = JobSpec.model_validate(self._claim.spec)
+        self._handed_back(halted)
         if self._claim.kind == Kind.PREPARE:
             self._hold(MODELS)
             self._known_models(spec, halted)
@@ -56,6 +58,17 @@ class Staging:
         if self._claim.kind == Kind.TRAIN:
             self._checkpoints(halted)
 
+    def _handed_back(self, halted: Halted) -> None:
+        """The weights of the jobs that this one starts from."""
+        if self._claim.chain is None:
+            return
+        for one in ModelChain.model_validate(self._claim.chain).handed_back:
+            self._hold(f"runs/{one.job}")
+            for file in one.files:
+                halted()
+                key = f"runs/{one.job}/attempt-{one.attempt}/{ARTIFACTS}/{file.path}"
+                self._copies.file(key, file.bytes, file.sha256)
+
     # -- before a model is prepared: what other boxes have brought to the store already
 
     def _known_models(self, spec: JobSpec, halted: Halted) -> None:
@@ -63,12 +76,18 @@ class Staging:
         data = spec.data
         sources = singles(data.train, "data.train") + ([] if data.eval is None else singles(data.eval, "data.eval"))
         names = [source.id for _, source in sources if isinstance(source, HubDataset)]
-        match spec.model:
+        chain = None if self._claim.chain is None else ModelChain.model_validate(self._claim.chain)
+        model = chain.root if chain is not None and chain.root is not None else spec.model
+        if chain is not None and chain.merges:
+            for number in range(1, len(chain.merges) + 1):
+                part = chain.model_copy(update={"merges": chain.merges[:number], "adapter": None})
+                self._copies.folder(f"{MODELS}/{merged_key(part.merged_key)}", halted)
+        match model:
             case HubModel():
-                names.append(spec.model.id)
-            case GGUFModel() if spec.model.id is not None:
-                names.append(spec.model.id)
-            case GGUFModel() | LocalModel():
+                names.append(model.id)
+            case GGUFModel() if model.id is not None:
+                names.append(model.id)
+            case GGUFModel() | LocalModel() | JobModel():
                 pass  # on this box
         for ref in (self._copies.layout.models / REFS).glob("*.json"):
             if any(name in unquote(ref.stem) for name in names):

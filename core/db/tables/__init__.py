@@ -22,6 +22,7 @@ from core.db.tables.jobs import (
 )
 from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
+from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
 
@@ -55,6 +56,9 @@ __all__ = [
     "Node",
     "OutboxMessage",
     "Owned",
+    "Pipeline",
+    "PipelineEvent",
+    "PipelineStep",
     "Project",
     "SchemaFloor",
     "UsageDay",

@@ -67,6 +67,14 @@ class Job(Owned, Base):
     resume_from: Mapped[list[Any]]
     """Earlier jobs whose checkpoints it may go on from, oldest first: [{"job", "attempts"}]."""
 
+    chain: Mapped[dict[str, Any] | None]
+    """What a model of `type: job` is made of, with the hashes of the weights (core/spec/run/chain.py)."""
+    lineage: Mapped[list[Any] | None]
+    """The jobs behind the model as they were when this one was submitted, nearest first
+    (core/jobs/admission/lineage.py)."""
+    pipeline_id: Mapped[str | None] = mapped_column(Id, index=True)
+    """The pipeline of which it is a step."""
+
     adjusted: Mapped[dict[str, Any] | None]
     """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
     settled: Mapped[dict[str, Any] | None]

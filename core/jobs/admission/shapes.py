@@ -13,9 +13,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from core.db.engine import db_now
-from core.db.tables import ModelShape
+from core.db.tables import Job, ModelShape
 from core.plan.models.shape import Shape
-from core.spec.axes.model import Model
+from core.spec.axes.model import JobModel, Model
+from core.spec.job import JobSpec
 
 log = logging.getLogger("eft.jobs")
 
@@ -23,6 +24,15 @@ log = logging.getLogger("eft.jobs")
 def key(model: Model) -> str:
     """Key of a model as jobs name it. A hub's branch has the shape that it had when it was last prepared."""
     return hashlib.sha256(json.dumps(model.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _of_parent(session: Session, model: JobModel) -> Shape | None:
+    """A job's weights have the shape of those that it began with, unless packed ones were merged into dense ones."""
+    document = session.execute(select(Job.spec).where(Job.id == model.id)).scalar_one_or_none()
+    if document is None:
+        return None
+    shape = known(session, JobSpec.model_validate(document).model)
+    return None if shape is not None and shape.packed and model.adapter == "merge" else shape
 
 
 def remember(session: Session, model: Model, shape: dict[str, Any], *, replace: bool = True) -> None:
@@ -41,7 +51,7 @@ def known(session: Session, model: Model) -> Shape | None:
     """None for a model that was never prepared here, or by a version that noted shapes in another way."""
     shape = session.execute(select(ModelShape.shape).where(ModelShape.key == key(model))).scalar_one_or_none()
     if shape is None:
-        return None
+        return _of_parent(session, model) if isinstance(model, JobModel) else None
     try:
         return Shape.from_dict(shape)
     except (TypeError, KeyError, ValueError) as error:

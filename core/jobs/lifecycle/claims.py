@@ -51,6 +51,10 @@ class Claim:
     """What `method: auto` came to (core/jobs/admission/auto_method.py)."""
     spent_seconds: float
     """What earlier attempts at training took, by the database's clock."""
+    chain: dict[str, Any] | None
+    """What a model of `type: job` is made of (core/spec/run/chain.py)."""
+    lineage: list[dict[str, Any]] | None
+    """The jobs behind it, nearest first."""
     request_id: str | None
     """Id of the request that submitted the job; ties a worker's log to the API's."""
 
@@ -165,6 +169,8 @@ def decide(
         opened.get("adjusted", job.adjusted) or {},
         opened.get("settled", job.settled),
         spent,
+        job.chain,
+        job.lineage,
         job.request_id,
     )
     data = {"node": node, "slot": names[0]} | ({"slots": names} if len(names) > 1 else {})

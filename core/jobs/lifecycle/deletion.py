@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from core.db.tables import Allocation, Artifact, Attempt, Audit, DeletedJobs, Event, Job, Metric, OutboxMessage
 from core.errors import Conflict, NotFound
+from core.jobs.admission import parents
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import find
@@ -50,7 +51,7 @@ class Freed:
 def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life: float) -> bool:
     """Delete an ended job's rows; its time stays in the books of usage. False: it was deleted before.
 
-    Raises NotFound, and Conflict for a job that has not ended, or from whose checkpoints another one may go on.
+    Raises NotFound, and Conflict for a job that has not ended, or from whose checkpoints or weights another one may go on.
     """
     job = require(session, actor, job_id, lock=True)
     if job is None:
@@ -80,6 +81,10 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     retry = _built_on(session, job)
     if retry is not None:
         words = f"`{retry}` is a retry of this job and may go on from its checkpoints: delete that one first"
+        raise Conflict(words, field="job_id", code="job_in_use")
+    child = parents.built_on(session, job)
+    if child is not None:
+        words = f"`{child}` was made from this job's model and needs it: delete that one first"
         raise Conflict(words, field="job_id", code="job_in_use")
     return job
 

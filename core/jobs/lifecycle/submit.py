@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
+from core.jobs.admission import parents
 from core.jobs.base import outbox
 from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import FINAL, Status
@@ -29,18 +30,27 @@ def submit(
     *,
     kind: Literal["train", "preview"] = "train",
     retry_of: Job | None = None,
+    pipeline_id: str | None = None,
     bounds: VolumeLimits = NO_BOUNDS,
 ) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
-    Raises SpecError for a priority above the project's limit, and QueueFull or SpecsFull beyond `bounds`.
+    Raises SpecError for a priority above the project's limit, NotFound or SpecError where its model is a job that there
+    is no going on from, and QueueFull or SpecsFull beyond `bounds`.
     """
     priority = 0 if kind == "preview" else spec.priority
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
         priority = min(retry_of.priority, quotas.max_priority(session, actor.project_id))
+    if retry_of is None:
+        pinned = parents.pin(session, actor.project_id, spec)
+        chain, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
+    else:
+        chain, lineage = retry_of.chain, retry_of.lineage
+        if chain is not None:
+            parents.require(session, actor.project_id, chain)
     document = spec.model_dump(mode="json")
     volume.add(session, actor.project_id, document, bounds)
     if kind == "train":
@@ -65,6 +75,9 @@ def submit(
             resume_from=[]
             if retry_of is None
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
+            chain=chain,
+            lineage=lineage,
+            pipeline_id=pipeline_id,
             adjusted=None if retry_of is None else retry_of.adjusted,
             settled=None if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,

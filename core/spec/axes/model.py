@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
@@ -13,6 +14,8 @@ HubId = Annotated[
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"),
 ]
 Revision = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,119}$")]
+JobId = Annotated[str, StringConstraints(pattern=r"^job-[0-9a-z]{26}$")]
+_JOB_ID = re.compile("job-[0-9a-z]{26}")
 LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
@@ -55,7 +58,21 @@ class GGUFModel(SpecModel):
         return self
 
 
+class JobModel(SpecModel):
+    """The model that another job of the project has trained (docs/pipelines.md). The job must have succeeded."""
+
+    type: Literal["job"] = "job"
+    id: JobId
+    """Id of that job, e.g. `job-01kar3v8x5m2h6n9qst4wyz0bc`."""
+    adapter: Literal["continue", "merge"] | None = Field(default=None)
+    """Use of the adapter that the job has trained: `continue` trains it further over the same base model, `merge` adds
+    it to the weights first and trains a new adapter, or all parameters. Default: `continue` with a method that trains
+    an adapter, otherwise `merge`. Null for a job that trained all parameters."""
+
+
 def _expand(value: str) -> dict[str, Any]:
+    if _JOB_ID.fullmatch(value):
+        return {"type": "job", "id": value}
     if value.endswith(".gguf"):
         return {"type": "gguf", "path": value}
     if value.startswith(("/", "./", "../", "~")):
@@ -64,8 +81,10 @@ def _expand(value: str) -> dict[str, Any]:
     return {"type": "hub", "id": name} | ({"revision": revision} if at else {})
 
 
+SourceModel = HubModel | LocalModel | GGUFModel
+"""Models that no job of this installation has made."""
 Model = Annotated[
-    HubModel | LocalModel | GGUFModel,
+    SourceModel | JobModel,
     Field(discriminator="type"),
     short_form(_expand, "HuggingFaceTB/SmolLM2-135M-Instruct"),
 ]

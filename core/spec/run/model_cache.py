@@ -2,6 +2,7 @@
 
 models/hub/<owner>--<name>/<commit>/               model/ + manifest.json
 models/gguf/<sha256>-c<converter>/                 model/ + manifest.json
+models/merged/<sha256>/                            model/ + manifest.json, with the adapters of other jobs
 models/tokenizer/<owner>--<name>/<commit>/         model/ + manifest.json, without weights
 models/hub-data/<owner>--<name>/<commit>-<files>/  model/ + manifest.json
 models/refs/…                                      which commit a branch or tag last meant, for work without a network
@@ -39,6 +40,11 @@ def dataset_key(repo: str, commit: str, files: str) -> str:
 def gguf_key(sha256: str, converter: int) -> str:
     """Entry of a converted GGUF file; `converter` is the converter's version."""
     return f"{GGUF}/{sha256}-c{converter}"
+
+
+def merged_key(sha256: str) -> str:
+    """Entry of a model into which adapters were merged; `sha256` says what it is made of."""
+    return f"merged/{sha256}"
 
 
 def is_gguf_key(key: str, sha256: str) -> bool:

@@ -11,6 +11,7 @@ from core.spec.axes.data import Columns, Format, HashSplit, HubDataset
 from core.spec.axes.model import Model
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
+from core.spec.run.chain import ModelChain
 
 
 class DataFiles(SpecModel):
@@ -62,6 +63,12 @@ class RunOrder(SpecModel):
     """Local folder in Hugging Face format, prepared before."""
     model_source: dict[str, Any] = Field(default_factory=dict)
     """Where that folder came from (hub id, pinned commit, file hash): goes into the run record and the model card."""
+    adapter_dir: str | None = None
+    """Folder of the adapter that is trained further (`model.adapter: continue`); null: a new one is trained."""
+    tokenizer_dir: str | None = None
+    """Folder of the tokenizer; null: `model_dir`."""
+    lineage: list[dict[str, Any]] = Field(default_factory=list)
+    """What the model was made of, nearest job first, for the run record and the model card."""
     train: DataOrder
     eval: DataOrder | None = None
     resume_from: list[str] = Field(default_factory=list)
@@ -102,6 +109,10 @@ class PrepareOrder(SpecModel):
     job_id: str
     attempt: int
     model: Model
+    chain: ModelChain | None = None
+    """What a model of `type: job` is made of."""
+    runs_dir: str | None = None
+    """Folder of the runs that the chain names."""
     models_dir: str
     """The shared cache; a model is complete there or not there at all."""
     model_roots: list[str] = Field(default_factory=list)

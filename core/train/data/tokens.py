@@ -37,7 +37,11 @@ class TokenReader:
 
     def __init__(self, order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[str], None]) -> None:
         """`notice` is told what did not work with the cache; it costs time alone."""
-        self._spec, self._model_dir, self._tokenizer = order.spec, Path(order.model_dir), tokenizer
+        self._spec, self._model_dir, self._tokenizer = (
+            order.spec,
+            Path(order.tokenizer_dir or order.model_dir),
+            tokenizer,
+        )
         self._told, self._notice = told, notice
         self._cache = None if order.cache_dir is None else TokenCache(Path(order.cache_dir))
 

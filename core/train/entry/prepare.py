@@ -13,17 +13,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import EftError, ModelError, NoSpace
-from core.spec.axes.model import GGUFModel, HubModel, LocalModel, Model
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model
+from core.spec.run.chain import ModelChain
 from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
-from core.spec.run.model_cache import MODEL, gguf_key
+from core.spec.run.model_cache import MODEL, gguf_key, merged_key
 from core.spec.run.orders import PrepareOrder
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
@@ -33,6 +34,7 @@ from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
+from core.train.hub.handed_back_files import checked_folder
 from core.train.hub.model_cache import CachedModel, ModelCache
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -41,6 +43,9 @@ OnProgress = Callable[[str, int, int | None], None]
 PROGRESS_SECONDS = 0.5
 CONVERSION_TIMES = 40
 """Bytes of memory for each of a GGUF file: 2 bits become 32, and there are two copies while they are written."""
+
+MERGE_TIMES, MERGE_BYTES = 2, 6 << 30
+"""Memory of a merge: bytes for each of the model's files, and on top of that (torch, a shard, a layer in float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class Prepared:
     parameters: int
     summary: dict[str, Any]
     """model_files.Summary as a dict."""
+    adapter_dir: Path | None = None
+    """Adapter that is to be trained further."""
+    tokenizer_dir: Path | None = None
+    """Folder of the tokenizer; None: `model_dir`."""
 
 
 def prepare_tokenizer(
@@ -77,6 +86,8 @@ def prepare_tokenizer(
             return Prepared(folder, {"type": "local", "path": str(folder)}, 0, {})
         case GGUFModel():
             return prepare_model(model, models_dir, roots, offline, on_progress)
+        case JobModel():
+            raise _needs_service()
         case _ as never:
             assert_never(never)
 
@@ -97,8 +108,102 @@ def prepare_model(
             return _prepare_local(model, cache, roots)
         case GGUFModel():
             return _prepared(_prepare_gguf(model, cache, roots, offline, on_progress))
+        case JobModel():
+            raise _needs_service()
         case _ as never:
             assert_never(never)
+
+
+def _needs_service() -> ModelError:
+    return ModelError(
+        "a job is known to its service alone; without one, give the folder of a model, such as the `merged` export of "
+        "that job",
+        field="model",
+        code="model_needs_service",
+    )
+
+
+def prepare_chain(
+    chain: ModelChain,
+    models_dir: Path,
+    runs_dir: Path,
+    roots: list[Path] | None,
+    offline: bool,
+    on_progress: OnProgress,
+    *,
+    weights: bool = True,
+) -> Prepared:
+    """What a job starts from whose model is another job: its base model, with adapters merged into it where the chain
+    says so. Raises ModelError where something of it has gone or is not what was pinned, and as `prepare_model`.
+
+    `weights`: False for what only renders rows.
+    """
+    cache = ModelCache(models_dir)
+    if not weights:
+        return _chain_tokenizer(chain, cache, models_dir, runs_dir, roots, offline, on_progress)
+    folders = {id(one): checked_folder(runs_dir, one, cache.digest) for one in chain.handed_back}
+    if chain.weights is not None:
+        folder = folders[id(chain.weights)]
+        summary = model_files.inspect(folder, field="model.id")
+        made = {"type": "job", "job": chain.weights.job, "sha256": chain.weights.sha256}
+        found = Prepared(folder, made, summary.parameters, summary.as_dict())
+    else:
+        assert chain.root is not None  # one of both is the base
+        found = prepare_model(chain.root, models_dir, roots, offline, on_progress)
+        _same_root(chain.root_source, found.source)
+    for number, merge in enumerate(chain.merges, 1):
+        part = chain.model_copy(update={"merges": chain.merges[:number], "adapter": None})
+        key = merged_key(part.merged_key)
+        made = {"type": "job", "job": merge.job, "sha256": merge.sha256, "base": found.source}
+        if (entry := cache.entry(key)) is None:
+            with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+                if (entry := cache.entry(key)) is None:
+                    from core.train.export.merge_first import write_merged_model
+
+                    on_progress("converting", 0, None)
+                    shutil.rmtree(work / MODEL, ignore_errors=True)  # half a model is of no use
+                    size = sum(path.stat().st_size for path in found.model_dir.glob("*.safetensors"))
+                    memory_limit.allow_more(MERGE_TIMES * size + MERGE_BYTES)
+                    write_merged_model(found.model_dir, folders[id(merge)], merge.quantization, work / MODEL)
+                    summary = model_files.inspect(work / MODEL, field="model.id")
+                    entry = cache.commit(key, work, made, summary)
+        found = _prepared(entry)
+    if chain.adapter is None:
+        return found
+    adapter = folders[id(chain.adapter)]
+    return replace(found, adapter_dir=adapter, tokenizer_dir=adapter)
+
+
+def _chain_tokenizer(
+    chain: ModelChain,
+    cache: ModelCache,
+    models_dir: Path,
+    runs_dir: Path,
+    roots: list[Path] | None,
+    offline: bool,
+    on_progress: OnProgress,
+) -> Prepared:
+    """The tokenizer of the newest job of the chain, with the configuration of its base model."""
+    newest = chain.adapter or (chain.merges[-1] if chain.merges else chain.weights)
+    assert newest is not None  # a chain has at least one job
+    tokenizer = checked_folder(runs_dir, newest, cache.digest)
+    if chain.weights is not None:
+        base = Prepared(checked_folder(runs_dir, chain.weights, cache.digest), {"type": "job"}, 0, {})
+    else:
+        assert chain.root is not None
+        base = prepare_tokenizer(chain.root, models_dir, roots, offline, on_progress)
+    return replace(base, tokenizer_dir=tokenizer)
+
+
+def _same_root(pinned: dict[str, Any], found: dict[str, Any]) -> None:
+    for name in ("commit", "sha256"):
+        if name in pinned and pinned[name] != found.get(name):
+            raise ModelError(
+                f"the base model is not the one that the earlier job was trained over: its {name} was {pinned[name]}, "
+                f"and is {found.get(name)}; put those files back, or train that job again",
+                field="model.id",
+                code="model_job_changed",
+            )
 
 
 def _prepare_local(model: LocalModel, cache: ModelCache, roots: list[Path] | None) -> Prepared:
@@ -247,14 +352,15 @@ def main(arguments: list[str]) -> int:
     try:
         memory_limit.hold(order.memory_limit)
         progress = _Progress(events)
-        prepare = prepare_model if order.weights else prepare_tokenizer
-        prepared = prepare(
-            order.model,
-            Path(order.models_dir),
-            [Path(root) for root in order.model_roots],
-            order.offline,
-            progress,
-        )
+        models_dir, roots = Path(order.models_dir), [Path(root) for root in order.model_roots]
+        if order.chain is not None and order.runs_dir is not None:
+            runs_dir = Path(order.runs_dir)
+            prepared = prepare_chain(
+                order.chain, models_dir, runs_dir, roots, order.offline, progress, weights=order.weights
+            )
+        else:
+            prepare = prepare_model if order.weights else prepare_tokenizer
+            prepared = prepare(order.model, models_dir, roots, order.offline, progress)
         cache = ModelCache(Path(order.models_dir))
         datasets = []
         for one in order.datasets:
@@ -278,6 +384,8 @@ def main(arguments: list[str]) -> int:
         "summary": prepared.summary,
         "datasets": datasets,
     }
+    folders = {"adapter_dir": prepared.adapter_dir, "tokenizer_dir": prepared.tokenizer_dir}
+    result |= {name: str(folder) for name, folder in folders.items() if folder is not None}
     events.write("result", result=result, artifacts=[])
     return EXIT_OK
 

@@ -54,7 +54,7 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
         events.write("phase", phase="loading")
         quiet()
-        result = preview(order, load_tokenizer(Path(order.model_dir)), told, notice)
+        result = preview(order, load_tokenizer(Path(order.tokenizer_dir or order.model_dir)), told, notice)
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise

@@ -99,6 +99,7 @@ def model_card(
         lines += ["## Held-out evaluation", "", "| | before | after |", "|---|---|---|"]
         lines += [f"| {name} | {_figure(before, name)} | {_figure(after, name)} |" for name in after]
         lines += ["", f"Over {data['eval']['rows']} rows that were not trained on.{_chosen(result)}", ""]
+    lines += _lineage(record.get("lineage") or [])
     lines += _answers(samples, _handed_back(result))
     lines += [
         "## Limits",
@@ -108,6 +109,27 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _lineage(ancestors: Sequence[dict[str, Any]]) -> list[str]:
+    """The jobs before this one, nearest first, with what they can be told apart by."""
+    if not ancestors:
+        return []
+    lines = [
+        "## Lineage",
+        "",
+        "It was trained on what these jobs have made, nearest first. `run_record.json` has their hashes in full.",
+        "",
+        "| job | stage | method | training data | spec | weights |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in ancestors:
+        data = ", ".join(f"`{digest[:12]}…`" for digest in one["data"]["train"]) or "–"
+        weights = next((f"`{digest[:12]}…`" for name, digest in one["weights"].items() if "safetensors" in name), "–")
+        lines.append(
+            f"| `{one['job']}` | {one['stage']} | {one['method']} | {data} | `{one['spec_sha256'][:12]}…` | {weights} |"
+        )
+    return [*lines, ""]
 
 
 def _how_to_ask(rendering: dict[str, Any]) -> list[str]:

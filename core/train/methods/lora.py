@@ -3,16 +3,20 @@ made by PEFT."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import nn
 
 from core.errors import SpecError
 from core.plan.models.shape import ATTENTION
 from core.spec.axes.method import LowRank
 from core.train.optim.groups import ParameterGroup, decay_groups
+
+_MERGE = "leave the fields of `method` out to take that job's, or set `model.adapter: merge`"
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
@@ -45,6 +49,21 @@ def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn
             if isinstance(module, LoraLayer):
                 module.cast_input_dtype_enabled = False
     return adapted
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. SpecError where the two have
+    other tensors or shapes."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    made = get_peft_model_state_dict(model)
+    if odd := sorted(name for name in saved.keys() | made.keys() if name not in saved or name not in made):
+        where = "the adapter to continue lacks" if odd[0] in made else "this job's method has no place for"
+        raise SpecError(f"{where} {odd[0]}, and {len(odd) - 1} more tensors differ; {_MERGE}", field="model.adapter")
+    for name, tensor in saved.items():
+        if tensor.shape != made[name].shape:
+            shapes = f"{list(tensor.shape)} in the adapter to continue and {list(made[name].shape)} in this job"
+            raise SpecError(f"{name} is {shapes}; {_MERGE}", field="model.adapter")
+    set_peft_model_state_dict(model, saved)
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:

@@ -16,7 +16,6 @@ from core.plan.stream import Decision
 from core.spec.axes.method import Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
-from core.spec.job import JobSpec
 from core.spec.settled import method_of
 from core.train.base.rng import seed_all
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
@@ -103,7 +102,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
     _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
-    model, groups = _adapt(model, spec, placement)
+    model, groups = _adapt(model, run, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
     offload = _offload(model, placement, run)
@@ -266,14 +265,16 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
         )
 
 
-def _adapt(model: nn.Module, spec: JobSpec, placement: Placement) -> tuple[nn.Module, list[ParameterGroup]]:
+def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module, list[ParameterGroup]]:
     """The model with what its method trains, and the groups of that for the optimizer."""
-    method = method_of(spec)
+    method = method_of(run.spec)
     match method:
         case LoRA() | QLoRA():
             from core.train.methods import lora
 
             adapted = lora.adapt_lora(model, method, autocast=placement.autocast is not None)
+            if run.adapter_dir is not None:
+                lora.load_adapter(adapted, run.adapter_dir)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
             return adapted, lora.parameter_groups(adapted)

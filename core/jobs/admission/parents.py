@@ -1,0 +1,202 @@
+"""A job whose model is another job: what it takes over from it, and what it is pinned to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Text, cast, select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Artifact, Job
+from core.errors import Fault, NotFound, SpecError
+from core.jobs.admission import lineage
+from core.jobs.admission.auto_method import effective
+from core.jobs.base.states import FINAL, Status
+from core.spec.axes.method import Auto, LowRank
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, SourceModel
+from core.spec.axes.quantization import NoQuantization
+from core.spec.job import JobSpec
+from core.spec.run.chain import HandedBack, ModelChain, WeightFile
+
+INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+"""Fields of a method that an adapter has from its making on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Columns of a job whose model is another job."""
+
+    chain: dict[str, Any]
+    lineage: list[dict[str, Any]]
+
+
+def settle(session: Session, project_id: str, spec: JobSpec, ahead: Mapping[str, JobSpec] | None = None) -> JobSpec:
+    """The job with `model.adapter` and what a continued adapter has already, before its other defaults are written out.
+    Any other job stays as it is.
+
+    `ahead`: resolved specs of jobs that are not there yet, by the ids that stand for them. Raises NotFound for a job that
+    the project does not have, and SpecError for one that cannot be gone on from, or not in this way.
+    """
+    model = spec.model
+    if not isinstance(model, JobModel):
+        return spec
+    if ahead is not None and model.id in ahead:
+        parent = ahead[model.id]
+    else:
+        row = _find(session, project_id, model.id)
+        _require_succeeded(row)
+        parent = effective(row.spec, row.settled, row.adjusted or {})
+    return _taken_over(spec, model, parent)
+
+
+def pin(session: Session, project_id: str, spec: JobSpec) -> Pinned | None:
+    """Hashes of all that the job starts from; None where its model is no job. Its parent cannot be deleted before the
+    caller's transaction has ended. Raises as `settle`."""
+    if not isinstance(spec.model, JobModel):
+        return None
+    parent = _find(session, project_id, spec.model.id, lock=True)
+    _require_succeeded(parent)
+    chain = _chain(session, parent, spec.model.adapter)
+    return Pinned(chain.model_dump(mode="json"), lineage.of_job(session, parent))
+
+
+def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None:
+    """Raises SpecError where a job whose weights a chain names was deleted; else none of them can be, before the caller's
+    transaction has ended."""
+    needed = ModelChain.model_validate(chain).jobs
+    query = select(Job.id).where(Job.id.in_(needed), Job.project_id == project_id).with_for_update(read=True)
+    if lost := sorted(set(needed) - set(session.execute(query).scalars())):
+        words = f"`{lost[0]}`, whose weights this job starts from, was deleted: train that one again"
+        raise _refused("model_job_gone", words, "model.id")
+
+
+def built_on(session: Session, job: Job) -> str | None:
+    """The newest job that needs what this one has handed back: it has not ended, or its adapter stands on a model into
+    which this one's was merged, or on these weights."""
+    query = select(Job.id, Job.status, Job.chain, Job.spec, Job.settled).where(
+        Job.project_id == job.project_id, Job.chain.is_not(None), cast(Job.chain, Text).contains(job.id)
+    )
+    for child in session.execute(query.order_by(Job.id.desc())):
+        if Status(child.status) not in FINAL:
+            return str(child.id)
+        if Status(child.status) is not Status.SUCCEEDED:
+            continue
+        chain = ModelChain.model_validate(child.chain)
+        beneath = [*chain.merges, *([] if chain.weights is None else [chain.weights])]
+        if _trains_adapter(effective(child.spec, child.settled, {})) and any(one.job == job.id for one in beneath):
+            return str(child.id)
+    return None
+
+
+def _find(session: Session, project_id: str, job_id: str, *, lock: bool = False) -> Job:
+    query = select(Job).where(Job.id == job_id, Job.project_id == project_id, Job.kind == "train")
+    # Shared: any number of jobs may be submitted over it at once, and nobody deletes it meanwhile.
+    row = session.execute(query.with_for_update(read=True) if lock else query).scalar_one_or_none()
+    if row is None:
+        raise NotFound(f"there is no job `{job_id}` in this project", field="model.id")
+    return row
+
+
+def _require_succeeded(job: Job) -> None:
+    status = Status(job.status)
+    if status is Status.SUCCEEDED:
+        return
+    if status in FINAL:
+        words = f"`{job.id}` has {status.value}, so that there is no model to go on from: retry it first"
+    else:
+        words = (
+            f"`{job.id}` is {status.value}, and its model is there once it has succeeded: submit both as a pipeline, or "
+            "wait for its end"
+        )
+    raise _refused("model_job_not_succeeded", words, "model.id")
+
+
+def _trains_adapter(spec: JobSpec) -> bool:
+    return isinstance(spec.method, LowRank)
+
+
+def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
+    method, adapter = spec.method, model.adapter
+    if isinstance(parent.method, Auto):
+        return spec  # settled when the job before has started; this one is looked at again once that has succeeded
+    if not isinstance(parent.method, LowRank):
+        if adapter is not None:
+            words = "that job trained all parameters, so that there is no adapter to continue or to merge: leave it out"
+            raise _refused("model_without_adapter", words, "model.adapter")
+        return spec
+    named = "method" in spec.model_fields_set
+    if adapter is None:
+        adapter = "merge" if named and not isinstance(method, LowRank) else "continue"
+    updates: dict[str, Any] = {"model": model.model_copy(update={"adapter": adapter})}
+    if adapter == "continue":
+        if isinstance(method, LowRank):  # of others the table of compatibility says why not
+            updates["method"] = _continued(method, parent.method) if named else parent.method
+        if not named and spec.quantization is None:
+            updates["quantization"] = parent.quantization
+    return spec.model_copy(update=updates)
+
+
+def _continued(method: LowRank, parent: LowRank) -> LowRank:
+    """The method with the fields that the adapter has. SpecError, with a fault for each that says otherwise."""
+    faults = []
+    for name in INHERITED:
+        has, asked = getattr(parent, name), getattr(method, name)
+        if name in method.model_fields_set and asked is not None and asked != has:
+            words = (
+                f"the adapter to continue has `{has}`: leave it out, or set `model.adapter: merge` for a new adapter"
+            )
+            faults.append(Fault("adapter_differs", words, f"method.{name}"))
+    if faults:
+        first = faults[0]
+        raise SpecError(f"{first.field}: {first.message}", field=first.field, faults=tuple(faults), code=first.code)
+    return method.model_copy(update={name: getattr(parent, name) for name in INHERITED})
+
+
+def _chain(session: Session, parent: Job, adapter: str | None) -> ModelChain:
+    trained = effective(parent.spec, parent.settled, parent.adjusted or {})
+    if not _trains_adapter(trained):
+        return ModelChain(weights=_handed_back(session, parent, "model"))
+    handed = _handed_back(session, parent, "adapter", trained)
+    before = ModelChain.model_validate(parent.chain) if parent.chain is not None else _base(parent)
+    if adapter == "continue":
+        return before.model_copy(update={"adapter": handed})
+    return before.model_copy(update={"merges": [*before.merges, handed], "adapter": None})
+
+
+def _base(parent: Job) -> ModelChain:
+    """The model over which a job was trained that is no job's, at the commit that it had then."""
+    model = JobSpec.model_validate(parent.spec).model
+    source: dict[str, Any] = (parent.prepared or {}).get("source", {})
+    root: SourceModel
+    match model:
+        case HubModel() | GGUFModel(id=str()) if "commit" in source:
+            root = model.model_copy(update={"revision": source["commit"]})
+        case HubModel() | LocalModel() | GGUFModel():
+            root = model
+        case JobModel():
+            raise ValueError(f"{parent.id} has no chain")
+    pinned = {name: source[name] for name in ("type", "id", "commit", "sha256") if name in source}
+    return ModelChain(root=root, root_source=pinned)
+
+
+def _handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | None = None) -> HandedBack:
+    """SpecError where the job's weights are not listed."""
+    rows = session.execute(
+        select(Artifact)
+        .where(Artifact.job_id == job.id)
+        .order_by(Artifact.path)
+        .execution_options(populate_existing=True)
+    ).scalars()
+    found = [row for row in rows if row.path.startswith(f"{folder}/")]
+    if not any(row.path.endswith(".safetensors") for row in found):
+        words = f"`{job.id}` has no {folder} to go on from: train it again"
+        raise _refused("model_job_gone", words, "model.id")
+    files = [WeightFile(path=row.path, bytes=row.bytes, sha256=row.sha256) for row in found]
+    packing = None if trained is None or isinstance(trained.quantization, NoQuantization) else trained.quantization
+    return HandedBack(job=job.id, attempt=found[0].attempt, folder=folder, files=files, quantization=packing)
+
+
+def _refused(code: str, words: str, field: str) -> SpecError:
+    return SpecError(f"{field}: {words}", field=field, faults=(Fault(code, words, field),), code=code)

@@ -1,0 +1,45 @@
+"""A model into which the adapter of an earlier job is merged before another job trains it (`model.adapter: merge`)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from core.spec.axes.quantization import NF4, Int8, Quantization
+from core.train.base.reading import reading
+from core.train.export.merge import write_merged
+from core.train.model.load import load_model, packed_as, saved_dtype
+from core.train.quant.model import load_quantized
+from core.train.quant.targets import QuantOptions
+
+WEIGHTS = ("adapter_", "README")
+"""Beginnings of the names in an adapter's folder that are not its tokenizer's."""
+
+
+def write_merged_model(base: Path, adapter: Path, quantization: Quantization | None, folder: Path) -> None:
+    """Write the model in `base` with `adapter` merged into its weights, in the dtype of its files, and the adapter's
+    tokenizer. Weights that were packed while the adapter was trained are packed and dequantised first, so that the
+    result is the model that was trained. ModelError when they cannot be read together."""
+    dtype = saved_dtype(base)
+    with reading("the adapter of an earlier job"):
+        model: Any = PeftModel.from_pretrained(_load(base, dtype, quantization), str(adapter))
+        write_merged(model, folder, model_dir=base, dtype=dtype)
+    for path in adapter.iterdir():
+        if path.is_file() and not path.name.startswith(WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _load(base: Path, dtype: Any, quantization: Quantization | None) -> Any:
+    match quantization:
+        case NF4(double=double, skip_modules=skip):
+            options = QuantOptions(format="nf4", double=double, skip=tuple(skip))
+        case Int8(block_size=block, skip_modules=skip):
+            options = QuantOptions(format="int8", block=block, skip=tuple(skip))
+        case _ if packed_as(base) is not None:
+            options = QuantOptions(format="nf4")
+        case _:
+            return load_model(base, dtype)
+    return load_quantized(base, dtype, options)[0]
