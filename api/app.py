@@ -26,6 +26,7 @@ from api.files.upload import remove_stale
 from api.http import errors
 from api.http.body_limits import RequestLimits
 from api.http.middleware import RequestContext
+from api.jobs.lineage_router import router as lineage_router
 from api.jobs.router import router as jobs_router
 from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
@@ -33,6 +34,8 @@ from api.metrics.router import router as metrics_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
+from api.pipelines.router import router as pipelines_router
+from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
 from core import __version__
@@ -48,6 +51,7 @@ Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, m
 """
 TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
+    {"name": "pipelines", "description": "Jobs one after another (docs/pipelines.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
@@ -97,6 +101,8 @@ def create_app(settings: Settings) -> FastAPI:
     routers = (
         jobs_router,
         samples_router,
+        lineage_router,
+        pipelines_router,
         events_router,
         files_router,
         preview_router,
@@ -136,7 +142,7 @@ def create_app(settings: Settings) -> FastAPI:
         if app.openapi_schema is None:
             document = plain_openapi()
             schemas = document["components"]["schemas"]
-            schemas.update(openapi_schemas())
+            schemas.update(openapi_schemas() | pipeline_schemas())
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             for path, methods in document["paths"].items():

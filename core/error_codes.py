@@ -91,7 +91,23 @@ JOBS: dict[str, Code] = {
     "priority_too_high": ("The priority exceeds the project's limit.", "An admin can raise it: `eft quota set`."),
     "already_final": ("The job has already ended.", "`eft retry` runs it again."),
     "not_ended": ("Only a job that has ended can be retried or deleted.", "Wait, or cancel it first."),
-    "job_in_use": ("A retry may resume from the job's checkpoints.", "Delete that retry first; the message names it."),
+    "job_in_use": (
+        "A retry, a running pipeline, or a job that was made from its model needs the job.",
+        "Delete (or cancel) that one first; the message names it.",
+    ),
+    "step_not_succeeded": (
+        "A step before the one to retry from has no job that has succeeded.",
+        "Retry from that step, or from one before it.",
+    ),
+    "unknown_step": ("The pipeline has no such earlier step.", "Name one of the steps that the message lists."),
+    "gate_without_figure": (
+        "The step's result will not have the gate's metric.",
+        "Give the step `data.eval` or `data.split`, or use `train_loss`.",
+    ),
+    "owner_may_not_submit": (
+        "The pipeline's owner has lost the right to submit jobs in the project.",
+        "Somebody who has it can retry the pipeline.",
+    ),
     "queue_full": (
         "Too many jobs or previews of the project wait.",
         "Submit later; the message names the setting or quota.",
@@ -155,6 +171,25 @@ DATA: dict[str, Code] = {
 }
 
 MODELS: dict[str, Code] = {
+    "model_job_not_succeeded": (
+        "The job that is to be the model has not succeeded.",
+        "Wait for it, retry it, or submit both as a pipeline (docs/pipelines.md).",
+    ),
+    "model_job_gone": ("Weights of an earlier job are gone.", "Restore them from a backup, or train that job again."),
+    "model_job_changed": (
+        "Weights of an earlier job, or its base model, have changed since.",
+        "Restore them from a backup, or train that job again.",
+    ),
+    "model_needs_service": ("Only a service knows jobs.", "Give the folder of a model, e.g. a `merged` export."),
+    "model_without_adapter": ("That job trained all parameters.", "Remove `model.adapter`."),
+    "adapter_not_trained": (
+        "`model.adapter: continue` needs a method that trains an adapter.",
+        "Use `model.adapter: merge`, or such a method.",
+    ),
+    "adapter_differs": (
+        "The adapter to continue has another value of this field.",
+        "Remove the field, or set `model.adapter: merge` to train a new adapter.",
+    ),
     "model_unavailable": ("The model cannot be used.", "The message gives the reason."),
     "model_not_found": ("The hub or folder has no such model.", "Check the name; private models need HF_TOKEN."),
     "model_revision_not_found": ("The model has no such revision.", "Remove `revision`, or use an existing one."),

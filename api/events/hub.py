@@ -1,4 +1,4 @@
-"""Followers of jobs: one look at the database a second for all of them, every event encoded once, all woken.
+"""Followers of jobs and pipelines: one look at the database a second for all, every event encoded once, all woken.
 
 A follower first replays from the database what lies behind its Last-Event-ID, then goes on from the tail that the
 hub keeps in memory; one that falls behind the tail replays again. Memory: the tail of each watched job.
@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from api.pipelines.schemas import event_view
 from core.db.engine import Database
 from core.db.tables import Event
 from core.jobs.base.states import FINAL, Status
+from core.jobs.lifecycle.pipelines import records
+from core.jobs.lifecycle.pipelines.records import PipelineHead
 from core.jobs.views import queries
 from core.jobs.views.queries import JobHead
 
@@ -162,12 +165,15 @@ class Hub:
             watch.status = head.status
             watch.wake()
 
-    def _heads(self, job_ids: Sequence[str]) -> dict[str, JobHead]:
+    def _heads(self, job_ids: Sequence[str]) -> dict[str, JobHead | PipelineHead]:
         with self._database.read() as session:
-            return queries.heads(session, job_ids)
+            return queries.heads(session, job_ids) | records.heads(session, job_ids)
 
     def _replay(self, job_id: str, after: int) -> list[tuple[int, bytes]]:
         with self._database.read() as session:
+            if job_id.startswith(records.PREFIX):
+                told = records.events_after(session, job_id, after, REPLAY_ROWS)
+                return [(row.seq, encode(row.type, event_view(row), row.seq)) for row in told]
             rows = queries.events_after(session, job_id, after, REPLAY_ROWS)
             return [(row.seq, encode(row.type, view(row), row.seq)) for row in rows]
 

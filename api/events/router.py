@@ -135,7 +135,7 @@ async def events(
     (or `after`), ends with an event `end` once the job is final, and sends a comment every 15 seconds so that
     proxies keep it open. With `format=json` (or `Accept: application/json`) the reply is one page of events.
     """
-    seen = _last_seen(after, last_event_id)
+    seen = last_seen(after, last_event_id)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
         return JSONResponse(await run_in_threadpool(_page, app, principal, job_id, seen, limit))
     await run_in_threadpool(_exists, app, principal, job_id)
@@ -167,7 +167,7 @@ async def while_allowed(
             yield encoded
 
 
-def _last_seen(after: int | None, last_event_id: str | None) -> int:
+def last_seen(after: int | None, last_event_id: str | None) -> int:
     if last_event_id:
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 10):
             raise BadRequest("Last-Event-ID is the number of an event", field="last-event-id")

@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 from api.notices.addresses import parse
 from api.view import iso
 from core.db.tables import Delivery
-from core.jobs.base.deliveries import TEST
+from core.jobs.base.deliveries import PIPELINE_EVENTS, TEST
 
 Kind = Literal["standard", "chat"]
 DISCORD = ("discord.com", "discordapp.com")
@@ -64,6 +64,8 @@ def document(delivery: Delivery, site: str) -> dict[str, Any]:
     data = {name: iso(value) if name in TIMES else value for name, value in delivery.data.items()}
     if delivery.job_id is not None:
         data["url"] = f"{site}/jobs/{delivery.job_id}"
+    elif delivery.type in PIPELINE_EVENTS:
+        data["url"] = f"{site}/pipelines/{data['id']}"
     return {"type": delivery.type, "timestamp": iso(delivery.created_at), "data": data}
 
 
@@ -73,10 +75,10 @@ def line(delivery: Delivery, site: str) -> str:
     if delivery.type == TEST:
         return f"eft: a test of the webhook {_plain(data['name'])}"
     name = f"{_plain(data['name'])} ({data['id']})" if data["name"] else data["id"]
-    word = delivery.type.removeprefix("job.")
+    kind, _, word = delivery.type.partition(".")
     reason = _plain(data["reason"])
     text = f"{name} {word}" + (f": {reason}" if reason and reason != word else "")
-    return f"{text[:MOST_CHARACTERS]} {site}/jobs/{data['id']}"
+    return f"{text[:MOST_CHARACTERS]} {site}/{kind}s/{data['id']}"
 
 
 def chat(url: str, text: str) -> dict[str, Any]:

@@ -12,10 +12,19 @@ from api.notices.addresses import NotAllowed, parse
 from api.notices.render import Kind
 from api.view import iso, view_of
 from core.db.tables import Delivery, Webhook
-from core.jobs.base.deliveries import EVENTS
+from core.jobs.base.deliveries import EVENTS, PIPELINE_EVENTS
 
-EventName = Literal["job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled"]
-assert set(EVENTS.values()) == set(get_args(EventName))
+EventName = Literal[
+    "job.started",
+    "job.paused",
+    "job.succeeded",
+    "job.failed",
+    "job.cancelled",
+    "pipeline.succeeded",
+    "pipeline.failed",
+    "pipeline.cancelled",
+]
+assert {*EVENTS.values(), *PIPELINE_EVENTS} == set(get_args(EventName))
 
 
 def _url(url: str) -> str:

@@ -62,7 +62,7 @@ def upgrade() -> None:
     )
 
 
-def _owned(table: str) -> list[sa.SchemaItem]:
+def _owned(table: str) -> list[sa.Column[str] | sa.ForeignKeyConstraint]:
     return [
         sa.Column('owner_id', sa.String(length=40), nullable=False),
         sa.Column('project_id', sa.String(length=40), nullable=False),

@@ -14,8 +14,10 @@ from core.db.engine import Database
 from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.jobs.lifecycle import claims, leader, lease_expiry, retention
+from core.jobs.lifecycle.pipelines import advance
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
+from core.jobs.policies.volume import VolumeLimits
 from core.jobs.scheduling import preempt
 from core.settings import Settings
 from core.storage.bucket import Bucket
@@ -31,6 +33,7 @@ log = logging.getLogger("eft.housekeeping")
 
 ROLE = "housekeeping"
 RELAY_SECONDS = 0.25
+PIPELINE_SECONDS = 1.0
 CLEAR_SECONDS = 600.0
 BUDGET_SECONDS = 30.0
 """How often the data root is held against its budgets, at the most."""
@@ -91,7 +94,7 @@ class Housekeeper:
         """What cannot be reached; told once an outage."""
 
     def run(self) -> None:
-        leads_until = next_lead = next_sweep = next_clear = 0.0
+        leads_until = next_lead = next_sweep = next_clear = next_pipelines = 0.0
         next_collect = time.monotonic() + CLEAR_SECONDS  # not in the first minutes, when everything begins again
         while not self._stopped.wait(RELAY_SECONDS):
             now = time.monotonic()
@@ -115,6 +118,9 @@ class Housekeeper:
             if now >= self._next_budgets and Budget.of(self._settings).limits:
                 self._next_budgets = now + BUDGET_SECONDS
                 self._guarded("database", self._keep_budgets)
+            if now >= next_pipelines:
+                next_pipelines = now + PIPELINE_SECONDS
+                self._guarded("database", self._advance_pipelines)
             self._guarded("broker", self._relay)
 
     def stop(self) -> None:
@@ -150,6 +156,16 @@ class Housekeeper:
         if self._bucket is not None:
             freed = objects.collect(self._database, self._bucket, retention.RetentionRules.of(self._settings))
             log.info("removed from %s: %d MiB of runs that ended long ago", self._bucket.where, freed >> 20)
+        return True
+
+    def _advance_pipelines(self) -> bool:
+        """Submit the steps whose turn it is. Whoever else does the same at once does no harm."""
+        with self._database.read() as session:
+            waiting = advance.due(session)
+        for pipeline_id in waiting:
+            if self._stopped.is_set():
+                break
+            advance.advance(self._database, pipeline_id, VolumeLimits.of(self._settings))
         return True
 
     def _keep_books(self) -> bool:

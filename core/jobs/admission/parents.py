@@ -36,8 +36,8 @@ def settle(session: Session, project_id: str, spec: JobSpec, ahead: Mapping[str,
     """The job with `model.adapter` and what a continued adapter has already, before its other defaults are written out.
     Any other job stays as it is.
 
-    `ahead`: resolved specs of jobs that are not there yet, by the ids that stand for them. Raises NotFound for a job that
-    the project does not have, and SpecError for one that cannot be gone on from, or not in this way.
+    `ahead`: resolved specs of jobs that are not there yet, by the ids that stand for them. Raises NotFound for a job
+    that the project does not have, and SpecError for one that cannot be gone on from, or not in this way.
     """
     model = spec.model
     if not isinstance(model, JobModel):
@@ -63,8 +63,8 @@ def pin(session: Session, project_id: str, spec: JobSpec) -> Pinned | None:
 
 
 def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None:
-    """Raises SpecError where a job whose weights a chain names was deleted; else none of them can be, before the caller's
-    transaction has ended."""
+    """Raises SpecError where a job whose weights a chain names was deleted; else none of them can be, before the
+    caller's transaction has ended."""
     needed = ModelChain.model_validate(chain).jobs
     query = select(Job.id).where(Job.id.in_(needed), Job.project_id == project_id).with_for_update(read=True)
     if lost := sorted(set(needed) - set(session.execute(query).scalars())):
@@ -107,8 +107,8 @@ def _require_succeeded(job: Job) -> None:
         words = f"`{job.id}` has {status.value}, so that there is no model to go on from: retry it first"
     else:
         words = (
-            f"`{job.id}` is {status.value}, and its model is there once it has succeeded: submit both as a pipeline, or "
-            "wait for its end"
+            f"`{job.id}` is {status.value}, and its model is there once it has succeeded: submit both as a pipeline, "
+            "or wait for its end"
         )
     raise _refused("model_job_not_succeeded", words, "model.id")
 
@@ -177,7 +177,7 @@ def _base(parent: Job) -> ModelChain:
             root = model
         case JobModel():
             raise ValueError(f"{parent.id} has no chain")
-    pinned = {name: source[name] for name in ("type", "id", "commit", "sha256") if name in source}
+    pinned: dict[str, Any] = {name: source[name] for name in ("type", "id", "commit", "sha256") if name in source}
     return ModelChain(root=root, root_source=pinned)
 
 

@@ -5,6 +5,7 @@ What is written here is sent by the API (api/notices/sender.py), at least once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import insert, select
@@ -22,6 +23,7 @@ EVENTS = {
     Status.CANCELLED: "job.cancelled",
 }
 """What people are told of. A job that is tried again starts again."""
+PIPELINE_EVENTS = ("pipeline.succeeded", "pipeline.failed", "pipeline.cancelled")
 TEST = "webhook.test"
 
 
@@ -43,6 +45,21 @@ def tell(session: Session, job: Job, status: Status) -> None:
     for hook in hooks:
         if kind in hook.events and (hook.all_jobs or hook.id in named):
             write(session, job.owner_id, job.project_id, hook.id, kind, data, job_id=job.id)
+
+
+def tell_pipeline(
+    session: Session, owner_id: str, project_id: str, kind: str, data: dict[str, Any], named: Sequence[str]
+) -> None:
+    """Write a notice for each webhook that wants to know of the end of a pipeline."""
+    hooks = session.execute(
+        select(Webhook.id, Webhook.events, Webhook.all_jobs)
+        .where(Webhook.project_id == project_id, Webhook.disabled_at.is_(None))
+        .order_by(Webhook.id)
+        .with_for_update(read=True, key_share=True)
+    ).all()
+    for hook in hooks:
+        if kind in hook.events and (hook.all_jobs or hook.id in named):
+            write(session, owner_id, project_id, hook.id, kind, data)
 
 
 def write(

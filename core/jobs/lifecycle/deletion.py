@@ -10,7 +10,19 @@ from sqlalchemy import ColumnElement, Text, case, cast, delete, func, select, up
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from core.db.tables import Allocation, Artifact, Attempt, Audit, DeletedJobs, Event, Job, Metric, OutboxMessage
+from core.db.tables import (
+    Allocation,
+    Artifact,
+    Attempt,
+    Audit,
+    DeletedJobs,
+    Event,
+    Job,
+    Metric,
+    OutboxMessage,
+    Pipeline,
+    PipelineStep,
+)
 from core.errors import Conflict, NotFound
 from core.jobs.admission import parents
 from core.jobs.base.states import FINAL, Status
@@ -51,7 +63,7 @@ class Freed:
 def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life: float) -> bool:
     """Delete an ended job's rows; its time stays in the books of usage. False: it was deleted before.
 
-    Raises NotFound, and Conflict for a job that has not ended, or from whose checkpoints or weights another one may go on.
+    Raises NotFound, and Conflict for a job that has not ended, or that another one may go on from.
     """
     job = require(session, actor, job_id, lock=True)
     if job is None:
@@ -81,6 +93,9 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     retry = _built_on(session, job)
     if retry is not None:
         words = f"`{retry}` is a retry of this job and may go on from its checkpoints: delete that one first"
+        raise Conflict(words, field="job_id", code="job_in_use")
+    if (pipeline := _step_of(session, job)) is not None:
+        words = f"the job is a step of `{pipeline}`, which is running: cancel that one, or wait for its end"
         raise Conflict(words, field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
     if child is not None:
@@ -133,9 +148,19 @@ def _built_on(session: Session, job: Job) -> str | None:
     return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
 
 
+def _step_of(session: Session, job: Job) -> str | None:
+    """A running pipeline that goes on from this job, or may."""
+    query = (
+        select(Pipeline.id)
+        .join(PipelineStep, PipelineStep.pipeline_id == Pipeline.id)
+        .where(PipelineStep.job_id == job.id, Pipeline.status == "running")
+    )
+    return session.execute(query.limit(1)).scalar_one_or_none()
+
+
 def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int = 10) -> Sequence[str]:
-    """Jobs that are not over yet and train or evaluate on the file."""
-    return (
+    """Jobs that are not over yet and train or evaluate on the file, and running pipelines with a step that will."""
+    found = list(
         session.execute(
             select(Job.id)
             .where(
@@ -149,3 +174,16 @@ def jobs_using_file(session: Session, project_id: str, file_id: str, limit: int 
         .scalars()
         .all()
     )
+    steps = (
+        select(PipelineStep.pipeline_id)
+        .join(Pipeline, Pipeline.id == PipelineStep.pipeline_id)
+        .where(
+            Pipeline.project_id == project_id,
+            Pipeline.status == "running",
+            PipelineStep.job_id.is_(None),
+            cast(PipelineStep.spec["data"], Text).contains(file_id),
+        )
+        .distinct()
+        .limit(limit)
+    )
+    return [*found, *session.execute(steps).scalars()][:limit]

@@ -21,7 +21,7 @@ from sqlalchemy import ColumnElement, Select, Text, cast, delete, exists, func, 
 from sqlalchemy.orm import Session, aliased
 
 from core.db.engine import Database, read_now
-from core.db.tables import Artifact, Event, File, Job, Metric
+from core.db.tables import Artifact, Event, File, Job, Metric, PipelineStep
 from core.jobs.base.states import FINAL
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import deletion
@@ -179,12 +179,17 @@ def _named_files(session: Session) -> set[str]:
     used: set[str] = set()
     for (document,) in session.execute(select(cast(Job.spec["data"], Text))):
         used.update(_FILE_ID.findall(document or ""))
+    for (document,) in session.execute(select(cast(PipelineStep.spec["data"], Text))):
+        used.update(_FILE_ID.findall(document or ""))
     return used
 
 
 def _named(session: Session, row: File) -> bool:
     query = select(Job.id).where(Job.project_id == row.project_id, cast(Job.spec["data"], Text).contains(row.id))
-    return session.execute(query.limit(1)).first() is not None
+    steps = select(PipelineStep.name).where(
+        PipelineStep.project_id == row.project_id, cast(PipelineStep.spec["data"], Text).contains(row.id)
+    )
+    return any(session.execute(one.limit(1)).first() is not None for one in (query, steps))
 
 
 def sweep(layout: Layout) -> int:

@@ -1,4 +1,4 @@
-"""What a job starts from whose model is another job: pinned by hashes when it is submitted, the same in all its attempts."""
+"""What a job starts from whose model is another job: pinned by hashes when it is submitted, for all its attempts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,28 @@ class WeightFile(SpecModel):
     path: str
     """Below the artifacts folder of the attempt."""
     bytes: int
+    """Size of the file."""
     sha256: str
+    """Hash of the file, in hexadecimal."""
 
 
 class HandedBack(SpecModel):
     """The weights that a job has handed back, with the tokenizer beside them."""
 
     job: str
+    """Id of the job."""
     attempt: int
+    """Attempt whose artifacts they are."""
     folder: Literal["adapter", "model"]
+    """Folder below the artifacts."""
     files: list[WeightFile]
+    """All files of that folder."""
     quantization: Quantization | None = Field(default=None)
     """Format of the weights over which an adapter was trained; it is merged onto these."""
+
+    @property
+    def packing(self) -> dict[str, Any] | None:
+        return None if self.quantization is None else self.quantization.model_dump(mode="json")
 
     @property
     def sha256(self) -> str:
@@ -49,7 +59,9 @@ class ModelChain(SpecModel):
     weights: HandedBack | None = None
     """All parameters, where a job has trained them."""
     merges: list[HandedBack] = Field(default=[])
+    """Adapters that are merged into the weights, in this order."""
     adapter: HandedBack | None = None
+    """Adapter that is trained further."""
 
     @property
     def handed_back(self) -> list[HandedBack]:
@@ -69,8 +81,6 @@ class ModelChain(SpecModel):
             "root": None if self.root is None else self.root.model_dump(mode="json"),
             "source": self.root_source,
             "weights": None if self.weights is None else self.weights.sha256,
-            "merges": [
-                (one.sha256, one.quantization and one.quantization.model_dump(mode="json")) for one in self.merges
-            ],
+            "merges": [(one.sha256, one.packing) for one in self.merges],
         }
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()

@@ -145,7 +145,7 @@ def prepare_chain(
     if chain.weights is not None:
         folder = folders[id(chain.weights)]
         summary = model_files.inspect(folder, field="model.id")
-        made = {"type": "job", "job": chain.weights.job, "sha256": chain.weights.sha256}
+        made: dict[str, Any] = {"type": "job", "job": chain.weights.job, "sha256": chain.weights.sha256}
         found = Prepared(folder, made, summary.parameters, summary.as_dict())
     else:
         assert chain.root is not None  # one of both is the base

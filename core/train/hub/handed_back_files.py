@@ -11,8 +11,8 @@ from core.spec.run.folder import ARTIFACTS
 
 
 def checked_folder(runs: Path, handed: HandedBack, digest: Callable[[Path], str]) -> Path:
-    """Folder of the weights, every file of which has the pinned SHA-256. ModelError otherwise. `digest` returns a file's
-    SHA-256."""
+    """Folder of the weights, every file of which has the pinned SHA-256. ModelError otherwise. `digest` returns the
+    SHA-256 of a file."""
     artifacts = runs / handed.job / f"attempt-{handed.attempt}" / ARTIFACTS
     for file in handed.files:
         path = artifacts / file.path

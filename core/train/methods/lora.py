@@ -52,8 +52,8 @@ def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. SpecError where the two have
-    other tensors or shapes."""
+    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. SpecError where the two
+    have other tensors or shapes."""
     saved = load_file(folder / "adapter_model.safetensors")
     made = get_peft_model_state_dict(model)
     if odd := sorted(name for name in saved.keys() | made.keys() if name not in saved or name not in made):

@@ -1,0 +1,153 @@
+"""Jobs that start from other jobs, on a real service: adapters continued and merged first, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service import Service, running, wait_for
+
+ROWS = [{"prompt": f"say {n}", "completion": f" {n}"} for n in range(32)]
+LORA = {"type": "lora", "r": 4, "lora_alpha": 12}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    environment = {"EFT_MODEL_ROOTS": str(models), "EFT_CPU_SLOTS": "2"}
+    yield from running(tmp_path_factory.mktemp("chains"), environment)
+
+
+@pytest.fixture(scope="module")
+def rows(service: Service) -> str:
+    path = service.folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return service.upload(path)
+
+
+@pytest.fixture(scope="module")
+def parent(service: Service, models: Path, rows: str) -> str:
+    job_id = service.submit(spec(str(models / "tiny"), rows, method=LORA))
+    service.wait(job_id, "succeeded")
+    return job_id
+
+
+@pytest.fixture(scope="module")
+def continued(service: Service, parent: str, rows: str) -> str:
+    """A job that trains the parent's adapter further, undisturbed."""
+    job_id = service.submit(spec(parent, rows, 40, checkpoint={"type": "disk", "save_steps": 5}))
+    service.wait(job_id, "succeeded")
+    return job_id
+
+
+def spec(model: Any, rows: str, steps: int = 4, **axes: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": rows,
+        "optimizer": {"learning_rate": 1e-2},
+        "training": {"max_steps": steps, "per_device_train_batch_size": 2, "max_length": 64},
+        **axes,
+    }
+
+
+def adapter(service: Service, job_id: str) -> bytes:
+    return service.artifact(job_id, "adapter/adapter_model.safetensors")
+
+
+def losses(service: Service, job_id: str) -> list[float]:
+    series = service.client.get(f"/jobs/{job_id}/metrics", params={"names": "loss"}).json()["loss"]
+    return [value for _, value in series]
+
+
+def test_an_adapter_is_continued_with_what_it_has_and_resumed_to_the_bit(
+    service: Service, parent: str, continued: str, rows: str
+) -> None:
+    child = service.client.get(f"/jobs/{continued}").json()
+    assert child["spec"]["model"] == {"type": "job", "id": parent, "adapter": "continue"}
+    method = child["spec"]["method"]
+    assert (method["type"], method["r"], method["lora_alpha"]) == ("lora", 4, 12), "taken over from the parent"
+    assert losses(service, continued)[0] < losses(service, parent)[0], "it began where the parent ended"
+
+    killed = service.submit(spec(parent, rows, 40, checkpoint={"type": "disk", "save_steps": 5}))
+    found = service.data / "runs" / killed
+    wait_for(
+        lambda: next(found.glob("attempt-*/checkpoints/step-*/manifest.json"), None), 200, "its checkpoint",
+        lambda: service.describe(killed),
+    )  # fmt: skip
+    for pid in service.trainers(killed):
+        os.kill(pid, signal.SIGKILL)
+    service.wait(killed, "succeeded")
+    assert adapter(service, killed) == adapter(service, continued)
+
+    config = json.loads(service.artifact(continued, "adapter/adapter_config.json"))
+    base = json.loads(service.artifact(parent, "adapter/adapter_config.json"))
+    assert config["base_model_name_or_path"] == base["base_model_name_or_path"]
+
+
+def test_an_adapter_is_merged_first_and_the_merged_model_is_made_once(
+    service: Service, parent: str, continued: str, rows: str
+) -> None:
+    model = {"type": "job", "id": parent, "adapter": "merge"}
+    first = service.submit(spec(model, rows, method={"type": "lora", "r": 2}))
+    full = service.submit(spec(parent, rows, method="full"))
+    for job_id in (first, full):
+        service.wait(job_id, "succeeded")
+    assert len(list((service.data / "models" / "merged").glob("*/manifest.json"))) == 1
+    assert service.client.get(f"/jobs/{full}").json()["spec"]["model"]["adapter"] == "merge"
+    began = [losses(service, one)[0] for one in (first, full, continued)]
+    assert began == pytest.approx([began[-1]] * 3, abs=2e-3), "merged (rounded to bf16) or beside: the same model"
+
+    grandchild = service.submit(spec(full, rows))
+    service.wait(grandchild, "succeeded")
+    assert service.client.get(f"/jobs/{grandchild}").json()["spec"]["model"]["adapter"] is None
+    assert losses(service, grandchild)[0] < began[0]
+
+    told = service.client.get(f"/jobs/{grandchild}/lineage").json()["data"]
+    assert [one["job"] for one in told] == [grandchild, full, parent]
+    for one in told:
+        assert one["spec_sha256"] and one["template_sha256"] and one["code"]["sha256"]
+        assert len(one["data"]["train"]) == 1 and one["weights"]
+    card = service.artifact(grandchild, "adapter/README.md").decode()
+    assert "## Lineage" in card and full in card and parent in card
+    record = json.loads(service.artifact(grandchild, "run_record.json"))
+    assert [one["job"] for one in record["lineage"]] == [full, parent]
+
+    refused = service.client.delete(f"/jobs/{parent}")
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "job_in_use", refused.text
+
+
+def test_what_cannot_be_gone_on_from_is_refused_with_the_way_out(service: Service, parent: str, rows: str) -> None:
+    def post(**given: Any) -> tuple[int, dict[str, Any]]:
+        answer = service.client.post("/jobs", json=spec(**{"model": parent, "rows": rows} | given))
+        return answer.status_code, answer.json()["error"]
+
+    status, error = post(model="job-00000000000000000000000000")
+    assert (status, error["field"]) == (404, "model.id")
+    status, error = post(method={"type": "lora", "r": 8})
+    assert (status, error["code"], error["field"]) == (422, "adapter_differs", "method.r")
+    assert "`4`" in error["message"]
+    status, error = post(model={"type": "job", "id": parent, "adapter": "continue"}, method="full")
+    assert (status, error["code"]) == (422, "adapter_not_trained")
+    waiting = service.submit(spec(parent, rows, 100_000))
+    status, error = post(model=waiting)
+    assert (status, error["code"]) == (422, "model_job_not_succeeded")
+    assert service.client.delete(f"/jobs/{parent}").status_code == 409
+    service.client.post(f"/jobs/{waiting}/cancel")
+    service.wait(waiting, "cancelled")
+
+
+def test_weights_that_have_changed_since_are_not_trained_on(service: Service, models: Path, rows: str) -> None:
+    made = service.submit(spec(str(models / "tiny"), rows, 1, method=LORA))
+    service.wait(made, "succeeded")
+    (path,) = (service.data / "runs" / made).glob("attempt-*/artifacts/adapter/adapter_model.safetensors")
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    child = service.submit(spec(made, rows, 1))
+    failure = service.wait(child, "failed")["failure"]
+    assert failure["code"] == "model_job_changed" and failure["field"] == "model.id"
