@@ -163,8 +163,8 @@ async def retry_pipeline(
     """Create a pipeline that takes over the jobs of the old one up to a step; `retry_of` names the old one.
 
     Without `from` it begins at the step at which the old one ended, and a failed job goes on from its newest
-    checkpoint. A step that is named begins anew; the gates before it count as passed. Asked again while that pipeline has not
-    failed too, it answers that pipeline.
+    checkpoint. A step that is named begins anew; the gates before it count as passed. Asked again while that pipeline
+    has not failed too, it answers that pipeline.
     """
     wish = await read_json(request, schemas.PipelineRetryWish, app.settings.max_body_bytes)
 
