@@ -37,6 +37,7 @@ UPLOADS_AT_ONCE = 4
 """Uploads of one API process whose bytes are being checked and written; others wait, however many there are."""
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _FILE_ID = re.compile(r"file-[0-9a-z]{26}")
+_PIPELINE_ID = re.compile(r"pipe-[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,17 @@ async def _file_id(
     return file_id
 
 
+async def _pipeline_id(
+    pipeline_id: Annotated[str, Path(description="Id of a pipeline.", examples=["pipe-01kar3v8x5m2h6n9qst4wyz0bc"])],
+) -> str:
+    if not _PIPELINE_ID.fullmatch(pipeline_id):
+        raise NotFound(f"there is no pipeline `{printable(pipeline_id)}` in this project", field="pipeline_id")
+    return pipeline_id
+
+
 JobId = Annotated[str, Depends(_job_id)]
 FileId = Annotated[str, Depends(_file_id)]
+PipelineId = Annotated[str, Depends(_pipeline_id)]
 
 Limit = Annotated[int, Query(ge=1, le=200, description="Rows of a page.")]
 After = Annotated[

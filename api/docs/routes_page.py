@@ -16,6 +16,7 @@ from core.settings import Settings
 PAGE = HOME / "docs" / "api.md"
 TOPICS = {
     "jobs": "Jobs",
+    "pipelines": "Pipelines",
     "files": "Training data",
     "queue": "Queue, GPUs, quotas",
     "nodes": "Nodes",

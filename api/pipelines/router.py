@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Principal, Reading, Writing
-from api.deps import After, App, AppState, Limit
+from api.deps import After, App, AppState, Limit, PipelineId
 from api.events.router import EventStream, last_seen, while_allowed
 from api.http.body import json_body, read_body, read_json
 from api.http.errors import responses
@@ -22,7 +22,6 @@ from core.jobs.lifecycle.pipelines.records import PipelineStatus
 
 router = APIRouter(tags=["pipelines"])
 
-PipelineId = Annotated[str, Path(pattern=r"^pipe-[0-9a-z]{26}$", description="Id of a pipeline.")]
 _BODY = {
     "required": True,
     "description": "Jobs in order; each starts from the model of the step before unless it names another.",

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from eft.errors import ApiError, DownloadError, EftClientError, NotEft, Unreachable
-from eft.types import Artifact, Event, File, Job, LogChunk, Node, Snapshot
+from eft.types import Artifact, Event, File, Job, LogChunk, Node, Pipeline, PipelineStep, Snapshot
 from eft.version import VERSION
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ __all__ = [
     "LogChunk",
     "Node",
     "NotEft",
+    "Pipeline",
+    "PipelineStep",
     "Snapshot",
     "Unreachable",
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from eft.commands import artifacts, data, export, files, help, jobs, look, plan
+from eft.commands import artifacts, data, export, files, help, jobs, look, pipelines, plan
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
@@ -47,8 +47,10 @@ for verb in (
     jobs.priority,
     jobs.cancel,
     jobs.delete,
+    pipelines.lineage,
 ):
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
+app.add_typer(pipelines.app, name="pipelines", rich_help_panel=JOBS)
 app.add_typer(files.app, name="files", rich_help_panel=DATA)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)
 app.command(rich_help_panel=LINE)(queue.queue)

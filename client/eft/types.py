@@ -238,6 +238,59 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineStep:
+    """One step of a pipeline."""
+
+    name: str
+    status: str
+    """`waiting` until its job is submitted; then the status of the job."""
+    job: str | None
+    """Id of its job."""
+    gates: list[dict[str, Any]]
+    """`metric`, `min`, `max`, and once the job has succeeded `value` and `passed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Jobs one after another."""
+
+    id: str
+    name: str | None
+    status: str
+    """running, succeeded, failed or cancelled."""
+    reason: str | None
+    """Why it is in this state."""
+    steps: list[PipelineStep]
+    retry_of: str | None
+    created_at: str
+    finished_at: str | None
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What a script that waited for it should see."""
+        return {"failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}.get(self.status, ExitCode.OK)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Pipeline:
+        return cls(
+            id=raw["id"],
+            name=raw.get("name"),
+            status=raw["status"],
+            reason=raw.get("reason"),
+            steps=[PipelineStep(one["name"], one["status"], one["job"], one["gates"]) for one in raw["steps"]],
+            retry_of=raw.get("retry_of"),
+            created_at=raw["created_at"],
+            finished_at=raw.get("finished_at"),
+            raw=raw,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """A page of jobs; `next` is the cursor of the one after it."""
 

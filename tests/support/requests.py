@@ -16,6 +16,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
             "job_id": f"job-{nothing}",
             "file_id": f"file-{nothing}",
             "preview_id": f"preview-{nothing}",
+            "pipeline_id": f"pipe-{nothing}",
             "key_id": f"key-{nothing}",
             "webhook_id": f"hook-{nothing}",
             "delivery_id": f"msg-{nothing}",
@@ -29,6 +30,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
         "job_id": project.job,
         "file_id": here.file(project.owner) if fresh else project.file,
         "preview_id": project.preview,
+        "pipeline_id": here.pipeline(project),
         "key_id": here.key_of(project) if fresh else project.key,
         "webhook_id": webhook,
         "delivery_id": delivery,
@@ -51,6 +53,10 @@ def request_of(here: World, route: tuple[str, str], project: Project) -> dict[st
     match route:
         case ("POST", "/jobs"):
             return {"json": {"model": MODEL, "data": project.file}}
+        case ("POST", "/pipelines"):
+            return {"json": {"steps": [{"name": "only", "job": {"model": MODEL, "data": project.file}}]}}
+        case ("POST", "/pipelines/{pipeline_id}/retry"):
+            return {"json": {"from": "only"}}
         case ("POST", "/files"):
             return {"files": {"file": ("rows.jsonl", b'{"text": "a"}\n')}}
         case ("POST", "/files/{file_id}/preview"):

@@ -24,6 +24,8 @@ from core.jobs.base import deliveries
 from core.jobs.lifecycle import previews
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.pipelines import wishes
+from core.jobs.lifecycle.pipelines.wishes import PlannedStep
 from core.jobs.lifecycle.submit import Actor, submit
 from core.jobs.policies import nodes
 from core.settings import Settings
@@ -195,6 +197,14 @@ class World:
                 )
             )  # fmt: skip
         return file_id
+
+    def pipeline(self, project: Project) -> str:
+        """The id of one that was cancelled before its first job began."""
+        step = PlannedStep("only", self.spec(project.file).model_dump(mode="json"), [])
+        with self.database.write() as session:
+            made = wishes.create(session, project.owner, "chain", [], [step]).id
+            wishes.cancel(session, project.owner, made)
+        return made
 
     def spec(self, file: str) -> JobSpec:
         source = {"type": "file", "id": file, "format": "text"}

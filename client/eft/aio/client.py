@@ -8,6 +8,7 @@ from eft.aio.access import AsyncAccess
 from eft.aio.events import AsyncEvents
 from eft.aio.files import AsyncFiles
 from eft.aio.nodes import AsyncNodes
+from eft.aio.pipelines import AsyncPipelines
 from eft.aio.queue import AsyncQueue
 from eft.aio.transport import AsyncTransport
 from eft.aio.webhooks import AsyncWebhooks
@@ -33,6 +34,8 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         self.access = AsyncAccess(self._transport)
         """Users, projects, keys, the audit."""
         self.webhooks = AsyncWebhooks(self._transport)
+        self.pipelines = AsyncPipelines(self._transport)
+        """Jobs one after another."""
         self.queue = AsyncQueue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

@@ -75,6 +75,12 @@ class AsyncJobs:
         """A new job with the spec of a failed or cancelled one, going on from its newest checkpoint."""
         return await self._ask(job_id, "retry")
 
+    async def lineage(self, job_id: str) -> list[dict[str, Any]]:
+        """The job, then the jobs that its model is made of, nearest first, with the hashes of data, spec, chat
+        template, code and weights."""
+        found: list[dict[str, Any]] = (await self._transport.json("GET", f"{paths.job(job_id)}/lineage"))["data"]
+        return found
+
     async def set_priority(self, job_id: str, priority: int) -> Job:
         """Change the priority of a job that has not ended; its place in the queue changes at once."""
         body = {"priority": priority}

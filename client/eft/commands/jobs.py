@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from eft.commands.pipelines import refuse_job_options, submit_pipeline
 from eft.commands.plan import tell_notices
 from eft.commands.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
 from eft.errors import ExitCode, UsageFault
@@ -33,6 +34,7 @@ JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs'
             "In a pipeline: create one job even if repeated, and fail if the result is not good enough.",
         ),
         ("eft submit job.yaml --dry-run", "Show all defaults without queueing."),
+        ("eft submit pipeline.yaml --wait", "Submit jobs one after another, to the end of the last."),
     ],
     exits=(*ENDS, ExitCode.CONDITION),
 )
@@ -58,11 +60,26 @@ def submit(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job and print its id. Relative data paths are relative to the job file; the files are uploaded unless
-    the project already has them. With --wait (implied by --fail-if) follow the job to its end."""
+    """Submit a job, or a pipeline (a file with `steps`), and print its id. Relative data paths are relative to the
+    file; the data files are uploaded unless the project already has them. With --wait (implied by --fail-if) follow the
+    job to its end."""
     with session(as_json, url) as (client, output):
         asked = conditions(fail_if)
         job_spec, folder = read_job(source)
+        if "steps" in job_spec:
+            refuse_job_options(set=settings, data=data, eval=evaluation, **{"fail-if": fail_if})
+            submit_pipeline(
+                client,
+                output,
+                job_spec,
+                folder,
+                upload=uploader(client, lambda path, file: output.note(f"{path} is {file.id} ({file.rows} rows)")),
+                wait=wait,
+                dry_run=dry_run,
+                key=idempotency_key,
+                patience=patience,
+            )
+            return
         job_spec = apply_settings(job_spec, settings or [])
 
         def told(path: Path, file: File) -> None:

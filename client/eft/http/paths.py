@@ -27,6 +27,10 @@ def job(job_id: str) -> str:
     return f"/jobs/{identity(job_id)}"
 
 
+def pipeline(pipeline_id: str) -> str:
+    return f"/pipelines/{identity(pipeline_id, '`eft pipelines ls` lists them')}"
+
+
 def file(file_id: str) -> str:
     return f"/files/{identity(file_id)}"
 

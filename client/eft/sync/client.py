@@ -10,6 +10,7 @@ from eft.sync.access import Access
 from eft.sync.events import Events
 from eft.sync.files import Files
 from eft.sync.nodes import Nodes
+from eft.sync.pipelines import Pipelines
 from eft.sync.queue import Queue
 from eft.sync.transport import Transport
 from eft.sync.webhooks import Webhooks
@@ -34,6 +35,8 @@ class Client(Events, Files, Nodes):
         self.access = Access(self._transport)
         """Users, projects, keys, the audit."""
         self.webhooks = Webhooks(self._transport)
+        self.pipelines = Pipelines(self._transport)
+        """Jobs one after another."""
         self.queue = Queue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

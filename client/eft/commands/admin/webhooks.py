@@ -51,7 +51,8 @@ def create_webhook(
     event: Annotated[
         list[str] | None,
         typer.Option(
-            help="job.started, job.paused, job.succeeded, job.failed or job.cancelled; several times. "
+            help="job.started, job.paused, job.succeeded, job.failed, job.cancelled, pipeline.succeeded, "
+            "pipeline.failed or pipeline.cancelled; several times. "
             "Default: succeeded and failed."
         ),
     ] = None,
