@@ -182,10 +182,6 @@ MODELS: dict[str, Code] = {
     ),
     "model_needs_service": ("Only a service knows jobs.", "Give the folder of a model, e.g. a `merged` export."),
     "model_without_adapter": ("That job trained all parameters.", "Remove `model.adapter`."),
-    "adapter_not_trained": (
-        "`model.adapter: continue` needs a method that trains an adapter.",
-        "Use `model.adapter: merge`, or such a method.",
-    ),
     "adapter_differs": (
         "The adapter to continue has another value of this field.",
         "Remove the field, or set `model.adapter: merge` to train a new adapter.",

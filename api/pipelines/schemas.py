@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.http.body import Body
+from api.jobs.schemas import SPEC_LONG
 from api.view import view_of
 from core.db.tables import Job, Pipeline, PipelineEvent, PipelineStep
 from core.spec.pipeline import PipelineSpec
@@ -115,7 +116,12 @@ class PipelineDeleted(BaseModel):
 class PipelineDryRun(BaseModel):
     """What would run; nothing was stored."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [{"dry_run": True, "steps": [{"name": "general", "gates": [], "job": SPEC_LONG}]}]
+        },
+    )
     dry_run: bool
     steps: list[dict[str, Any]]
     """Name, gates and resolved job of each. Where a job starts from another step, `model.id` stands for that step."""

@@ -11,6 +11,7 @@ _PAGES = (
     ("stage", "train rows"),
     ("stage", "eval rows"),
     ("stage", "method"),
+    ("adapter", "method"),
     ("method", "quantization"),
     ("method", "merged"),
     ("method", "optimizer"),

@@ -240,6 +240,8 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                 with here.database.write() as session:
                     things["job_id"] = submit(session, here.lab.owner, here.spec(here.lab.file)).id
                     cancel(session, here.lab.owner, things["job_id"])
+            if route == ("DELETE", "/pipelines/{pipeline_id}"):
+                things["pipeline_id"] = here.pipeline(here.lab.owner, here.lab.file)
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):
                 things["key_id"] = _own_key(here, who)
             reply = send(here, route, who.key, here.lab, things)

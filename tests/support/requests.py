@@ -30,7 +30,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
         "job_id": project.job,
         "file_id": here.file(project.owner) if fresh else project.file,
         "preview_id": project.preview,
-        "pipeline_id": here.pipeline(project),
+        "pipeline_id": project.pipeline,
         "key_id": here.key_of(project) if fresh else project.key,
         "webhook_id": webhook,
         "delivery_id": delivery,

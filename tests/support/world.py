@@ -59,6 +59,7 @@ class Project:
     file: str
     preview: str
     key: str
+    pipeline: str
 
 
 class World:
@@ -183,7 +184,7 @@ class World:
         spec = self.spec(file)
         with self.database.write() as session:
             preview = previews.ask(session, owner, spec, file).id
-        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "")
+        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "", self.pipeline(owner, file))
         return Project(**{**vars(project), "key": self.key_of(project)})
 
     def file(self, owner: Actor) -> str:
@@ -198,12 +199,12 @@ class World:
             )  # fmt: skip
         return file_id
 
-    def pipeline(self, project: Project) -> str:
+    def pipeline(self, owner: Actor, file: str) -> str:
         """The id of one that was cancelled before its first job began."""
-        step = PlannedStep("only", self.spec(project.file).model_dump(mode="json"), [])
+        step = PlannedStep("only", self.spec(file).model_dump(mode="json"), [])
         with self.database.write() as session:
-            made = wishes.create(session, project.owner, "chain", [], [step]).id
-            wishes.cancel(session, project.owner, made)
+            made = wishes.create(session, owner, "chain", [], [step]).id
+            wishes.cancel(session, owner, made)
         return made
 
     def spec(self, file: str) -> JobSpec:

@@ -69,7 +69,7 @@ def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None
     query = select(Job.id).where(Job.id.in_(needed), Job.project_id == project_id).with_for_update(read=True)
     if lost := sorted(set(needed) - set(session.execute(query).scalars())):
         words = f"`{lost[0]}`, whose weights this job starts from, was deleted: train that one again"
-        raise _refused("model_job_gone", words, "model.id")
+        raise _refused(Fault("model_job_gone", words, "model.id"))
 
 
 def built_on(session: Session, job: Job) -> str | None:
@@ -110,7 +110,7 @@ def _require_succeeded(job: Job) -> None:
             f"`{job.id}` is {status.value}, and its model is there once it has succeeded: submit both as a pipeline, "
             "or wait for its end"
         )
-    raise _refused("model_job_not_succeeded", words, "model.id")
+    raise _refused(Fault("model_job_not_succeeded", words, "model.id"))
 
 
 def _trains_adapter(spec: JobSpec) -> bool:
@@ -124,7 +124,7 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
     if not isinstance(parent.method, LowRank):
         if adapter is not None:
             words = "that job trained all parameters, so that there is no adapter to continue or to merge: leave it out"
-            raise _refused("model_without_adapter", words, "model.adapter")
+            raise _refused(Fault("model_without_adapter", words, "model.adapter"))
         return spec
     named = "method" in spec.model_fields_set
     if adapter is None:
@@ -192,11 +192,11 @@ def _handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | Non
     found = [row for row in rows if row.path.startswith(f"{folder}/")]
     if not any(row.path.endswith(".safetensors") for row in found):
         words = f"`{job.id}` has no {folder} to go on from: train it again"
-        raise _refused("model_job_gone", words, "model.id")
+        raise _refused(Fault("model_job_gone", words, "model.id"))
     files = [WeightFile(path=row.path, bytes=row.bytes, sha256=row.sha256) for row in found]
     packing = None if trained is None or isinstance(trained.quantization, NoQuantization) else trained.quantization
     return HandedBack(job=job.id, attempt=found[0].attempt, folder=folder, files=files, quantization=packing)
 
 
-def _refused(code: str, words: str, field: str) -> SpecError:
-    return SpecError(f"{field}: {words}", field=field, faults=(Fault(code, words, field),), code=code)
+def _refused(fault: Fault) -> SpecError:
+    return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)
