@@ -188,7 +188,13 @@ async def retry_pipeline(
         200: {
             "model": schemas.PipelineEventPage,
             "description": "A stream, or with `format=json` a page.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": 'id: 2\nevent: step\ndata: {"seq":2,"type":"step",…}\n\n'
+                    'event: end\ndata: {"status":"succeeded"}\n\n',
+                }
+            },
         },
         **responses(404, 422),
     },
