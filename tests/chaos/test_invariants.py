@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.chaos import history as histories
 from tests.support.chaos import look, script
-from tests.support.chaos.history import Closed, Folder, History, QuotaSet, Result, Row, Span, Told
+from tests.support.chaos.history import Chained, Closed, Folder, History, QuotaSet, Result, Row, Span, Told
 from tests.support.chaos.invariants import INVARIANTS, check_all
 from tests.support.chaos.look import Seen
 from tests.support.chaos.people import Ledger
@@ -97,6 +97,8 @@ def good() -> History:
     ]
     history.results = {"a": copy.deepcopy(reference[0]), "c": copy.deepcopy(reference[1])}
     history.results["c"].losses.pop(0)  # that step was done by the job it is a retry of
+    history.ledger.pipelines = {"p"}
+    history.pipelines = {"p": Chained("succeeded", ["a", "c"], ["c", "a"])}
     history.over_http = {job_id: row.status for job_id, row in history.jobs.items()}
     return history
 
@@ -207,6 +209,12 @@ DOCTORED: list[tuple[str, str, Callable[[History], object]]] = [
     ("weights", "c: its losses are not", lambda h: h.results["c"].losses.clear()),
     ("weights", "has no result", lambda h: h.results.pop("a")),
     ("weights", "is not the file", lambda h: h.results["a"].faults.append("is not the file")),
+    ("pipelines", "was accepted and is not there", lambda h: h.ledger.pipelines.add("q")),
+    ("pipelines", "its steps are", lambda h: h.pipelines["p"].jobs.append("b")),
+    ("pipelines", "a step was left out", lambda h: h.pipelines["p"].steps.insert(0, None)),
+    ("pipelines", "did not go on after", lambda h: h.pipelines["p"].steps.append(None)),
+    ("pipelines", "went on after", lambda h: setattr(h.jobs["a"], "status", "cancelled")),
+    ("pipelines", "is running, and its jobs", lambda h: setattr(h.pipelines["p"], "status", "running")),
     ("leftovers", "still running", lambda h: h.left.append("still running: 4711")),
     ("leftovers", "not whole: ['step-00000008']", lambda h: h.folders["a", 3].bad_checkpoints.append("step-00000008")),
 ]

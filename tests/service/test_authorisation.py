@@ -321,6 +321,12 @@ def test_nothing_of_another_project_shines_through(here: World, callers: dict[st
             ]
             same(*replies, rivals.file, missing)
             assert replies[0].status_code == 422
+    # a job whose model is somebody else's job
+    for path in ("/jobs", "/jobs?dry_run=true"):
+        numbers = (rivals.job, "job-01" + "0" * 24)
+        replies = [ask("POST", path, json={"model": number, "data": lab.file}) for number in numbers]
+        same(*replies, *numbers)
+        assert replies[0].status_code == 404
     # a preview of one's own file that is somebody else's, and of somebody else's file
     same(
         ask("GET", f"/files/{lab.file}/previews/{rivals.preview}"),

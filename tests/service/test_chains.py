@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.service import Service, running, wait_for
@@ -151,3 +152,55 @@ def test_weights_that_have_changed_since_are_not_trained_on(service: Service, mo
     child = service.submit(spec(made, rows, 1))
     failure = service.wait(child, "failed")["failure"]
     assert failure["code"] == "model_job_changed" and failure["field"] == "model.id"
+
+
+def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
+    service: Service, models: Path, rows: str
+) -> None:
+    """Between its steps: the second one is there once, whoever comes back first."""
+    plain = {name: value for name, value in spec("", rows, 2).items() if name != "model"}
+    steps = [
+        {"name": "first", "job": {"model": str(models / "tiny"), "method": LORA, **plain}},
+        {"name": "second", "job": {"model": {"adapter": "continue"}, **plain}},
+    ]
+    steps[0]["gates"] = [{"metric": "train_loss", "max": 100}]
+    document = {"name": "chain", "steps": steps}
+    wrong = {**document, "steps": [steps[0], {"name": "second", "job": {**plain, "method": {"type": "lora", "r": 3}}}]}
+    refused = service.client.post("/pipelines", json=wrong)
+    assert refused.status_code == 422 and refused.json()["error"]["field"] == "steps.1.job.method.r", refused.text
+    checked = service.client.post("/pipelines", params={"dry_run": "true"}, json=document).json()
+    assert [one["job"]["method"]["r"] for one in checked["steps"]] == [4, 4], "taken over from the step before"
+
+    headers = {"Idempotency-Key": "chain-1"}
+    made = service.client.post("/pipelines", json=document, headers=headers)
+    assert made.status_code == 201, made.text
+    again = service.client.post("/pipelines", json=document, headers=headers)
+    assert again.json()["id"] == made.json()["id"] and again.headers["idempotency-replayed"] == "true"
+    pipeline_id, first = made.json()["id"], made.json()["steps"][0]["job"]
+
+    service.wait(first, "running", "succeeded")
+    for name in ("worker", "api"):
+        os.kill(service.pid(name), signal.SIGKILL)
+
+    def ended() -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = service.client.get(f"/pipelines/{pipeline_id}").json()
+        except httpx.TransportError:
+            return None  # the API is coming back
+        return found if found.get("status") not in (None, "running") else None
+
+    found = wait_for(ended, 200, "its end", lambda: service.describe(first))
+    assert found["status"] == "succeeded", found
+    jobs = [step["job"] for step in found["steps"]]
+    assert jobs[0] == first and len(set(jobs)) == 2
+    assert found["steps"][0]["gates"][0]["passed"] is True
+    listed = service.client.get("/jobs", params={"limit": 100}).json()["data"]
+    assert [job["id"] for job in listed if job["id"] > first and job["retry_of"] is None] == [jobs[1]]
+    told = service.client.get(f"/pipelines/{pipeline_id}/events", params={"format": "json"}).json()["data"]
+    assert [one["type"] for one in told] == ["status", "step", "step", "status"]
+    with service.client.stream("GET", f"/pipelines/{pipeline_id}/events") as stream:
+        text = stream.read().decode()
+    assert text.endswith('event: end\ndata: {"status":"succeeded"}\n\n')
+    lineage = service.client.get(f"/jobs/{jobs[1]}/lineage").json()["data"]
+    assert [one["job"] for one in lineage] == [jobs[1], first]
+    assert {one["pipeline"] for one in lineage} == {pipeline_id}

@@ -97,6 +97,17 @@ class Result:
 
 
 @dataclass(slots=True)
+class Chained:
+    """A pipeline as its rows say."""
+
+    status: str
+    steps: list[str | None]
+    """Job of each step, in their order."""
+    jobs: list[str] = field(default_factory=list)
+    """Jobs that say that they are of it."""
+
+
+@dataclass(slots=True)
 class History:
     ledger: Ledger
     references: list[Result]
@@ -114,6 +125,7 @@ class History:
     closed: list[Closed] = field(default_factory=list)
     quotas: list[QuotaSet] = field(default_factory=list)
     """By their times."""
+    pipelines: dict[str, Chained] = field(default_factory=dict)
     outbox: int = 0
     folders: dict[tuple[str, int], Folder] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
@@ -163,6 +175,12 @@ def gather(history: History, tables: Tables, people: People, data: Path) -> None
     history.allocations = [Span(*row) for row in tables.rows(spans.format("created_at", "released_at", "allocations"))]
     for job_id, attempt, kind in tables.rows("SELECT job_id, attempt, kind FROM attempts"):
         history.kinds[job_id, attempt] = kind
+    for pipeline_id, status in tables.rows("SELECT id, status FROM pipelines"):
+        history.pipelines[pipeline_id] = Chained(status, [])
+    for pipeline_id, job_id in tables.rows("SELECT pipeline_id, job_id FROM pipeline_steps ORDER BY number"):
+        history.pipelines[pipeline_id].steps.append(job_id)
+    for job_id, pipeline_id in tables.rows("SELECT id, pipeline_id FROM jobs WHERE pipeline_id IS NOT NULL"):
+        history.pipelines[pipeline_id].jobs.append(job_id)
     _gather_wishes(history, tables)
     ((history.outbox,),) = tables.rows("SELECT count(*) FROM outbox")
     for job_id, row in history.jobs.items():

@@ -186,6 +186,23 @@ def weights(history: History) -> Check:
     return check
 
 
+def pipelines(history: History) -> Check:
+    """Each step became one job, after the one before had succeeded; the pipeline ended as its last job did."""
+    check = Check()
+    for pipeline_id in history.ledger.pipelines:
+        check.that(pipeline_id in history.pipelines, f"{pipeline_id} was accepted and is not there")
+    for pipeline_id, row in history.pipelines.items():
+        made = [job_id for job_id in row.steps if job_id is not None]
+        check.that(sorted(row.jobs) == sorted(made), f"{pipeline_id}: its steps are {made}, its jobs {row.jobs}")
+        check.that(row.steps[: len(made)] == made, f"{pipeline_id}: a step was left out: {row.steps}")
+        ends = [history.jobs[job_id].status for job_id in made if job_id in history.jobs]
+        check.that(set(ends[:-1]) <= {"succeeded"}, f"{pipeline_id} went on after {ends}")
+        whole = len(made) == len(row.steps)
+        check.that(row.status == ends[-1], f"{pipeline_id} is {row.status}, and its jobs {ends}")
+        check.that(whole or ends[-1] != "succeeded", f"{pipeline_id} did not go on after {ends}")
+    return check
+
+
 def leftovers(history: History) -> Check:
     """Nothing is left: no process, no temporary file, no checkpoint that is there and not whole."""
     check = Check(1)
@@ -209,6 +226,7 @@ INVARIANTS = {
     "quotas": shared.quotas,
     "repeats": shared.repeats,
     "weights": weights,
+    "pipelines": pipelines,
     "leftovers": leftovers,
 }
 

@@ -41,6 +41,8 @@ class Ledger:
     cancel_accepted: set[str] = field(default_factory=set)
     retries: dict[str, str] = field(default_factory=dict)
     """New job → the job it is a retry of."""
+    pipelines: set[str] = field(default_factory=set)
+    """Ids of pipelines, of every POST that was answered 201."""
     wrong: list[str] = field(default_factory=list)
     """Answers that no crash excuses."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -182,6 +184,34 @@ class People:
             if again is not None and (again.status_code != 201 or again.json()["id"] != job_id):
                 return self._wrong(f"{name} again with its key: {again.status_code} {again.text[:300]}, not {job_id}")
         return job_id
+
+    def pipeline(self) -> str:
+        """Two jobs, the second from the adapter of the first; the service submits it."""
+        names = []
+        for _ in range(2):
+            with self.ledger.lock:
+                names.append(f"{self._run}-{next(self._numbers)}")
+                self.ledger.asked.add(names[-1])
+                self.ledger.left.add(names[-1])  # nobody is told of these jobs, and each may be there once
+        first = {**self.specs[0], "name": names[0], "priority": 5}
+        second = {name: value for name, value in first.items() if name != "model"} | {"name": names[1]}
+        steps = [{"name": f"step-{number}", "job": job} for number, job in enumerate((first, second))]
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        reply = self.until_known("POST", "/pipelines", json={"steps": steps}, headers=headers)
+        if reply is None:
+            return "pipeline: gave up"
+        if reply.status_code != 201:
+            return self._wrong(f"pipeline: {reply.status_code} {reply.text[:300]}")
+        with self.ledger.lock:
+            self.ledger.pipelines.add(reply.json()["id"])
+        return str(reply.json()["id"])
+
+    def pipelines_run(self) -> bool:
+        """False where the API does not answer now, too."""
+        try:
+            return bool(self.get("/pipelines", params={"status": "running"}).json()["data"])
+        except (httpx.HTTPError, AssertionError):
+            return True
 
     def _submit_and_leave(self, pick: float) -> str:
         """A client that dies before the answer."""

@@ -214,6 +214,7 @@ class Run:
             burst=plan.burst,
         )
         with ThreadPoolExecutor(8) as pool:
+            pool.submit(lambda: self.say(f"pipeline {people.pipeline()}"))
             for action in actions:
                 while time.monotonic() - begun < action.at:
                     self._tick(people)
@@ -351,7 +352,8 @@ class Run:
             for job_id in [job_id for job_id, status in statuses.items() if status == "paused"]:
                 people.resume(job_id)
             unknown = set(people.ledger.accepted) - set(statuses)
-            if not unknown and all(status in ("succeeded", "failed", "cancelled") for status in statuses.values()):
+            quiet = all(status in ("succeeded", "failed", "cancelled") for status in statuses.values())
+            if not unknown and quiet and not people.pipelines_run():
                 break
         else:
             self.say(f"not drained: { {j: s for j, s in observer.statuses.items() if s in (*WAITING, 'paused')} }")
