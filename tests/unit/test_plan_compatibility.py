@@ -42,6 +42,8 @@ def test_the_best_checkpoint_is_chosen_by_what_the_stage_measures(name: str) -> 
         }
         codes = {fault.code for fault in check(JobSpec.model_validate(job))}
         assert ("metric_of_another_stage" in codes) is (metric not in stage.metrics)
+
+
 PARENT = {"type": "job", "id": "job-01kar3v8x5m2h6n9qst4wyz0bc"}
 
 
