@@ -34,7 +34,7 @@ def trained(tmp_path: Path, model: Path, rows: list[Any], stage: str, **training
     ("stage", "rows", "code", "field", "words"),
     [
         ("kto", [GOOD] * 3, "one_class", "data.train", "all 3 rows have the label true"),
-        ("kto", [GOOD, {**GOOD, "label": "bad"}], "invalid_data", "line 2: label", "rows.jsonl: line 2: label: a label"),
+        ("kto", [GOOD, {**GOOD, "label": "bad"}], "invalid_data", "line 2: label", "rows.jsonl: line 2: label: "),
         ("dpo", [PAIR, {**PAIR, "rejected": PAIR["chosen"]}], "invalid_data", "line 2: rejected", "or remove the row"),
         ("dpo", chats(3), "invalid_data", "data.train", "`stage: dpo` learns from preference"),
         ("sft", [PAIR], "invalid_data", "data.train", "format preference, and `stage: sft` learns from messages"),
