@@ -1,0 +1,135 @@
+"""What holds for every stage: one table, and a stage more is a row more.
+
+A step's update does not depend on how the step is cut into batches, or whether its rows are padded or packed; a run
+that is asked to leave at every micro-step ends with the bits of one that was not; an evaluation of the rows of a step
+has the step's figures; and the first loss is the one that can be computed by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.spec.run.folder import REFERENCE
+from core.train.recipe import run
+from tests.support.preferences import judged, preferences
+from tests.support.trainer import PLAIN, events, weights, write_rows, write_run
+from tests.train.test_activations import InWindow
+
+ROWS = 12
+WEIGHTS, FIGURES = 1e-5, 2e-5
+"""Differences that other orders of float32 sums make: of weights that move by 1e-2, and of figures relative."""
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: dict[str, Any]
+    format: str = "preference"
+    first_loss: float | None = None
+    """Before the first update, whatever the rows are."""
+    not_held_out: frozenset[str] = field(default=frozenset())
+    """Figures of a step that an evaluation has not."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return judged(ROWS) if self.format == "kto" else preferences(ROWS)
+
+
+STAGES = {
+    "dpo": Case({"type": "dpo"}, first_loss=math.log(2)),
+    "dpo with nll": Case({"type": "dpo", "nll_weight": 0.5, "label_smoothing": 0.1}),
+    "ipo": Case({"type": "dpo", "loss": "ipo", "beta": 0.5}, first_loss=1 / (4 * 0.5**2)),
+    "kto_pair": Case({"type": "dpo", "loss": "kto_pair"}, first_loss=0.5),
+    "simpo": Case({"type": "simpo"}),
+    "orpo": Case({"type": "orpo"}),
+    "kto": Case({"type": "kto"}, format="kto", first_loss=0.5),
+}
+CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "whole": ({}, {"per_device_train_batch_size": ROWS}),
+    "packed, in parts": ({"type": "packed", "tokens_per_batch": 160}, {"gradient_accumulation_steps": 8}),
+}
+
+
+def write(folder: Path, model: Path, case: Case, *, held_out: bool = False, **axes: Any) -> Path:
+    rows = write_rows(folder.with_suffix(".jsonl"), case.rows)
+    source = {"type": "path", "path": str(rows), "format": case.format}
+    axes["training"] = {"max_steps": 2, "max_length": 64, "precision": "fp32"} | axes.get("training", {})
+    return write_run(
+        folder,
+        model,
+        rows,
+        data={"train": source, "rendering": PLAIN} | ({"eval": source} if held_out else {}),
+        stage=case.stage,
+        method={"type": "lora", "r": 4},
+        optimizer={"learning_rate": 5e-3},
+        schedule={"type": "linear", "warmup_ratio": 0.0},
+        **axes,
+    )
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, name: str) -> None:
+    case = STAGES[name]
+    found = {}
+    for cut, (batching, training) in CUTS.items():
+        axes = {"batching": batching} if batching else {}
+        folder = write(
+            tmp_path / cut, tiny_dir, case, held_out=cut == "whole", training=training, **axes,
+            **({"evaluation": {"type": "held_out"}} if cut == "whole" else {}),
+        )  # fmt: skip
+        assert run(folder) == EXIT_OK, events(folder)[-1]
+        found[cut] = folder
+    whole = events(found["whole"], "metrics")
+    first, held = whole[0]["values"], events(found["whole"], "evaluation")[0]["values"]
+    figures = [figure.removeprefix("eval_") for figure in held]
+    assert len(whole) == 2 and {"loss", "rewards/margins"} <= set(figures)
+    for figure in figures:
+        if not figure.endswith("accuracies"):  # equal rewards, but for rounding
+            assert held[f"eval_{figure}"] == pytest.approx(first[figure], rel=FIGURES, abs=FIGURES), figure
+    if case.first_loss is not None:
+        assert first["loss"] == pytest.approx(case.first_loss, rel=1e-5)
+    expected = adapter(found["whole"])
+    for cut in CUTS.keys() - {"whole"}:
+        for here, there in zip(events(found[cut], "metrics"), whole, strict=True):
+            for figure in ("loss", "grad_norm", "rewards/margins"):
+                rel = 10 * FIGURES if figure == "rewards/margins" else FIGURES
+                assert here["values"][figure] == pytest.approx(there["values"][figure], rel=rel, abs=1e-5), cut
+        for parameter, value in adapter(found[cut]).items():
+            torch.testing.assert_close(value, expected[parameter], rtol=0, atol=WEIGHTS, msg=f"{cut}: {parameter}")
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "artifacts" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Path, name: str) -> None:
+    """The reference is computed once and read by every later attempt; what KTO finds out before a step is in the
+    checkpoint."""
+    training = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16"}
+    axes: dict[str, Any] = {"training": training}
+    calm = write(tmp_path / "calm", tiny_dir, STAGES[name], **axes)
+    assert run(calm) == EXIT_OK, events(calm)[-1]
+    attempts: list[Path] = []
+    codes = []
+    while not codes or codes[-1] == EXIT_CHECKPOINTED:
+        folder = write(tmp_path / f"{len(attempts)}", tiny_dir, STAGES[name], resume_from=attempts[::-1], **axes)
+        codes.append(run(folder, InWindow(folder, {"dpo": 1, "kto": 5}[name])))
+        attempts.append(folder)
+        assert len(attempts) < 12
+    assert codes[-1] == EXIT_OK and len(codes) > 3, codes
+    phases = [[event["phase"] for event in events(folder, "phase")] for folder in attempts]
+    assert ["reference" in told for told in phases] == [True] + [False] * (len(attempts) - 1)
+    assert {(folder / REFERENCE).read_bytes() for folder in [*attempts, calm]} == {(calm / REFERENCE).read_bytes()}
+    steps = {event["step"]: event["values"] for folder in attempts for event in events(folder, "metrics")}
+    for event in events(calm, "metrics"):
+        for figure in ("loss", "grad_norm", "rewards/margins", *(["kl"] if name == "kto" else [])):
+            assert steps[event["step"]][figure] == event["values"][figure], figure
+    assert weights(attempts[-1]) == weights(calm)
