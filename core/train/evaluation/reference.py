@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from core.base.files import sync
-from core.errors import EftError
+from core.errors import EftError, SpecError
 from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed
 from core.spec.run.folder import REFERENCE
@@ -53,6 +53,12 @@ def prepare_reference(run: Run, engine: Engine, stage: Stage, data: RunData) -> 
     loaded. Returns entries of the run record. Collective; StopRequested."""
     if not stage.reference:
         return {}
+    if data.stream is not None and run.adapter_dir is not None:
+        raise SpecError(
+            "the reference of a continued adapter is that adapter, which training has changed by the time later rows "
+            "of a stream are read; remove `data.streaming`, or set `model.adapter: merge`",
+            field="data.streaming",
+        )
     parts = {"train": data.train} if data.stream is None else {}
     parts |= {} if data.eval is None else {"eval": data.eval}
     keys = {name: _content(dataset) for name, dataset in parts.items()}
