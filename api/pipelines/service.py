@@ -21,7 +21,7 @@ from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
 from core.spec.axes.model import JobModel, Model
-from core.spec.axes.runtime import NoEvaluation
+from core.spec.axes.runtime import HeldOut
 from core.spec.job import JobSpec
 from core.spec.pipeline import PipelineSpec, Step, job_document, parse_pipeline, stand_in
 from core.storage.layout import Layout
@@ -97,15 +97,16 @@ def _base(model: Model, ahead: dict[str, JobSpec]) -> Model:
 
 
 def _check_gates(step: Step, job: JobSpec, place: str) -> None:
+    """Raises SpecError for a gate about a figure that the result of the step will not have."""
+    held_out = isinstance(job.evaluation, HeldOut)
+    known = ["train_loss", *(job.stage.metrics if held_out else ())]
     for number, gate in enumerate(step.gates):
+        if gate.metric in known:
+            continue
         field = f"{place}.gates.{number}.metric"
-        if gate.metric.startswith("eval_"):
-            if isinstance(job.evaluation, NoEvaluation):
-                words = "the step evaluates nothing, so that its result has no such figure: give it `data.eval`"
-                raise SpecError(f"{field}: {words}", field=field, code="gate_without_figure")
-        elif gate.metric != "train_loss":
-            words = "a gate is about a held-out figure such as `eval_loss`, or about `train_loss`"
-            raise SpecError(f"{field}: {words}", field=field, code="gate_without_figure")
+        words = f"the result of this step has no `{gate.metric}`; it has {', '.join(f'`{name}`' for name in known)}"
+        words += "" if held_out else ", and held-out figures with `data.eval` or `data.split`"
+        raise SpecError(f"{field}: {words}", field=field, code="gate_without_figure")
 
 
 def _at(place: str, error: EftError) -> EftError:

@@ -317,6 +317,13 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             "changed by the time later rows of a stream are read; train adapters, or remove `data.streaming`",
             "data.streaming",
         )
+    if isinstance(stage, DPO | KTO) and _adapter(spec) == "continue" and spec.data.streaming:
+        yield Fault(
+            "reference_is_trained",
+            f"`stage: {stage.type}` compares with the adapter that the job continues, which has changed by the time "
+            "later rows of a stream are read; set `model.adapter: merge`, or remove `data.streaming`",
+            "data.streaming",
+        )
     if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in stage.metrics:
         yield Fault(
             "metric_of_another_stage",

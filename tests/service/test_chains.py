@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -158,16 +159,24 @@ def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     service: Service, models: Path, rows: str
 ) -> None:
     """Between its steps: the second one is there once, whoever comes back first."""
+    path = service.folder / "pairs.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "chosen": " yes", "rejected": " no"}) + "\n" for n in range(4))
+    )
+    pairs = service.upload(path)
     plain = {name: value for name, value in spec("", rows, 2).items() if name != "model"}
     steps = [
         {"name": "first", "job": {"model": str(models / "tiny"), "method": LORA, **plain}},
-        {"name": "second", "job": {"model": {"adapter": "continue"}, **plain}},
+        {"name": "second", "job": {**plain, "model": {"adapter": "continue"}, "data": pairs, "stage": "dpo"}},
     ]
     steps[0]["gates"] = [{"metric": "train_loss", "max": 100}]
     document = {"name": "chain", "steps": steps}
     wrong = {**document, "steps": [steps[0], {"name": "second", "job": {**plain, "method": {"type": "lora", "r": 3}}}]}
     refused = service.client.post("/pipelines", json=wrong)
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "steps.1.job.method.r", refused.text
+    typo = {**document, "steps": [{**steps[0], "gates": [{"metric": "eval_los", "max": 1}]}, steps[1]]}
+    refused = service.client.post("/pipelines", json=typo)
+    assert refused.status_code == 422 and refused.json()["error"]["code"] == "gate_without_figure", refused.text
     checked = service.client.post("/pipelines", params={"dry_run": "true"}, json=document).json()
     assert [one["job"]["method"]["r"] for one in checked["steps"]] == [4, 4], "taken over from the step before"
 
@@ -194,6 +203,7 @@ def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     jobs = [step["job"] for step in found["steps"]]
     assert jobs[0] == first and len(set(jobs)) == 2
     assert found["steps"][0]["gates"][0]["passed"] is True
+    assert losses(service, jobs[1])[0] == pytest.approx(math.log(2), abs=1e-3), "its reference is what it continues"
     listed = service.client.get("/jobs", params={"limit": 100}).json()["data"]
     assert [job["id"] for job in listed if job["id"] > first and job["retry_of"] is None] == [jobs[1]]
     told = service.client.get(f"/pipelines/{pipeline_id}/events", params={"format": "json"}).json()["data"]

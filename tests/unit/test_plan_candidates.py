@@ -303,3 +303,16 @@ def test_modules_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(SpecError) as refused:
         fit.refusal(spec, LLAMA_8B, LENGTH, [seat(gpu(80))])
     assert refused.value.field == "method.target_modules" and "q_proj" in refused.value.message
+
+
+def test_a_continued_adapter_leaves_full_fine_tuning_out_and_a_stream_has_no_reference_of_it() -> None:
+    parent = {"type": "job", "id": "job-01kar3v8x5m2h6n9qst4wyz0bc", "adapter": "continue"}
+    job = {"model": parent, "data": "file-" + "0" * 26}
+    found = candidates(JobSpec.model_validate({**job, "method": "auto"}))
+    assert [one.name for one in found if one.spec is None] == ["full"]
+    assert "trains no adapter" in found[0].reason
+    streamed = {**job, "data": {"train": "file-" + "0" * 26, "streaming": True}, "training": {"max_steps": 2}}
+    dpo = JobSpec.model_validate({**streamed, "stage": "dpo"})
+    assert [fault.code for fault in check(dpo)] == ["reference_is_trained"]
+    merged = JobSpec.model_validate({**streamed, "stage": "dpo", "model": {**parent, "adapter": "merge"}})
+    assert not check(merged)
