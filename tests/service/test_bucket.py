@@ -3,6 +3,7 @@ what was stored, and what a process was killed over is seen by nobody."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -32,8 +33,10 @@ from core.jobs.lifecycle.claims import Claim, Slot
 from core.jobs.lifecycle.retention import RetentionRules
 from core.jobs.lifecycle.submit import Actor, submit
 from core.settings import Settings
+from core.spec.axes.model import HubModel
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 from core.storage.bucket import PART, Bucket
 from core.storage.layout import Layout
 from core.storage.open import open_store
@@ -437,3 +440,33 @@ def test_what_rules_let_go_and_what_nobody_knows(bucket: Bucket, tmp_path: Path)
     assert objects.collect(database, bucket, RetentionRules(checkpoints_days=30, history_days=30)) == 20
     assert keys(bucket, f"runs/{old}") == [f"runs/{old}/attempt-2/artifacts/adapter"]
     database.dispose()
+
+
+def test_the_weights_that_a_job_starts_from_come_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    """Those of the pinned hashes and no others."""
+    parent, content = (
+        "job-01kar3v8x5m2h6n9qst4wyz0bd",
+        {"adapter_model.safetensors": b"w", "adapter_config.json": b"{}"},
+    )
+    key = f"runs/{parent}/attempt-2/artifacts/adapter"
+    for name, data in content.items():
+        bucket.write(f"{key}/{name}", data)
+    files = [
+        WeightFile(path=f"adapter/{name}", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in content.items()
+    ]
+    handed = HandedBack(job=parent, attempt=2, folder="adapter", files=files)
+    chain = ModelChain(root=HubModel(id="team/tiny"), adapter=handed)
+    here = Layout(tmp_path / "here")
+    here.create()
+    child = dataclasses.replace(claim(1), chain=chain.model_dump(mode="json"))
+    stage = Staging(LocalCache(bucket, here, 0, 0), child)
+    stage._handed_back(lambda: None)
+    assert {path.name: path.read_bytes() for path in (here.root / key).iterdir()} == content
+    stage.close()
+
+    bucket.write(f"{key}/adapter_model.safetensors", b"x")
+    there = Layout(tmp_path / "there")
+    there.create()
+    Staging(LocalCache(bucket, there, 0, 0), child)._handed_back(lambda: None)
+    assert [path.name for path in (there.root / key).iterdir()] == ["adapter_config.json"], "another one is not taken"

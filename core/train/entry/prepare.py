@@ -20,7 +20,7 @@ from typing import Any, assert_never
 
 from core.errors import EftError, ModelError, NoSpace
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model
-from core.spec.run.chain import ModelChain
+from core.spec.run.chain import HandedBack, ModelChain
 from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -142,7 +142,16 @@ def prepare_chain(
     if not weights:
         return _chain_tokenizer(chain, cache, models_dir, runs_dir, roots, offline, on_progress)
     folders = {id(one): checked_folder(runs_dir, one, cache.digest) for one in chain.handed_back}
-    if chain.weights is not None:
+
+    def key(count: int) -> str:
+        """The entry of the model with so many of the adapters merged into it."""
+        return merged_key(chain.model_copy(update={"merges": chain.merges[:count], "adapter": None}).merged_key)
+
+    counts = range(len(chain.merges), 0, -1)
+    done, there = next(((count, one) for count in counts if (one := cache.entry(key(count)))), (0, None))
+    if there is not None:
+        found = _prepared(there)
+    elif chain.weights is not None:
         folder = folders[id(chain.weights)]
         summary = model_files.inspect(folder, field="model.id")
         made: dict[str, Any] = {"type": "job", "job": chain.weights.job, "sha256": chain.weights.sha256}
@@ -151,27 +160,30 @@ def prepare_chain(
         assert chain.root is not None  # one of both is the base
         found = prepare_model(chain.root, models_dir, roots, offline, on_progress)
         _same_root(chain.root_source, found.source)
-    for number, merge in enumerate(chain.merges, 1):
-        part = chain.model_copy(update={"merges": chain.merges[:number], "adapter": None})
-        key = merged_key(part.merged_key)
-        made = {"type": "job", "job": merge.job, "sha256": merge.sha256, "base": found.source}
-        if (entry := cache.entry(key)) is None:
-            with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
-                if (entry := cache.entry(key)) is None:
-                    from core.train.export.merge_first import write_merged_model
-
-                    on_progress("converting", 0, None)
-                    shutil.rmtree(work / MODEL, ignore_errors=True)  # half a model is of no use
-                    size = sum(path.stat().st_size for path in found.model_dir.glob("*.safetensors"))
-                    memory_limit.allow_more(MERGE_TIMES * size + MERGE_BYTES)
-                    write_merged_model(found.model_dir, folders[id(merge)], merge.quantization, work / MODEL)
-                    summary = model_files.inspect(work / MODEL, field="model.id")
-                    entry = cache.commit(key, work, made, summary)
-        found = _prepared(entry)
+    for count, merge in enumerate(chain.merges[done:], done + 1):
+        found = _prepared(_merged(key(count), merge, folders[id(merge)], found, cache, on_progress))
     if chain.adapter is None:
         return found
     adapter = folders[id(chain.adapter)]
     return replace(found, adapter_dir=adapter, tokenizer_dir=adapter)
+
+
+def _merged(
+    key: str, merge: HandedBack, adapter: Path, base: Prepared, cache: ModelCache, on_progress: OnProgress
+) -> CachedModel:
+    """The entry of `base` with an adapter merged into it; made where it is not there."""
+    made = {"type": "job", "job": merge.job, "sha256": merge.sha256, "base": base.source}
+    with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+        if (entry := cache.entry(key)) is not None:
+            return entry
+        from core.train.export.merge_first import write_merged_model
+
+        on_progress("converting", 0, None)
+        shutil.rmtree(work / MODEL, ignore_errors=True)  # half a model is of no use
+        size = sum(path.stat().st_size for path in base.model_dir.glob("*.safetensors"))
+        memory_limit.allow_more(MERGE_TIMES * size + MERGE_BYTES)
+        write_merged_model(base.model_dir, adapter, merge.quantization, work / MODEL)
+        return cache.commit(key, work, made, model_files.inspect(work / MODEL, field="model.id"))
 
 
 def _chain_tokenizer(
