@@ -70,6 +70,7 @@ _JOB: dict[str, Any] = {
     "node": "box-1",
     "slots": ["box-1/3"],
     "retry_of": None,
+    "pipeline_id": None,
     "priority": 0,
     "queue": None,
     "notices": None,
@@ -115,6 +116,8 @@ class JobView(BaseModel):
     """The GPUs (or CPU slots) that it has now, from `GET /jobs` and `GET /jobs/{id}` alone; rank 0 is on the first."""
     retry_of: str | None
     """The job that this one tries again."""
+    pipeline_id: str | None
+    """The pipeline of which it is a step (docs/pipelines.md)."""
     priority: int
     """Among jobs that wait; a higher one goes first."""
     queue: dict[str, Any] | None

@@ -109,6 +109,15 @@ def test_an_adapter_is_merged_first_and_the_merged_model_is_made_once(
     assert service.client.get(f"/jobs/{grandchild}").json()["spec"]["model"]["adapter"] is None
     assert losses(service, grandchild)[0] < began[0]
 
+    asked = service.client.post(f"/files/{rows}/preview", json={"model": parent})
+    assert asked.status_code in (200, 201, 202), asked.text
+    path = f"/files/{rows}/previews/{asked.json()['id']}"
+    preview = wait_for(
+        lambda: (found := service.client.get(path).json())["status"] in ("succeeded", "failed") and found, 200,
+        "the preview", lambda: service.client.get(path).text,
+    )  # fmt: skip
+    assert preview["status"] == "succeeded", preview
+
     told = service.client.get(f"/jobs/{grandchild}/lineage").json()["data"]
     assert [one["job"] for one in told] == [grandchild, full, parent]
     for one in told:

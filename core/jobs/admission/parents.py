@@ -75,13 +75,13 @@ def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None
 def built_on(session: Session, job: Job) -> str | None:
     """The newest job that needs what this one has handed back: it has not ended, or its adapter stands on a model into
     which this one's was merged, or on these weights."""
-    query = select(Job.id, Job.status, Job.chain, Job.spec, Job.settled).where(
+    query = select(Job.id, Job.kind, Job.status, Job.chain, Job.spec, Job.settled).where(
         Job.project_id == job.project_id, Job.chain.is_not(None), cast(Job.chain, Text).contains(job.id)
     )
     for child in session.execute(query.order_by(Job.id.desc())):
         if Status(child.status) not in FINAL:
             return str(child.id)
-        if Status(child.status) is not Status.SUCCEEDED:
+        if Status(child.status) is not Status.SUCCEEDED or child.kind != "train":
             continue
         chain = ModelChain.model_validate(child.chain)
         beneath = [*chain.merges, *([] if chain.weights is None else [chain.weights])]

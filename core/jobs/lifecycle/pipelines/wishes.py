@@ -60,7 +60,6 @@ def create(
     )
     pipeline = session.execute(select(Pipeline).where(Pipeline.id == pipeline_id).with_for_update()).scalar_one()
     for number, step in enumerate(steps):
-        volume.add(session, actor.project_id, step.spec, bounds)
         row: dict[str, Any] = {"name": step.name, "spec": step.spec, "gates": step.gates}
         row |= {"job_id": step.job_id, "passed": step.passed, "retries": step.retries}
         session.execute(insert(PipelineStep).values(pipeline_id=pipeline_id, number=number, **owned, **row))
@@ -69,6 +68,8 @@ def create(
     audit.record(session, actor, "pipeline.submit", pipeline_id, {"name": name, "steps": [one.name for one in steps]})
     first = next(number for number, step in enumerate(steps) if step.job_id is None)
     submit_step(session, pipeline, records.steps_of(session, [pipeline_id])[pipeline_id], first, bounds)
+    for step in steps:  # behind the locks of jobs: the project's row comes last, as in every submit and deletion
+        volume.add(session, actor.project_id, step.spec, bounds)
     return pipeline
 
 
