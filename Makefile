@@ -19,7 +19,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test smoke kernels chaos check check-style check-types fmt docs lock clean
+.PHONY: help install demo up test smoke kernels chaos rehearsal check check-style check-types fmt docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test: $(VENV)/.test ## every test, suite by suite
 kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table, and write the table anew
 	@$(BIN)/python -m core.train.kernels.triton.compiled --write
 	@$(BIN)/python -m core.docs
+
+rehearsal: $(VENV)/.test ## the tests of GPU code without a GPU: torch's CUDA build over a runtime of ours (527 MB, once)
+	@$(BIN)/python .ci/suites.py rehearsal
 
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
 	@$(BIN)/python -m tests.support.chaos $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),30) --database $(or $(DB),sqlite)

@@ -53,6 +53,7 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
         ],
         ["-n", "2", *LONGEST_FIRST],
     ),
+    "rehearsal": (3, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
     "rest": (4, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=HERE))
-
-
-@pytest.fixture(params=["late", "early"])
-def order(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which streams are behind while the test runs: those beside the default stream, or that one."""
-    from tests.rehearsal import numbers
-
-    numbers.order(request.param)
-    yield request.param
-    numbers.order("late")
 
 
 @pytest.fixture(scope="session")

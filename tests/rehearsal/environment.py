@@ -1,14 +1,20 @@
-"""A pytest plugin: `-p tests.rehearsal.environment` starts pytest again where torch is its CUDA build over a runtime of ours.
+"""A pytest plugin: `-p tests.rehearsal.environment` starts pytest again over torch's CUDA build.
 
-Loaded before pytest reads its conftest files. Where the environment cannot be made the tests of this folder are skipped,
-with the reason (conftest.py).
+It is loaded before pytest reads its conftest files. Where the environment cannot be made the tests of this folder are
+skipped, with the reason (conftest.py).
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
+import pytest
+
+from tests.rehearsal import branches
 from tests.rehearsal.install import ROOT, SITE, Unavailable, prepare
 
 INSIDE = "EFT_REHEARSAL"
@@ -16,7 +22,7 @@ INSIDE = "EFT_REHEARSAL"
 
 
 def variables(**settings: object) -> dict[str, str]:
-    """The environment of a process that sees GPUs which are not there; `settings` are those of runtime/ in lower case."""
+    """The environment of a process that sees GPUs which are not there; `settings`: those of runtime/, in lower case."""
     found = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
         INSIDE: "yes",
@@ -33,7 +39,25 @@ def _enter() -> None:
         os.environ[INSIDE] = f"no rehearsal: {why}"
         print(os.environ[INSIDE], file=sys.stderr, flush=True)
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables(devices=2))
+    folder = {branches.FOLDER: tempfile.mkdtemp(prefix="eft-rehearsal-")}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables(devices=2) | folder)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where the whole suite has passed and a branch on the device's type was not taken as on a GPU."""
+    folder = os.environ.get(branches.FOLDER)
+    if folder is None or hasattr(session.config, "workerinput"):
+        return
+    everything = {str(path) for path in Path(__file__).parent.glob("test_*.py")}
+    asked = {str(Path(argument).absolute()) for argument in session.config.args}
+    whole = everything <= asked or str(Path(__file__).parent) in asked
+    if session.exitstatus == 0 and whole and not session.config.option.keyword:
+        missed, idle = branches.missed(Path(folder))
+        for words, found in (("never taken as on a GPU", missed), ("no exception any more", idle)):
+            for module, source in sorted(found):
+                print(f"\n{words}: {source} of {module}", file=sys.stderr, flush=True)
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    shutil.rmtree(folder)
 
 
 if INSIDE not in os.environ:

@@ -1,5 +1,4 @@
-"""The environment of the rehearsal: torch's CUDA wheel in a folder of its own, and beside its libraries ours in the place
-of NVIDIA's.
+"""The environment of the rehearsal: torch's CUDA wheel in a folder of its own, with our libraries in NVIDIA's place.
 
 `python -m tests.rehearsal.install` makes it. The wheel is downloaded once, by the hash in locks/rehearsal.txt, into
 `.rehearsal/` of the checkout, which git ignores. Of each library that the wheel's own link to and that is not there
@@ -43,6 +42,10 @@ ENTRY_POINT = "[torch.backends]\nrehearsal = tests.rehearsal.numbers:enter\n"
 """torch calls this at the end of its import."""
 
 
+AT_START = "from tests.rehearsal.branches import install\n\ninstall()\n"
+"""Python runs this before anything else."""
+
+
 class Unavailable(Exception):
     """The environment cannot be made here; its message says why."""
 
@@ -73,11 +76,9 @@ def _install() -> None:
         [*command, "--target", str(SITE), "-r", str(LOCK)], capture_output=True, text=True, check=False
     )
     if ended.returncode != 0:
-        raise Unavailable("torch's CUDA wheel cannot be had: " + (ended.stderr.strip().splitlines() or ["pip failed"])[-1])
-    about = SITE / "eft_rehearsal-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: eft-rehearsal\nVersion: 0\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINT)
+        raise Unavailable(
+            "torch's CUDA wheel cannot be had: " + (ended.stderr.strip().splitlines() or ["pip failed"])[-1]
+        )
     done.write_text(key)
 
 
@@ -88,7 +89,12 @@ def _build() -> None:
     if done.exists() and done.read_text() == key:
         return
     done.unlink(missing_ok=True)
-    for soname, symbols in _missing().items():
+    about = SITE / "eft_rehearsal-0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: eft-rehearsal\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINT)
+    (SITE / "sitecustomize.py").write_text(AT_START)
+    for soname, symbols in sorted(_missing().items()):  # libcudart comes before libnccl, which is linked to it
         _library(soname, symbols)
     done.write_text(key)
 
@@ -120,7 +126,9 @@ def _missing() -> dict[str, set[str]]:
 def _library(soname: str, symbols: set[str]) -> None:
     name = soname.partition(".so")[0]
     files = [RUNTIME / file for file in SOURCES.get(name, []) if (RUNTIME / file).exists()]
-    defined = {symbol for file in files for symbol in re.findall(r"^API [^(\n]*?(\w+)\(", file.read_text(), re.MULTILINE)}
+    defined = {
+        symbol for file in files for symbol in re.findall(r"^API [^(\n]*?(\w+)\(", file.read_text(), re.MULTILINE)
+    }
     work = HOME / "build" / name
     work.mkdir(parents=True, exist_ok=True)
     body = "return 0;" if name in COMPUTES else "absent(__func__);"
@@ -133,12 +141,14 @@ def _library(soname: str, symbols: set[str]) -> None:
     ]  # fmt: skip
     (work / "stubs.c").write_text("\n".join(lines) + "\n")
     version = "NVSHMEM" if name == "libnvshmem_host" else soname
-    (work / "versions").write_text(f"{version} {{ global: *; }};\n" if name not in ("libcuda", "libnccl") else "{ global: *; };\n")
+    (work / "versions").write_text(
+        f"{version} {{ global: *; }};\n" if name not in ("libcuda", "libnccl") else "{ global: *; };\n"
+    )
     command = ["gcc", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-return-type", "-fno-builtin"]
     command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={work / 'versions'}", "-o", str(work / soname)]
-    ended = subprocess.run(
-        [*command, *map(str, files), str(work / "stubs.c"), "-lpthread", "-ldl"], capture_output=True, text=True, check=False
-    )
+    linked = ["-L", str(LIBRARIES), "-l:libcudart.so.13"] if name == "libnccl" else []
+    command += [*map(str, files), str(work / "stubs.c"), *linked, "-lpthread", "-ldl"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         raise RuntimeError(f"{soname} does not compile:\n{ended.stderr}")
     os.replace(work / soname, LIBRARIES / soname)

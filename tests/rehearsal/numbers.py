@@ -1,11 +1,11 @@
 """The numbers of the rehearsal: what the kernels would have computed, computed by the CPU's.
 
-A dispatch mode sees every ATen operation below autograd and autocast. An operation on CUDA tensors runs as it is, so that
-torch's allocator, streams and checks do their work, and its kernels, which do not run, are replaced: the CPU's kernel
-computes the same operation on the same bytes of device memory. On a stream that is behind (runtime/stream.c) that
-computation is queued with the copies, and runs when they do.
+A dispatch mode sees every ATen operation below autograd and autocast. An operation on CUDA tensors runs as it is, so
+that torch's allocator, streams and checks do their work, and its kernels, which do not run, are replaced: the CPU's
+kernel computes the same operation on the same bytes of device memory. On a stream that is behind (runtime/stream.c)
+that computation is queued with the copies, and runs when they do.
 
-Random numbers come from the state of the CUDA generator, which torch advances as on a card: what is drawn depends on its
+Random numbers come from the state of the CUDA generator, which torch advances as on a GPU: what is drawn depends on its
 seed and its offset, and on nothing else.
 """
 
@@ -17,11 +17,13 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from itertools import count
+from hashlib import sha256
+from itertools import count, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -184,7 +186,7 @@ def _drawn(func: Any) -> int | None:
     if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace != "aten":
         return None
     state = torch.cuda.get_rng_state().numpy().tobytes()
-    return hash(state) & (2**62 - 1)
+    return int.from_bytes(sha256(state).digest()[:7])
 
 
 @torch.no_grad()
@@ -196,8 +198,8 @@ def _compute(func: Any, args: Any, kwargs: Any, results: list[Tensor], seed: int
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             found = func(*args, **kwargs)
-    for result, value in zip(results, tensors(found), strict=False):
-        if value.numel() and result.data_ptr() != value.data_ptr():
+    for result, value in zip(results, tensors(found), strict=False):  # attention's also have a state of its generator
+        if value.numel() and result.numel() and result.data_ptr() != value.data_ptr():
             if result.shape != value.shape:
                 result = result[tuple(slice(0, size) for size in value.shape)]  # log-sum-exps are padded on a GPU
             result.copy_(value)
@@ -225,13 +227,49 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
             causal = args[12] if len(args) > 12 else kwargs.get("is_causal", False)
             kept = logsumexp[..., : query.shape[2]]
             return backward(grad, query, key, value, out, kept, 0.0, causal, attn_mask=bias, scale=scale)
+        case "_flash_attention_forward":
+            query, key, value, begins = args[:4]
+            _check_causal(args[8], kwargs)
+            parts = [
+                forward(*_row(at, query, key, value), 0.0, True, scale=kwargs.get("scale")) for at in _rows(begins)
+            ]
+            return torch.cat([out[0].transpose(0, 1) for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+        case "_flash_attention_backward":
+            grad, query, key, value, out, lse, begins = args[:7]
+            _check_causal(args[11], kwargs)
+            rows = [
+                backward(
+                    *_row(at, grad, query, key, value, out), lse[None, :, at], 0.0, True, scale=kwargs.get("scale")
+                )
+                for at in _rows(begins)
+            ]
+            return tuple(torch.cat([each[0].transpose(0, 1) for each in part]) for part in zip(*rows, strict=True))
         case _:
             return None
 
 
+def _check_causal(causal: bool, kwargs: Any) -> None:
+    window = kwargs.get("window_size_left", -1), kwargs.get("window_size_right", -1)
+    if not causal and window != (-1, 0):
+        raise NotImplementedError(f"attention in a window of {window}")
+
+
+def _rows(begins: Tensor) -> list[slice]:
+    numbers = begins.tolist()
+    return [slice(*pair) for pair in pairwise(numbers)]
+
+
+def _row(at: slice, *packed: Tensor) -> list[Tensor]:
+    """[tokens, heads, width] of one row as [1, heads, tokens, width]."""
+    return [each[at].transpose(0, 1)[None].contiguous() for each in packed]
+
+
 def _backend(func: Any) -> Callable[..., Any]:
-    """The kernel that an operator has for CUDA, as a function that is not dispatched to this mode again."""
-    return lambda *args, **kwargs: func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+    """The Python function behind an operator that torch.library.custom_op made."""
+    made = OPDEFS.get(func._schema.name)
+    if made is None:
+        raise NotImplementedError(f"{func} has no Python function")
+    return made._backend_fns.get("cuda", made._init_fn)
 
 
 def enter() -> None:

@@ -18,6 +18,7 @@ from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
 from core.train.base.rng import seed_all
+from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.offload.activations import ActivationOffload
@@ -105,6 +106,7 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     model, groups = _adapt(model, run, placement)
     if packed is not None:
         packed |= _fuse(model, placement.device)
+        run.close_at_end(clear_scratch)
     offload = _offload(model, placement, run)
     inputs = _inputs(placement.device, run)
     policy = CheckpointPolicy(selective=spec.memory.gradient_checkpointing == "selective", inputs=inputs)

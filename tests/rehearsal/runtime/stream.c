@@ -125,6 +125,7 @@ API void rehearsal_order(int wanted) { finish_all(); order = wanted; }
 API int rehearsal_prompt(void *handle) { stream *one = stream_of(handle); return prompt(one) && !one->head; }
 API void rehearsal_enqueue(void *handle, work run, int64_t about) { enqueue(stream_of(handle), run, about); }
 API void rehearsal_finish(void *handle) { finish(stream_of(handle), FOREVER); }
+API int rehearsal_enter_stream(void *handle) { finish(stream_of(handle), FOREVER); return OK; }
 API int64_t rehearsal_deferred(void) { return deferred; }
 
 /* --- copies */

@@ -116,6 +116,7 @@ class OptimizerOffload:
             with self._in_words():
                 self._add(master, gradient, None)
             return
+        gradient = gradient.contiguous()  # before the event: the thread's copy would not be behind it
         nbytes, after = gradient.nbytes, self._transfer.computed()
         with self._lock:  # more than a block's would be the memory that is to be saved
             self._lock.wait_for(lambda: not self._under_way or self._under_way + nbytes <= self._at_once)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -51,11 +52,20 @@ def page_lock(buffer: Tensor, field: str = FIELD) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
+        _forget_error()
         raise refused(buffer.nbytes, f"error {code} of cudaHostRegister", field)
 
 
 def unlock(buffer: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+    if int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())):  # type: ignore[no-untyped-call]
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """Clear the last error of the runtime, which keeps it for this thread: torch asks for it after every kernel, and
+    would raise it as the next one's."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def refused(nbytes: int, why: str, field: str = FIELD) -> PinnedRefused:

@@ -1,0 +1,262 @@
+"""The runtime itself, and the product's rooms that talk to it: memory, streams, errors, several devices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.errors import EftError
+from core.hardware import device_mask
+from core.spec.axes.method import LoRA
+from core.spec.axes.runtime import Resources
+from core.spec.axes.training import Training
+from core.train.base.rng import capture_rng, restore_rng
+from core.train.memory.transfer.pinned import page_lock, unlock, whole_pages
+from core.train.memory.transfer.transfer import StagedTransfer, Transfer
+from core.train.model.placement import DeviceMissing, place
+from tests.rehearsal import numbers
+from tests.rehearsal.environment import variables
+from tests.support.trainer import ROOT
+
+GPU = torch.device("cuda", 0)
+
+
+def python(program: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, where torch is imported."""
+    environment = variables(**settings.pop("about", {"devices": 2})) | settings
+    command = [sys.executable, "-c", f"import torch\n{program}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
+
+
+# --- devices and memory ------------------------------------------------------------------------------
+
+
+def test_the_host_cannot_touch_device_memory() -> None:
+    ended = python("import ctypes; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 16)")
+    assert ended.returncode == -signal.SIGSEGV
+
+
+def test_memory_is_as_large_as_the_device_and_no_larger() -> None:
+    program = """
+size = torch.cuda.get_device_properties(0).total_memory
+kept = torch.empty(size - (8 << 20), dtype=torch.uint8, device="cuda")
+try:
+    torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    print("refused", size, torch.cuda.mem_get_info()[0])
+other = torch.empty(16 << 20, dtype=torch.uint8, device="cuda:1")
+del kept
+torch.cuda.empty_cache()
+torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+print("freed")
+"""
+    ended = python(program, about={"devices": 2, "bytes": 1 << 30, "poison": 0})
+    assert ended.stdout.split() == ["refused", str(1 << 30), str(8 << 20), "freed"], ended.stderr
+
+
+def test_a_tensor_of_another_device_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(4, device=GPU) + torch.ones(4)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(4, device=GPU) + torch.ones(4, device="cuda:1")
+
+
+def test_fresh_memory_holds_no_zeros() -> None:
+    torch.cuda.empty_cache()
+    fresh = torch.empty(1 << 20, device=GPU)
+    assert bool(fresh.cpu().isnan().all())
+
+
+def test_an_operation_without_a_cpu_form_says_so() -> None:
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._thnn_fused_lstm_cell(
+            *(torch.zeros(2, 8, device=GPU) for _ in range(2)), torch.zeros(2, 2, device=GPU)
+        )
+
+
+@pytest.mark.parametrize("mask", ["", "-1", "1,0"])
+def test_a_mask_shows_the_devices_that_it_names(mask: str) -> None:
+    program = "print([torch.cuda.get_device_properties(i).pci_bus_id for i in range(torch.cuda.device_count())])"
+    expected = [int(part) for part in mask.split(",") if part and part != "-1"]
+    assert json.loads(python(program, CUDA_VISIBLE_DEVICES=mask).stdout) == expected
+
+
+# --- streams -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["late", "early", "prompt"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_missing_wait_gives_stale_numbers(order: str, waits: bool) -> None:
+    """Into the device: whoever computes waits for the copy. Out of it: the copy waits for what is computed."""
+    numbers.order(order)
+    try:
+        side = torch.cuda.Stream()
+        there, back = torch.ones(8).pin_memory(), torch.zeros(8).pin_memory()
+        first, second = torch.zeros(8, device=GPU), torch.zeros(8, device=GPU)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            first.copy_(there, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        total = first + 1
+        second.fill_(3)
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            back.copy_(second, non_blocking=True)
+        side.synchronize()
+        found = total.sum().item(), back.sum().item()
+    finally:
+        numbers.order("late")
+    stale = {"late": (8, 24), "early": (16, 0), "prompt": (16, 24)}
+    assert found == ((16, 24) if waits else stale[order])
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_staged_transfers_move_what_is_there_after_the_event(order: str, pinned: bool) -> None:
+    numbers.order(order)
+    try:
+        transfer = StagedTransfer(GPU, 4096, pinned=pinned, field="x")
+        source = torch.arange(5000, dtype=torch.float32)
+        target = torch.zeros(5000, dtype=torch.bfloat16, device=GPU)
+        transfer.send(source, target, after=transfer.computed())
+        transfer.wait(transfer.copied())
+        doubled = target * 2
+        found = torch.empty(5000, dtype=torch.bfloat16)
+        for place_, piece in transfer.fetch(doubled, after=transfer.computed()):
+            found[place_] = piece
+        transfer.close()
+    finally:
+        numbers.order("late")
+    assert torch.equal(found, source.to(torch.bfloat16) * 2)
+
+
+def test_random_numbers_are_those_of_the_generators_state() -> None:
+    torch.manual_seed(3)
+    state = capture_rng()
+    first = torch.rand(64, device=GPU)
+    second = torch.rand(64, device=GPU)
+    restore_rng(*state)
+    assert torch.equal(torch.rand(64, device=GPU), first) and not torch.equal(first, second)
+
+
+# --- host memory -------------------------------------------------------------------------------------
+
+
+def test_a_refused_registration_leaves_no_error_to_the_next_kernel() -> None:
+    """The runtime remembers the error, and a check after any launch would raise it as that kernel's."""
+    buffer = whole_pages(1 << 20)
+    page_lock(buffer)
+    try:
+        with pytest.raises(EftError, match="cudaHostRegister") as told:
+            page_lock(buffer)
+        assert told.value.code == "pinned_memory_refused"
+        assert (torch.ones(4, device=GPU) + 1).sum().item() == 8
+    finally:
+        unlock(buffer)
+
+
+def test_a_copy_behind_an_event_is_made_of_a_gradient_as_it_was_then() -> None:
+    """A gradient that is not contiguous is made so before the event: behind it, the copy would race with that."""
+    from core.train.memory.offload.optimizer import OptimizerOffload
+
+    class Turned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight @ x).sum()
+
+    numbers.order("early")
+    try:
+        model = Turned()
+        offload = OptimizerOffload(model, GPU)
+        parameter = model.weight
+        gradient = torch.arange(12.0, device=GPU).view(4, 3).t()
+        parameter.grad = gradient
+        next(iter(parameter._post_accumulate_grad_hooks.values()))(parameter)  # as autograd calls it
+        offload.synchronize()
+        (master,) = offload.parameters.values()
+        assert torch.equal(master.grad, torch.arange(12.0).view(4, 3).t())
+        offload.close()
+    finally:
+        numbers.order("late")
+
+
+# --- several devices ---------------------------------------------------------------------------------
+
+
+def test_each_rank_is_placed_on_its_device() -> None:
+    resources, training, method = Resources(accelerator="gpu"), Training(), LoRA()
+    try:
+        for rank in range(2):
+            found = place(resources, training, method, local_rank=rank)
+            assert found.device == torch.device("cuda", rank) and torch.cuda.current_device() == rank
+            assert (found.arch, found.precision) == ("sm_80", "bf16")
+            assert Transfer(found.device).computed() is not None
+        with pytest.raises(DeviceMissing, match="rank 2"):
+            place(resources, training, method, local_rank=2)
+    finally:
+        torch.cuda.set_device(0)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_hidden_gpu_is_missed_and_not_replaced_by_the_cpu() -> None:
+    program = """
+from core.spec.axes.method import LoRA
+from core.spec.axes.runtime import Resources
+from core.spec.axes.training import Training
+from core.train.model.placement import DeviceMissing, place
+for accelerator in ("gpu", "any"):
+    try:
+        print(place(Resources(accelerator=accelerator), Training(), LoRA()).device)
+    except DeviceMissing as error:
+        print("missing")
+"""
+    assert python(program, CUDA_VISIBLE_DEVICES="5").stdout.split() == ["missing", "missing"]
+
+
+def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:
+    """It has imported torch with all GPUs hidden. Where a library has read that already, it starts cold."""
+    program = """
+from core.train.entry import standby
+print(standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"}), torch.cuda.get_device_properties(0).pci_bus_id)
+"""
+    ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
+    assert ended.stdout.split() == ["True", "1"], ended.stderr[-2000:]
+    late = "import torch.cuda; torch.cuda.is_available()" + program
+    assert python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU).stdout.split()[0] == "False"
+
+
+# --- the self-test -----------------------------------------------------------------------------------
+
+
+def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
+    """One part of each kind."""
+    journal = tmp_path / "journal"
+    command = [
+        sys.executable,
+        "-m",
+        "core.train.selftest",
+        str(journal),
+        "--only",
+        "optimizer.adamw,qlora.nf4.bf16,loss.portable.bf16,attention.flash.bf16",
+    ]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=variables(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    about = next(line["device"] for line in lines if "device" in line)
+    assert about["device_name"] == "Rehearsal (no GPU)" and about["runtime"].startswith("cuda")
+    assert lines[-1] == {"done": True}
+    assert [line["part"]["status"] for line in lines if "part" in line] == ["passed"] * 4, lines
