@@ -71,7 +71,7 @@ kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table,
 	@$(BIN)/python -m core.docs
 
 rehearsal: $(VENV)/.test ## the tests of GPU code without a GPU: torch's CUDA build over a runtime of ours (527 MB, once)
-	@$(BIN)/python .ci/suites.py rehearsal
+	@$(BIN)/python -m pytest -p tests.rehearsal.environment -n 2 --dist loadgroup tests/rehearsal
 
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
 	@$(BIN)/python -m tests.support.chaos $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),30) --database $(or $(DB),sqlite)

