@@ -229,12 +229,13 @@ def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:
     """It has imported torch with all GPUs hidden. Where a library has read that already, it starts cold."""
     program = """
 from core.train.entry import standby
-print(standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"}), torch.cuda.get_device_properties(0).pci_bus_id)
+heeded = standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"})
+print(heeded, *(torch.cuda.get_device_properties(0).pci_bus_id for _ in range(heeded)))
 """
     ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
     assert ended.stdout.split() == ["True", "1"], ended.stderr[-2000:]
     late = "import torch.cuda; torch.cuda.is_available()" + program
-    assert python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU).stdout.split()[0] == "False"
+    assert python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU).stdout.split() == ["False"]
 
 
 # --- the self-test -----------------------------------------------------------------------------------
