@@ -4,7 +4,8 @@ A row is a job over a model of real size, in a process of its own over the runti
 built as a trainer builds it, and takes two optimizer steps; no kernel computes, and weights are made on the device
 without values. What is measured is `torch.cuda.max_memory_allocated`: the allocator, autograd and the choice of
 kernels are real, the kernels are not, so workspaces of vendors' libraries and the driver's context are not in it. Then
-the job is run once more on a device of the size that the planner asks for (`--smallest`: also on smaller ones, by halving).
+the job is run once more on a device of the size that the planner asks for (`--smallest`: also on smaller ones, by
+halving).
 """
 
 from __future__ import annotations
