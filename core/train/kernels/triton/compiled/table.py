@@ -17,6 +17,8 @@ from core.hardware.tables.arch import lookup
 TRITON = "3.9.0"
 """The compiler that the table is of (locks/aot.in): another one allots registers otherwise."""
 TARGETS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "sm_90")
+EXECUTED = ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+"""Targets whose code tests execute, instruction by instruction (tests/kernels/test_machine_kernels.py)."""
 PATH = Path(__file__).with_name("table.csv")
 
 
@@ -131,7 +133,10 @@ def render() -> str:
         "scratch memory: the check fails otherwise, so these columns are left out here.",
         "",
         "Registers are of a lane, local memory is bytes of a workgroup, waves are those that fit on one SIMD (one of",
-        "the four parts of an SM), loads and stores are bits of a lane × instructions, code is bytes.",
+        "the four parts of an SM), loads and stores are bits of a lane × instructions, bytes are those of the code.",
+        "",
+        "Code that is *executed* is run by the tests in an emulator and computes the right numbers",
+        "([kernels.md](kernels.md#executed-without-a-card)). The rest is only *compiled*.",
     ]
     for kernel in dict.fromkeys(row.kernel for row in rows):
         lines += ["", f"## {kernel}"]
@@ -140,8 +145,8 @@ def render() -> str:
                 "",
                 f"### {case}",
                 "",
-                "| target | warps | registers | scalar | local | waves | loads | stores | matrix | fma | code |",
-                "|---|---|---|---|---|---|---|---|---|---|---|",
+                "| target | code | warps | registers | scalar | local | waves | loads | stores | matrix | fma | bytes |",
+                "|---|---|---|---|---|---|---|---|---|---|---|---|",
                 *(_line(row) for row in rows if (row.kernel, row.case) == (kernel, case)),
             ]
     return "\n".join(lines) + "\n"
@@ -149,7 +154,7 @@ def render() -> str:
 
 def _line(row: KernelRow) -> str:
     cells = (
-        f"`{row.target}`", row.warps, row.vgprs, row.sgprs or "", row.lds, row.waves, row.loads, row.stores,
-        row.matrix or "", row.fma or "", f"{row.code:,}",
+        f"`{row.target}`", "executed" if row.target in EXECUTED else "compiled", row.warps, row.vgprs,
+        row.sgprs or "", row.lds, row.waves, row.loads, row.stores, row.matrix or "", row.fma or "", f"{row.code:,}",
     )  # fmt: skip
     return f"| {' | '.join(str(cell) for cell in cells)} |"
