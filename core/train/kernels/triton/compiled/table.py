@@ -123,6 +123,11 @@ def differences(old: Iterable[KernelRow], new: Iterable[KernelRow]) -> list[str]
 # --- docs/kernel-table.md --------------------------------------------------------------------------
 
 
+COLUMNS = (
+    "target", "code", "warps", "registers", "scalar", "local", "waves", "loads", "stores", "matrix", "fma", "bytes",
+)  # fmt: skip
+
+
 def render() -> str:
     rows = read()
     lines = [
@@ -145,8 +150,8 @@ def render() -> str:
                 "",
                 f"### {case}",
                 "",
-                "| target | code | warps | registers | scalar | local | waves | loads | stores | matrix | fma | bytes |",
-                "|---|---|---|---|---|---|---|---|---|---|---|---|",
+                f"| {' | '.join(COLUMNS)} |",
+                f"|{'---|' * len(COLUMNS)}",
                 *(_line(row) for row in rows if (row.kernel, row.case) == (kernel, case)),
             ]
     return "\n".join(lines) + "\n"
