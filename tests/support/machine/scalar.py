@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tests.support.machine.integers import shift
 
 from tests.support.machine import arithmetic
+from tests.support.machine.arithmetic import shift
 from tests.support.machine.assembly import EXEC, Instruction, Unknown
 from tests.support.machine.vector import COMPARE
 from tests.support.machine.waves import BITS, TYPES, Array, Waves, width

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tests.support.machine.integers import field, shift
 
+from tests.support.machine.arithmetic import field, shift
 from tests.support.machine.waves import Array
 
 Rule = Callable[[list[Array], list[Array]], Array]
