@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from core.errors import SpecError
+from core.errors import DataError, SpecError
 from core.train.entry import verify as entry
 from core.train.recipe import run
+from core.train.verify.columns import columns
 from core.train.verify.compare import compare
 from core.train.verify.replay import options_of
 from tests.support.trainer import chats, write_rows, write_run
@@ -120,3 +121,12 @@ def test_stages_of_pairs_and_labels(tmp_path: Path, tiny_dir: Path, verify: Any,
     assert code == 0, document["largest"]["loss"]
     assert len(document["steps"]) == 3 and document["largest"]["grad_norm"]["relative"] < 1e-4
     assert document["largest"]["rewards/margins"]["absolute"] < 1e-5
+
+
+def test_what_a_template_writes_behind_an_answer_is_left_out() -> None:
+    chosen, rejected = ([1, 2, 3, 4, 9], [False, False, True, True, False]), ([1, 2, 7, 9], [False, False, True, False])
+    assert columns("dpo", [chosen, rejected], {}) == {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [7]}
+    with pytest.raises(DataError, match="several turns"):
+        columns("dpo", [([1, 2, 3, 4], [False, True, False, True]), rejected], {})
+    with pytest.raises(DataError, match="different prompts"):
+        columns("dpo", [chosen, ([5, 7], [False, True])], {})

@@ -72,16 +72,17 @@ def _verify(job: str, steps: int) -> dict[str, Any]:
         found = ""
     folders = attempts(job)
     from core.train.verify.compare import compare
-    from core.train.verify.peer import EXTRA
-    from core.train.verify.replay import recorded, replay
+    from core.train.verify.peer import EXTRA, train
+    from core.train.verify.replay import prepare, recorded
 
     if not found:
         raise SpecError(EXTRA, field="stage")
     ours = recorded(folders)
     if not ours:
         raise SpecError(f"{job} has reported no step yet", field="job")
-    trajectory, differing = replay(folders[0], min(steps, max(ours)))
-    return {"job": job, "trl": found, "notes": differing} | compare(ours, trajectory.curve)
+    replayed = prepare(folders[0], min(steps, max(ours)))
+    trajectory = train(replayed.replay, replayed.model, replayed.tokenizer)
+    return {"job": job, "trl": found, "notes": replayed.differing} | compare(ours, trajectory.curve)
 
 
 def attempts(job: str) -> list[Path]:

@@ -64,11 +64,13 @@ def _pair(sequences: Sequence[Tokens]) -> tuple[list[int], list[int], list[int]]
 
 
 def _cut(ids: Sequence[int], learned: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Prompt and answer, which is learned whole."""
-    start = next((at for at, wanted in enumerate(learned) if wanted), len(ids))
-    if not all(learned[start:]):
+    """Prompt and answer, which is learned whole. What a template writes behind the answer (a line break, say) is left
+    out: nothing is learned there, and no label comes after it."""
+    places = [at for at, wanted in enumerate(learned) if wanted]
+    start, end = (places[0], places[-1] + 1) if places else (len(ids), len(ids))
+    if not all(learned[start:end]):
         words = (
             "an answer has tokens that are not learned (several turns, say); TRL takes every token behind the prompt"
         )
         raise DataError(words, field="data.train")
-    return list(ids[:start]), list(ids[start:])
+    return list(ids[:start]), list(ids[start:end])

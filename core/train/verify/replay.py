@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -22,12 +23,12 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.order import StepOrder, build_order
 from core.train.feed import read_data
 from core.train.methods.full import adapt_full
-from core.train.methods.lora import adapt_lora
+from core.train.methods.lora import adapt_lora, load_adapter
 from core.train.model.compute import prepare_compute
 from core.train.model.load import load_model, load_tokenizer
 from core.train.run import Run
 from core.train.verify.columns import columns
-from core.train.verify.peer import EXTRA, Replay, Trajectory, train
+from core.train.verify.peer import EXTRA, Replay
 
 PER_BATCH = ("kto", "orpo")
 """Stages in whose loss TRL has means over a micro-batch, where ours are over the step: each step is one batch."""
@@ -45,9 +46,21 @@ def recorded(folders: Iterable[Path]) -> dict[int, dict[str, float]]:
     return found
 
 
-def replay(run_dir: Path, steps: int) -> tuple[Trajectory, list[str]]:
-    """Do the first `steps` steps of a run's order under TRL. The second part says what is known to differ. SpecError
-    where TRL cannot do them; DataError, ModelError."""
+@dataclass(frozen=True)
+class ReadyReplay:
+    """A run's first steps, ready for TRL."""
+
+    replay: Replay
+    model: nn.Module
+    """As the run begins with it."""
+    tokenizer: Any
+    differing: list[str]
+    """What is known to make the curves differ."""
+
+
+def prepare(run_dir: Path, steps: int) -> ReadyReplay:
+    """Read a run's order and make what TRL needs for its first `steps` steps. SpecError where TRL cannot do them;
+    DataError, ModelError."""
     order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
     spec, world = order.spec, order.world_size
     if spec.data.streaming:
@@ -61,7 +74,7 @@ def replay(run_dir: Path, steps: int) -> tuple[Trajectory, list[str]]:
         orders = [build_order(spec, sizes, rank=rank, world=world) for rank in range(world)]
         total = orders[0].total_steps(spec.training.num_train_epochs, spec.training.max_steps)
         stage = spec.stage.model_dump(mode="json")
-        batches, accumulation, used = _cut(orders, min(steps, total), merged=stage["type"] in PER_BATCH, stage=stage)
+        batches, accumulation, used = _cut(orders, min(steps, total), stage)
         found = Replay(
             stage=stage["type"],
             examples=examples(stage["type"], data, used),
@@ -79,7 +92,8 @@ def replay(run_dir: Path, steps: int) -> tuple[Trajectory, list[str]]:
         method = method_of(spec)
         seed_all(spec.training.seed)
         model = start_of(run.model_dir, method, placement.weights, placement.device.type)
-        trajectory = train(found, model, tokenizer)
+        if run.adapter_dir is not None:
+            load_adapter(model, run.adapter_dir)
     differing = []
     if isinstance(method, LoRA | QLoRA) and method.lora_dropout and stage["type"] in ("sft", "cpt"):
         differing.append(
@@ -89,7 +103,7 @@ def replay(run_dir: Path, steps: int) -> tuple[Trajectory, list[str]]:
         differing.append(f"computed in {placement.precision}: differences of about 1 % are rounding")
     if isinstance(method, QLoRA):
         differing.append("TRL computes over weights that bitsandbytes has packed")
-    return trajectory, differing
+    return ReadyReplay(found, model, tokenizer, differing)
 
 
 def start_of(model_dir: Path, method: Full | LoRA | QLoRA, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
@@ -135,16 +149,14 @@ def examples(stage: str, data: TokenDataset, used: Sequence[int]) -> list[dict[s
     return found
 
 
-def _cut(
-    orders: Sequence[StepOrder], steps: int, *, merged: bool, stage: Mapping[str, Any]
-) -> tuple[list[list[int]], int, list[int]]:
+def _cut(orders: Sequence[StepOrder], steps: int, stage: Mapping[str, Any]) -> tuple[list[list[int]], int, list[int]]:
     """(micro-batches by the place of their examples in the last part, micro-batches of a step, examples used)."""
     windows = [[batch for order in orders for batch in order.window(step) if batch] for step in range(steps)]
     counts = {len(window) for window in windows}
     sizes = {len(batch) for window in windows for batch in window}
     # A mean of token losses is the same however a step is cut; TRL weighs all other batches alike, whatever their size.
     alike = len(counts) == 1 and (stage["type"] in ("sft", "cpt") or len(sizes) == 1)
-    if merged or stage.get("nll_weight") or not alike:
+    if stage["type"] in PER_BATCH or stage.get("nll_weight") or not alike:
         windows = [[[row for batch in window for row in batch]] for window in windows]
     used = sorted({row for window in windows for batch in window for row in batch})
     places = {row: place for place, row in enumerate(used)}
