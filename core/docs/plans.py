@@ -8,6 +8,7 @@ _PAGES = (
     ("loss on", "train rows"),
     ("loss on", "eval rows"),
     ("evaluation", "eval rows"),
+    ("evaluation", "schedule"),
     ("stage", "train rows"),
     ("stage", "eval rows"),
     ("stage", "method"),

@@ -8,6 +8,7 @@ from core.errors import Fault
 from core.plan.steps import micro_batch, step_size, warmup_steps
 from core.spec.axes.batching import Rows
 from core.spec.axes.method import Full, Method
+from core.spec.axes.optim.schedules import Warmup
 from core.spec.job import JobSpec
 from core.spec.resolve import LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL
 
@@ -37,14 +38,16 @@ def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Faul
                 field if spec.training.max_steps is None else "training.max_steps",
             )
         )
-    warmup = warmup_steps(total, spec.schedule.warmup_ratio)
+    warmup = warmup_steps(total, spec.schedule)
     if 2 * warmup > total:
+        in_steps = isinstance(spec.schedule, Warmup) and spec.schedule.warmup_steps is not None
+        field = "schedule.warmup_steps" if in_steps else "schedule.warmup_ratio"
         found.append(
             Fault(
                 "long_warmup",
                 f"{warmup} of {total} optimizer steps are warm-up, in which the learning rate still rises; lower "
-                "`schedule.warmup_ratio`, or give the run more steps",
-                "schedule.warmup_ratio",
+                f"`{field}`, or give the run more steps",
+                field,
             )
         )
     return found

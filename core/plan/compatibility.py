@@ -19,7 +19,8 @@ from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.export import Merged
 from core.spec.axes.method import Full
 from core.spec.axes.model import JobModel
-from core.spec.axes.runtime import HeldOut, Resident, SingleDevice
+from core.spec.axes.optim.schedules import Adaptive
+from core.spec.axes.runtime import Evaluation, HeldOut, Resident, SingleDevice
 from core.spec.axes.stage import DPO, KTO, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
@@ -63,7 +64,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "accelerator": get_args(SingleDevice.model_fields["accelerator"].annotation),
     "train rows": ("auto", *FORMATS),
     "eval rows": ("absent", "auto", *FORMATS),
-    "evaluation": ("default", *_field("evaluation")),
+    "evaluation": ("default", *_field("evaluation"), "held_out in steps"),
 }
 """Every axis and its values. `auto` rows are in a file that only the worker can read; it checks again."""
 
@@ -155,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     *_rows_of_another_stage(),
     Rule(
         "nothing_held_out",
-        {"evaluation": ("held_out",), "eval rows": ("absent",)},
+        {"evaluation": ("held_out", "held_out in steps"), "eval rows": ("absent",)},
         "evaluation",
         "a held-out evaluation needs held-out rows",
         "set `data.eval` or `data.split`, or remove `evaluation`",
@@ -166,6 +167,13 @@ RULES: tuple[Rule, ...] = (
         "evaluation",
         "held-out rows are given but would not be used",
         "remove `evaluation` to evaluate on them, or remove the rows",
+    ),
+    Rule(
+        "schedule_without_evaluations",
+        {"schedule": _arms(Adaptive), "evaluation": ("default", "none", "held_out")},
+        "schedule",
+        "this schedule changes the learning rate by held-out evaluations while training, and there are none",
+        "give held-out rows and set `evaluation.eval_steps`, or choose another schedule",
     ),
     Rule(
         "refuse_in_a_stream",
@@ -274,7 +282,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "accelerator": spec.resources.accelerator,
         "train rows": format_of(spec.data.train),
         "eval rows": _eval_rows(spec.data),
-        "evaluation": spec.evaluation.type if spec.evaluation is not None else "default",
+        "evaluation": _evaluation(spec.evaluation),
     }
 
 
@@ -290,6 +298,13 @@ def _checkpointing(said: bool | str | None) -> str:
             return "yes" if said else "no"
         case _:
             return said
+
+
+def _evaluation(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "default"
+    in_steps = isinstance(evaluation, HeldOut) and evaluation.eval_steps is not None
+    return "held_out in steps" if in_steps else evaluation.type
 
 
 def _eval_rows(data: Data) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import assert_never
 
 from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.optim.schedules import Constant, Warmup
+from core.spec.axes.optimizer import Schedule
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -55,6 +57,15 @@ def estimated_steps(training: Training, tokens: int, size: int) -> int:
     return max(1, math.ceil(steps_for(tokens, size) * training.num_train_epochs))
 
 
-def warmup_steps(total: int, ratio: float) -> int:
-    """Optimizer steps in which the learning rate rises, rounded up as `TrainingArguments.get_warmup_steps` does it."""
-    return math.ceil(total * ratio)
+def warmup_steps(total: int, schedule: Schedule) -> int:
+    """Optimizer steps in which the learning rate rises; a ratio is rounded up as `TrainingArguments.get_warmup_steps`
+    does it."""
+    match schedule:
+        case Constant():
+            return 0
+        case Warmup(warmup_steps=int(steps)):
+            return steps
+        case Warmup(warmup_ratio=float(ratio)):
+            return math.ceil(total * ratio)
+        case _:
+            raise ValueError(f"`schedule: {schedule.type}` has no warm-up")

@@ -27,7 +27,11 @@ FIELDS: dict[str, str] = {
     "warmup": "schedule.warmup_ratio",
     "warmup_fraction": "schedule.warmup_ratio",
     "warmup_proportion": "schedule.warmup_ratio",
-    "warmup_steps": "schedule.warmup_ratio",
+    "lr_end": "schedule.min_lr_rate",
+    "min_lr": "schedule.min_lr_rate",
+    "min_lr_ratio": "schedule.min_lr_rate",
+    "num_decay_steps": "schedule.decay_steps",
+    "num_warmup_steps": "schedule.warmup_steps",
     # the loop
     "accumulate_grad_batches": "training.gradient_accumulation_steps",
     "amp": "training.precision",
@@ -288,9 +292,10 @@ VALUES: dict[str, dict[str, str]] = {
         "qlora": "nf4",
     },
     "schedule": {
-        "constant_with_warmup": "linear",
-        "cosine_with_restarts": "cosine",
+        "cosine_annealing": "cosine",
         "linear_with_warmup": "linear",
+        "plateau": "reduce_lr_on_plateau",
+        "wsd": "warmup_stable_decay",
     },
     "stage": {"instruct": "sft", "instruction": "sft", "pt": "sft", "supervised": "sft"},
     "truncation": {

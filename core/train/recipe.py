@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
+from core.spec.axes.runtime import HeldOut
 from core.spec.axes.stage import DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
@@ -33,7 +34,7 @@ from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls
 from core.train.model.load import load_tokenizer, pad_token
-from core.train.optim.schedules import build_schedule
+from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
@@ -92,7 +93,7 @@ def train(run: Run) -> None:
     engine = build_engine(
         built.model,
         run.spec.optimizer,
-        build_schedule(run.spec.schedule, total_steps),
+        build_run_schedule(run.spec, total_steps, stage, state),
         device=compute.placement.device,
         autocast=compute.placement.autocast,
         max_grad_norm=run.spec.training.max_grad_norm,
@@ -117,6 +118,15 @@ def train(run: Run) -> None:
     loop = Loop(run, engine, stage, loader, total_steps, evaluator, state)
     loop.train()
     save(loop, built, tokenizer, data, record)
+
+
+def build_run_schedule(spec: JobSpec, total_steps: int, stage: Stage, state: TrainerState) -> Factor:
+    """The schedule over the run's own evaluations, which `state` holds."""
+    if not isinstance(spec.evaluation, HeldOut):
+        return build_schedule(spec.schedule, total_steps)
+    metric = spec.evaluation.metric_for_best_model
+    better = stage.held_out_metrics[metric]
+    return build_schedule(spec.schedule, total_steps, lambda: state.evaluations, metric=metric, better=better)
 
 
 def build_stage(spec: JobSpec, data: RunData) -> Stage:

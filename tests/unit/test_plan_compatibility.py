@@ -85,7 +85,9 @@ def spec_at(values: dict[str, str]) -> JobSpec:
                 "accelerator": values["accelerator"],
                 "gpus": 1 if values["ranks"] == "one" else 3,
             },
-            "evaluation": None if values["evaluation"] == "default" else values["evaluation"],
+            "evaluation": {"default": None, "held_out in steps": {"eval_steps": 2}}.get(
+                values["evaluation"], values["evaluation"]
+            ),
         }
     )
 
@@ -107,13 +109,20 @@ def together() -> list[set[str]]:
     return groups
 
 
+def told_apart(axis: str) -> list[str]:
+    """One value of an axis for each way in which the rules treat its values."""
+    groups = {tuple(value in rule.when.get(axis, ()) for rule in RULES): value for value in reversed(AXES[axis])}
+    return list(groups.values())
+
+
 def test_every_combination_is_built_and_decided() -> None:
-    """Of axes that rules connect, all of them; of the others, every value once; and some of everything at random."""
+    """Of axes that rules connect, all of them (and of values that no rule tells apart, one); of the others, every value
+    once; and some of everything at random."""
     base = {axis: values[0] for axis, values in AXES.items()}
     combinations = [{axis: value} for axis, values in AXES.items() for value in values]
     for group in together():
         axes = sorted(group)
-        combinations += [dict(zip(axes, cell, strict=True)) for cell in product(*(AXES[axis] for axis in axes))]
+        combinations += [dict(zip(axes, cell, strict=True)) for cell in product(*(told_apart(axis) for axis in axes))]
     chance = random.Random(0)
     combinations += [{axis: chance.choice(values) for axis, values in AXES.items()} for _ in range(1000)]
     assert len(combinations) > 2000
@@ -152,7 +161,7 @@ def test_codes_are_unique() -> None:
 def test_axes_follow_the_spec() -> None:
     assert AXES["method"] == ("full", "lora", "qlora", "auto")
     assert AXES["quantization"] == ("default", "none", "nf4", "int8")
-    assert AXES["evaluation"] == ("default", "none", "held_out")
+    assert AXES["evaluation"] == ("default", "none", "held_out", "held_out in steps")
     assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32", "fp8")
     assert AXES["strategy"] == ("single",)
     assert AXES["batching"] == ("rows", "rows by length", "tokens", "packed")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from core.spec.axes.optim.schedules import Adaptive, Cosine, Linear, Steady
 from core.spec.base import SpecModel, by_type, short_form
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -29,20 +30,6 @@ class AdamW(SpecModel):
 Optimizer = Annotated[AdamW, short_form(by_type)]
 
 
-class Linear(SpecModel):
-    """Warm-up, then linear decay to zero at the last step."""
+Schedule = Annotated[Steady | Adaptive, Field(discriminator="type"), short_form(by_type)]
 
-    type: Literal["linear"] = "linear"
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of all optimizer steps used for warm-up, rounded up."""
-
-
-class Cosine(SpecModel):
-    """Warm-up, then cosine decay to zero at the last step (arXiv:1608.03983, without restarts)."""
-
-    type: Literal["cosine"] = "cosine"
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """As for `linear`."""
-
-
-Schedule = Annotated[Linear | Cosine, Field(discriminator="type"), short_form(by_type)]
+__all__ = ["AdamW", "Cosine", "Linear", "Optimizer", "Schedule"]

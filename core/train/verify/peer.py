@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.plan.steps import warmup_steps
+from core.spec.axes.optim.schedules import Greedy, Polynomial, ReduceLROnPlateau, WarmupStableDecay
 from core.spec.axes.optimizer import AdamW, Schedule
 
 Example = dict[str, Any]
@@ -111,7 +113,8 @@ def build_trainer(replay: Replay, model: nn.Module, tokenizer: Any, folder: str,
         "adam_epsilon": optimizer.eps,
         "optim": "adamw_torch",
         "lr_scheduler_type": schedule.type,
-        "warmup_steps": warmup_steps(replay.total_steps, schedule.warmup_ratio),
+        "lr_scheduler_kwargs": _scheduler_kwargs(schedule, replay.total_steps),
+        "warmup_steps": warmup_steps(replay.total_steps, schedule),
         "max_grad_norm": replay.max_grad_norm or 0.0,
         "seed": replay.seed,
         "bf16": replay.precision == "bf16",
@@ -142,6 +145,30 @@ def build_trainer(replay: Replay, model: nn.Module, tokenizer: Any, folder: str,
 
     made.remove_callback(PrinterCallback)
     return made
+
+
+def _scheduler_kwargs(schedule: Schedule, total_steps: int) -> dict[str, Any]:
+    """The options of a schedule as transformers names them."""
+    written = schedule.model_dump(exclude={"type", "warmup_ratio", "warmup_steps"}, exclude_none=True)
+    match schedule:
+        case ReduceLROnPlateau() | Greedy():
+            raise SpecError(
+                "TRL evaluates at other moments, so a schedule that follows evaluations cannot be compared",
+                field="schedule",
+            )
+        case WarmupStableDecay(decay_ratio=ratio):
+            steps = schedule.decay_steps if ratio is None else math.ceil(total_steps * ratio)
+            return {
+                "num_decay_steps": steps,
+                "decay_type": schedule.decay_type,
+                "min_lr_ratio": schedule.min_lr_rate,
+            }
+        case Polynomial(power=power, min_lr_rate=least):
+            if least:
+                raise SpecError("transformers takes this end as an absolute rate", field="schedule.min_lr_rate")
+            return {"power": power, "lr_end": 0.0}
+        case _:
+            return written
 
 
 def _classes(stage: str) -> tuple[Any, Any]:

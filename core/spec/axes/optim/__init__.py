@@ -1,0 +1,1 @@
+"""Arms of the optimizer and schedule axes."""
