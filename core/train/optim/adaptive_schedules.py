@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from core.spec.axes.optim.schedules import Greedy, ReduceLROnPlateau
+from core.spec.axes.optim.schedules import GreedyLR, ReduceLROnPlateau
 
 
 def plateau_factor(spec: ReduceLROnPlateau, scores: Iterable[float]) -> float:
@@ -29,7 +29,7 @@ def plateau_factor(spec: ReduceLROnPlateau, scores: Iterable[float]) -> float:
     return factor
 
 
-def greedy_factor(spec: Greedy, scores: Iterable[float]) -> float:
+def greedy_factor(spec: GreedyLR, scores: Iterable[float]) -> float:
     """As `transformers.optimization.GreedyLR` with an absolute threshold and no smoothing."""
     factor, best, good, bad, pause, left = 1.0, math.inf, 0, 0, 0, spec.reset_after
     for score in scores:

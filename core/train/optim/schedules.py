@@ -14,7 +14,7 @@ from core.spec.axes.optim.schedules import (
     CosineWarmupWithMinLR,
     CosineWithMinLR,
     CosineWithRestarts,
-    Greedy,
+    GreedyLR,
     InverseSqrt,
     Polynomial,
     ReduceLROnPlateau,
@@ -82,7 +82,7 @@ def build_schedule(
             return _stable_then_decay(spec, warmup, total_steps)
         case ReduceLROnPlateau():
             return warming(lambda step: plateau_factor(spec, scores()))
-        case Greedy():
+        case GreedyLR():
             return warming(lambda step: greedy_factor(spec, scores()))
         case _ as never:
             assert_never(never)

@@ -19,7 +19,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.plan.steps import warmup_steps
-from core.spec.axes.optim.schedules import Greedy, Polynomial, ReduceLROnPlateau, WarmupStableDecay
+from core.spec.axes.optim.schedules import GreedyLR, Polynomial, ReduceLROnPlateau, WarmupStableDecay
 from core.spec.axes.optimizer import AdamW, Schedule
 
 Example = dict[str, Any]
@@ -151,7 +151,7 @@ def _scheduler_kwargs(schedule: Schedule, total_steps: int) -> dict[str, Any]:
     """The options of a schedule as transformers names them."""
     written = schedule.model_dump(exclude={"type", "warmup_ratio", "warmup_steps"}, exclude_none=True)
     match schedule:
-        case ReduceLROnPlateau() | Greedy():
+        case ReduceLROnPlateau() | GreedyLR():
             raise SpecError(
                 "TRL evaluates at other moments, so a schedule that follows evaluations cannot be compared",
                 field="schedule",

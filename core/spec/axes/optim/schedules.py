@@ -156,9 +156,9 @@ class ReduceLROnPlateau(Warmup):
     """Lower bound of the learning rate as a share of the peak."""
 
 
-class Greedy(Warmup):
+class GreedyLR(Warmup):
     """Warm-up, then a learning rate that rises by 1 / `factor` after more than `patience` improving evaluations in a
-    row and falls by `factor` after as many that did not improve (GreedyLR, arXiv:2512.14527). It is measured by
+    row and falls by `factor` after as many that did not improve (arXiv:2512.14527). It is measured by
     `evaluation.metric_for_best_model`; the evaluation of the untrained model does not count."""
 
     type: Literal["greedy"] = "greedy"
@@ -193,5 +193,5 @@ Steady = (
     | WarmupStableDecay
 )
 """Schedules of the step alone."""
-Adaptive = ReduceLROnPlateau | Greedy
+Adaptive = ReduceLROnPlateau | GreedyLR
 """Schedules of the step and of the evaluations so far."""
