@@ -1,0 +1,227 @@
+"""Steps of preference stages against TRL's trainers: `python -m bench.preference [--stage dpo] [--method lora]
+[--rows FILE] [--model DIR] [--steps N] [--tokens N] [--runs N]`.
+
+Both train the same adapters from the same weights over the same tokens in the same batches, each in a process of its
+own, in turn. Both have the reference's log-probabilities before the first step (TRL: `precompute_ref_log_probs`), and
+neither pass counts. Ours packs the sequences of a batch end to end; TRL pads them. Figures:
+
+- trained tokens a second of training step: tokens of both answers of a pair, each with its prompt, without padding;
+- memory beyond the loaded model: the process's peak while it trains less what it had before (on a GPU the allocator's).
+
+`--rows`: preference rows in any form that eft reads (docs/data.md). Without it: pairs of the commands of
+`examples/voice-intents`, the right intent against another command's. TRL is given them through core/train/verify, the
+module of `eft verify`. For `kto` a pair is two rows, one good and one bad. The default model is SmolLM2-135M-Instruct.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import wheel
+from bench.report import compare, finish, show
+from core.train.__main__ import before_torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "examples" / "voice-intents" / "train.jsonl"
+SEED = 42
+
+
+def pairs_of_intents() -> list[dict[str, Any]]:
+    """Each command with its intent, and with that of the next command that has another."""
+    chats = [json.loads(line)["messages"] for line in DATA.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for at, chat in enumerate(chats):
+        others = (other for other in chats[at + 1 :] + chats[:at] if other[-1] != chat[-1])
+        found.append({"prompt": chat[:-1], "chosen": [chat[-1]], "rejected": [next(others)[-1]]})
+    return found
+
+
+def rows_for(stage: str, path: Path | None) -> list[dict[str, Any]]:
+    """Rows of the stage's own format."""
+    pairs = pairs_of_intents() if path is None else [json.loads(line) for line in path.read_text().splitlines()]
+    if stage != "kto":
+        return pairs
+    from core.data.checker import RowChecker
+    from core.data.faults import Faults
+    from core.data.rows import Preference
+
+    found: list[dict[str, Any]] = []
+    checker = RowChecker("preference", {}, Faults())
+    for number, pair in enumerate(pairs, 1):
+        row = checker.row(number, pair)
+        assert isinstance(row, Preference), checker.faults.kept
+        for answer, label in ((row.chosen, True), (row.rejected, False)):
+            found.append({"prompt": _plain(row.prompt), "completion": _plain(answer), "label": label})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str) else [turn.as_dict() for turn in value]
+
+
+# --- one measurement, in a process of its own ------------------------------------------------------------
+
+
+def write_order(folder: Path, options: argparse.Namespace) -> Path:
+    """A run's folder with its order: a step is one batch, packed end to end."""
+    from tests.support.trainer import write_run
+
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in rows_for(options.stage, options.rows)))
+    return write_run(
+        folder / "run",
+        options.model,
+        rows,
+        stage=options.stage,
+        method={"type": options.method, "r": 16, "lora_alpha": 32},
+        batching={"type": "packed", "tokens_per_batch": options.tokens},
+        training={
+            "max_steps": options.steps,
+            "max_length": options.length,
+            "precision": options.precision,
+            "seed": SEED,
+        },
+    )
+
+
+class Memory:
+    """Bytes beyond what the process (or its allocator on a GPU) held when `begin` was called."""
+
+    def begin(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda.is_available()
+        if self._cuda:
+            self._base = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._base = _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+
+    def end(self) -> int:
+        import torch
+
+        return (torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")) - self._base
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def ours(options: argparse.Namespace) -> dict[str, float]:
+    from core.spec.run.folder import EVENTS_FILE
+    from core.train.recipe import run
+
+    memory = Memory()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = write_order(Path(folder), options)
+        events = run_dir / EVENTS_FILE
+        peak: list[int] = []
+
+        def watch() -> None:
+            """The model is loaded once the first of these phases begins; saving is not training."""
+            begun = False
+            while not peak:
+                text = events.read_text() if events.exists() else ""
+                if not begun and ('"phase":"reference"' in text or '"phase":"training"' in text):
+                    memory.begin()
+                    begun = True
+                if begun and '"phase":"saving"' in text:
+                    peak.append(memory.end())
+                time.sleep(0.002)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        code = run(run_dir)
+        last = json.loads(events.read_text().splitlines()[-1])
+        if code != 0:
+            raise SystemExit(str(last))
+        watcher.join()
+        result = last["result"]
+    seconds, tokens, loss = (result[name] for name in ("train_seconds", "total_tokens", "train_loss"))
+    return {"seconds": seconds, "tokens": tokens, "loss": loss, "memory": peak[0]}
+
+
+def theirs(options: argparse.Namespace) -> dict[str, float]:
+    from bench.trl_peer import Clock
+    from core.train.verify.peer import build_trainer
+    from core.train.verify.replay import prepare
+
+    memory, clock = Memory(), Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        found = prepare(write_order(Path(folder), options), options.steps)
+        if options.stage in ("dpo", "kto"):
+            found.replay.options["precompute_ref_log_probs"] = True
+        memory.begin()
+        trainer = build_trainer(found.replay, found.model, found.tokenizer, folder)
+        trainer.add_callback(clock)
+        trainer.train()
+        peak = memory.end()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"seconds": clock.seconds, "loss": sum(losses) / len(losses), "memory": peak}
+
+
+def measure(side: str, options: argparse.Namespace) -> dict[str, float]:
+    """One side in a fresh process."""
+    command = [sys.executable, "-m", "bench.preference", "--child", side, *sys.argv[1:], "--model", str(options.model)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr[-3000:])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--stage", choices=["dpo", "kto", "simpo", "orpo"], default="dpo")
+    found.add_argument("--method", choices=["lora", "qlora"], default="lora")
+    found.add_argument("--rows", type=Path, help="preference rows (JSON Lines)")
+    found.add_argument("--model", type=Path)
+    found.add_argument("--steps", type=int, default=6)
+    found.add_argument("--tokens", type=int, default=2048, help="tokens of a step at most (batching.tokens_per_batch)")
+    found.add_argument("--length", type=int, default=1024, help="max_length")
+    found.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
+    found.add_argument("--runs", type=int, default=3)
+    found.add_argument("--child", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    before_torch()  # the same OpenMP settings for both
+    options.model = options.model or wheel.model()
+    if options.child:
+        print(json.dumps(ours(options) if options.child == "ours" else theirs(options)))
+        return
+    steps = f"{options.steps} steps of at most {options.tokens} tokens"
+    about = f"{options.model.name}, {options.stage}, {options.method}, {steps}"
+    print(f"{about}, {options.rows or 'pairs of examples/voice-intents'}, load average {os.getloadavg()[0]:.1f}")
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
+    for run in range(options.runs):
+        for side in ("ours", "trl") if run % 2 == 0 else ("trl", "ours"):
+            found[side].append(measure(side, options))
+    losses = [one["loss"] for side in found.values() for one in side]
+    if max(losses) > 1.02 * min(losses):  # the rounding of bf16 is less
+        raise SystemExit(f"the two sides did not train on the same examples: {found}")
+    tokens = found["ours"][0]["tokens"]
+    name = f"{options.stage}_{options.method}"
+    speed = compare(*([tokens / one["seconds"] for one in found[side]] for side in ("ours", "trl")))
+    memory = compare(*([one["memory"] / 2**20 for one in found[side]] for side in ("ours", "trl")))
+    results = {f"{name}_tokens_per_second_against_trl": speed, f"{name}_mib_over_load_against_trl": memory}
+    for (label, figures), unit in zip(results.items(), ("/s", "MiB"), strict=True):
+        show(label, figures, unit)
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()
