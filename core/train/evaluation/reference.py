@@ -62,7 +62,7 @@ def prepare_reference(run: Run, engine: Engine, stage: Stage, data: RunData) -> 
     parts = {"train": data.train} if data.stream is None else {}
     parts |= {} if data.eval is None else {"eval": data.eval}
     keys = {name: _content(dataset) for name, dataset in parts.items()}
-    found = _kept(run, keys) if run.ranks.first else None
+    found = _kept(run, keys) if run.ranks.first and parts else None
     path = run.ranks.broadcast("" if found is None else str(found))
     if path:
         values = _load(Path(path))
@@ -71,7 +71,7 @@ def prepare_reference(run: Run, engine: Engine, stage: Stage, data: RunData) -> 
         values = {name: log_probabilities(run, engine, dataset) for name, dataset in parts.items()}
     for name, dataset in parts.items():
         dataset.values[NAME] = values[name]
-    if run.ranks.first and path != str(run.folder / REFERENCE):
+    if run.ranks.first and parts and path != str(run.folder / REFERENCE):
         _keep(run.folder / REFERENCE, values, keys)
     run.ranks.barrier()
     for dataset in parts.values():
