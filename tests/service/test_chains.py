@@ -152,14 +152,12 @@ def test_what_cannot_be_gone_on_from_is_refused_with_the_way_out(service: Servic
     service.wait(waiting, "cancelled")
 
 
-def test_weights_that_have_changed_since_are_not_trained_on(service: Service, models: Path, rows: str) -> None:
-    made = service.submit(spec(str(models / "tiny"), rows, 1, method=LORA))
-    service.wait(made, "succeeded")
-    (path,) = (service.data / "runs" / made).glob("attempt-*/artifacts/adapter/adapter_model.safetensors")
+def test_weights_that_have_changed_since_are_not_trained_on(service: Service, continued: str, rows: str) -> None:
+    (path,) = (service.data / "runs" / continued).glob("attempt-*/artifacts/adapter/adapter_model.safetensors")
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
-    child = service.submit(spec(made, rows, 1))
+    child = service.submit(spec(continued, rows, 1))
     failure = service.wait(child, "failed")["failure"]
     assert failure["code"] == "model_job_changed" and failure["field"] == "model.id"
 
