@@ -20,7 +20,8 @@ from core.train.data.order import BatchOrder
 from core.train.ranks.reduce import buckets
 from core.train.recipe import run
 from tests.support.gang import CODES, AskedAt
-from tests.support.trainer import ENVIRONMENT, ROOT, chats, events, pairs, weights, write_rows, write_run
+from tests.support.preferences import judged, preferences
+from tests.support.trainer import ENVIRONMENT, PLAIN, ROOT, chats, events, pairs, weights, write_rows, write_run
 
 WEIGHTS, FIGURES = 2e-5, 2e-6
 """How far two ranks may be from one, of the largest value: sums of float32 in another order (docs/gangs.md)."""
@@ -50,6 +51,16 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"activation_offloading": True},
     },
 }
+PREFERENCES = {
+    "dpo, packed": {
+        "stage": "dpo",
+        "method": {"type": "lora", "r": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "batching": {"type": "packed", "tokens_per_batch": 128},
+    },
+    "kto": {"stage": "kto", "method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}},
+}
+CASES |= PREFERENCES
 RESUMED: dict[str, Any] = {
     "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
     "optimizer": {"learning_rate": 1e-2},
@@ -77,11 +88,20 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Every run of two ranks, in one pair of processes that torchrun started; and those of one rank, here."""
     base = tmp_path_factory.mktemp("ranks")
     train, held = write_rows(base / "train.jsonl", pairs(21)), write_rows(base / "held.jsonl", chats(5))
+    judged_rows = {
+        "dpo": (write_rows(base / "pairs.jsonl", preferences(21)), "preference"),
+        "kto": (write_rows(base / "judged.jsonl", judged(21)), "kto"),
+    }
 
     def order(name: str, gpus: int, accumulation: int, resume_from: list[Path] | None = None, **axes: Any) -> Path:
         training = axes.pop("training", TRAINING) | {"gradient_accumulation_steps": accumulation}
         resources = {"gpus": gpus, "accelerator": "cpu"}
         where = base / name.replace(", ", "-")
+        for stage, (path, row_format) in judged_rows.items():
+            if axes.get("stage") == stage:
+                axes["data"] = {
+                    "train": {"type": "path", "path": str(path), "format": row_format}, "rendering": PLAIN
+                }  # fmt: skip
         eval_rows = held if "evaluation" in axes else None
         return write_run(
             where, tiny_dir, train, held_out=eval_rows, resume_from=resume_from, cache_dir=base / "cache",
