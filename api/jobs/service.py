@@ -211,7 +211,7 @@ class Jobs:
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         with self._database.read() as session:
             spec = parents.settle(session, actor.project_id, spec, ahead)
-            spec = resolve(sized(session, actor.project_id, spec))
+            spec = sized(session, actor.project_id, resolve(spec))
         faults += check(spec, preview=preview)
         if faults:
             first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

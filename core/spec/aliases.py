@@ -297,7 +297,16 @@ VALUES: dict[str, dict[str, str]] = {
         "plateau": "reduce_lr_on_plateau",
         "wsd": "warmup_stable_decay",
     },
-    "stage": {"instruct": "sft", "instruction": "sft", "pt": "sft", "supervised": "sft"},
+    "stage": {
+        "clm": "cpt",
+        "continued_pretraining": "cpt",
+        "instruct": "sft",
+        "instruction": "sft",
+        "pretrain": "cpt",
+        "pretraining": "cpt",
+        "pt": "cpt",
+        "supervised": "sft",
+    },
     "truncation": {
         "error": "refuse",
         "keep_end": "cut_left",

@@ -14,7 +14,7 @@ from core.spec.axes.model import Model
 from core.spec.axes.optimizer import AdamW, Linear, Optimizer, Schedule
 from core.spec.axes.quantization import Quantization
 from core.spec.axes.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
-from core.spec.axes.stage import SFT, Stage
+from core.spec.axes.stage import CPT, SFT, Stage
 from core.spec.axes.training import Training
 from core.spec.base import SpecModel
 
@@ -50,7 +50,7 @@ class JobSpec(SpecModel):
     schedule: Schedule = Linear()
     """Learning rate schedule."""
     batching: Batching = Rows()
-    """What goes through the model at once."""
+    """What goes through the model at once. Default: `rows`; `packed` with `stage: cpt`."""
     training: Training = Training()
     """Training loop: duration, batch sizes, precision, seed."""
     evaluation: Evaluation | None = Field(default=None)
@@ -72,4 +72,14 @@ class JobSpec(SpecModel):
     def _steps_of_a_stream(self) -> JobSpec:
         if self.data.streaming and self.training.max_steps is None:
             raise ValueError("`data.streaming` needs `training.max_steps`: nobody has counted the rows")
+        return self
+
+    @model_validator(mode="after")
+    def _documents_across(self) -> JobSpec:
+        across = isinstance(self.stage, CPT) and self.stage.across
+        if across and "truncation" in self.training.model_fields_set and self.training.truncation != "split":
+            raise ValueError(
+                "`stage.across` joins all documents and splits the result, so no document is cut or refused: set "
+                "`training.truncation` to `split`, or leave it out"
+            )
         return self

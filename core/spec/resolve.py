@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
+from core.spec.axes.batching import Packed
 from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.stage import KTO, SFT
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
@@ -20,6 +21,7 @@ LEARNING_RATES = {"dpo": (1e-5, 1e-6), "simpo": (1e-5, 1e-6), "orpo": (8e-6, 8e-
 def resolve(spec: JobSpec) -> JobSpec:
     """The same job with every dependent default written out; resolving twice changes nothing. What depends on a method
     that is still to be settled (`auto`) is left open until then."""
+    spec = _with_defaults_of_stage(spec)
     updates: dict[str, Any] = {}
     learning_rate: float | None
     adapters, full = LEARNING_RATES.get(spec.stage.type, (LEARNING_RATE_ADAPTER, LEARNING_RATE_FULL))
@@ -74,3 +76,21 @@ def _judged(source: Source) -> Source:
             return source
         case _ as never:
             assert_never(never)
+
+
+def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
+    """The same job with the stage's own defaults where the job says nothing."""
+    updates: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+    match spec.stage:
+        case SFT() | DPO() | KTO() | ORPO() | SimPO():
+            pass
+        case CPT():
+            training = {"num_train_epochs": 1.0, "truncation": "split"}
+            if "batching" not in spec.model_fields_set:
+                updates["batching"] = Packed()
+        case _ as never:
+            assert_never(never)
+    if unsaid := {name: value for name, value in training.items() if name not in spec.training.model_fields_set}:
+        updates["training"] = spec.training.model_copy(update=unsaid)
+    return spec.model_copy(update=updates) if updates else spec

@@ -19,13 +19,15 @@ from core.plan.advice import of_steps
 from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
+from core.spec.job import JobSpec
 from core.spec.run.orders import DataOrder
+from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import Prelude, RowLoader, Shares, StepLoader
 from core.train.data.order import build_order
 from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
-from core.train.data.truncate import DataReport, Truncation, truncate
+from core.train.data.truncate import DataReport, Truncation, fitted_or_refused
 from core.train.examples.mismatched import arrange, refuse_one_class
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
@@ -112,8 +114,7 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
         train, report, row_format = stream.dataset, stream.report, stream.format
     else:
         refuse_one_class(tokens.dataset, spec.stage)
-        arranged = arrange(tokens.dataset, spec.stage, spec.training.seed)
-        (train, report), row_format = _truncated(arranged, tokens.cut_prompts, limit, policy), tokens.format
+        (train, report), row_format = _fitted(spec, tokens), tokens.format
     _tell(report, "training" if stream is None else f"of the first {report.rows} training", limit, policy, run)
     held: TokenDataset | None = None
     held_record: dict[str, Any] | None = None
@@ -124,8 +125,7 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
             raise SpecError(
                 "held-out rows of raw text cannot be compared with training on completions", field="data.eval"
             )
-        arranged = arrange(eval_tokens.dataset, spec.stage, spec.training.seed)
-        held, held_report = _truncated(arranged, eval_tokens.cut_prompts, limit, policy)
+        held, held_report = _fitted(spec, eval_tokens)
         _tell(held_report, "held-out", limit, policy, run)
         held_record = _record(order.eval, eval_tokens.format, held_report)
         longest = max(longest, held_report.longest)
@@ -148,11 +148,9 @@ def _template_sha256(tokenizer: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _truncated(
-    whole: TokenDataset, cut_prompts: int, limit: int, policy: Truncation
-) -> tuple[TokenDataset, DataReport]:
-    dataset, report = truncate(whole, limit, policy)
-    report.cut_prompts = cut_prompts
+def _fitted(spec: JobSpec, tokens: TokenisedRows) -> tuple[TokenDataset, DataReport]:
+    dataset, report = fitted_or_refused(spec, arrange(tokens.dataset, spec.stage, spec.training.seed))
+    report.cut_prompts = tokens.cut_prompts
     return dataset, report
 
 

@@ -285,6 +285,7 @@ class Loop:
             **norm,
             **closed.scaling,
             "tokens_per_second": tokens / max(seconds, 1e-9),
+            "total_tokens": float(state.tokens + int(tokens)),
             "padding_share": 1.0 - tokens / slots,
             "memory_bytes": max(memory.values(), default=float(closed.memory_bytes)),
             **memory,

@@ -79,7 +79,7 @@ class PolicyModel:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every label, float32 [label tokens], row after row."""
-        return label_logprobs(self.model, self.head(), batch)
+        return label_logprobs(self.model, self.whole_logits or self.head(), batch)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:
         """Summed log-probability of each sequence's labels, float32 [examples, sequences]."""

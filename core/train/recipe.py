@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.stage import DPO, KTO, ORPO, SFT, SimPO
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -132,10 +132,14 @@ def build_run_schedule(spec: JobSpec, total_steps: int, stage: Stage, state: Tra
 def build_stage(spec: JobSpec, data: RunData) -> Stage:
     """The stage that the job asks for."""
     match spec.stage:
-        case SFT():
+        case SFT(loss=loss):
             from core.train.stages.sft import SupervisedFineTuning
 
-            return SupervisedFineTuning(completions=data.completions)
+            return SupervisedFineTuning(completions=data.completions, loss_type=loss)
+        case CPT():
+            from core.train.stages.cpt import ContinuedPreTraining
+
+            return ContinuedPreTraining()
         case DPO() as dpo:
             from core.train.stages.dpo import DirectPreference
 

@@ -144,7 +144,16 @@ def test_figures_and_record(tmp_path: Path, tiny_dir: Path) -> None:
     assert [event["seq"] for event in events(run_dir)] == list(range(1, len(seen) + 1))
     metrics = events(run_dir, "metrics")
     assert [event["step"] for event in metrics] == [1, 2, 3, 4, 5, 6]
-    names = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "padding_share", "memory_bytes", "epoch"}
+    names = {
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "total_tokens",
+        "padding_share",
+        "memory_bytes",
+        "epoch",
+    }
     assert all(set(event["values"]) == names for event in metrics)
     assert metrics[-1]["values"]["epoch"] == 2.0
     assert all(0 <= event["values"]["padding_share"] < 1 for event in metrics)

@@ -32,6 +32,23 @@ class SFT(SpecModel):
     """Tokens with a loss. `completions`: those of every assistant turn whose `weight` is not 0; prompts have none.
     `last`: those of the last assistant turn. `turns`: those of turns with `weight: 1`. `all`: every token. Default:
     `completions`, or `all` for raw text, which has no prompt."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token with probability p. `nll`: -log p. `dft` (dynamic fine-tuning, arXiv:2508.05629): -p · log p with
+    p as a constant factor, which gives less weight to tokens that the model finds improbable."""
+
+
+class CPT(SpecModel):
+    """Continued pre-training on raw text: cross-entropy on every token of a document, its end token included. Defaults
+    of the job: `batching: packed`, `training.truncation: split` and one epoch."""
+
+    type: Literal["cpt"] = "cpt"
+    rows: ClassVar[tuple[RowFormat, ...]] = ("text",)
+    sequences: ClassVar[int] = 1
+    metrics: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_perplexity": "lower"}
+    across: bool = False
+    """Join all documents, with an end token behind each, and cut the result into rows of training.max_length, as most
+    pre-training scripts do: no row is short, and tokens attend to the documents before theirs. By default only
+    documents longer than max_length are cut, and no token attends to another document."""
 
 
 class PairStage(SpecModel):
@@ -108,7 +125,7 @@ class KTO(SpecModel):
     """Weight of the bad answers."""
 
 
-Stage = Annotated[SFT | DPO | SimPO | ORPO | KTO, Field(discriminator="type"), short_form(by_type)]
+Stage = Annotated[SFT | CPT | DPO | SimPO | ORPO | KTO, Field(discriminator="type"), short_form(by_type)]
 
 
 def loss_on(stage: Stage) -> LossOn | None:

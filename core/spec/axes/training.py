@@ -13,7 +13,7 @@ class Training(SpecModel):
     """The training loop: duration, batch sizes, precision and seed."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10_000)] = 3.0
-    """Passes over the training rows; a fraction ends within an epoch."""
+    """Passes over the training rows; a fraction ends within an epoch. `stage: cpt` has a default of 1."""
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Optimizer steps; overrides num_train_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -24,7 +24,8 @@ class Training(SpecModel):
     """Maximum tokens of a row. The run record counts longer rows."""
     truncation: Literal["refuse", "cut_left", "cut_right", "split"] = "cut_right"
     """Handling of rows longer than max_length: reject the job, cut the beginning or the end of the row, or split it
-    into rows of max_length (each begins with the last token of the previous one, so that every token is trained on)."""
+    into rows of max_length (each begins with the last token of the previous one, so that every token is trained on).
+    `stage: cpt` has a default of `split`."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
     """Maximum global gradient norm; null disables clipping."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = "auto"

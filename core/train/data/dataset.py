@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -41,11 +42,11 @@ class TokenDataset:
         self.ids, self.learned, self.starts, self.ends, self.lines = ids, learned, starts, ends, lines
         self.sequences, self.trained = sequences, sequences if trained is None else trained
         self.values, self.token_values = dict(values or {}), dict(token_values or {})
-        self.sequence_lengths: list[int] = (ends - starts).tolist()
-        self.sequence_labels: list[int] = _count(learned, starts, ends).tolist()
-        self.lengths: list[int] = self._summed(self.sequence_lengths)
+        self.sequence_lengths = _integers(ends - starts)
+        self.sequence_labels = _integers(_count(learned, starts, ends))
+        self.lengths = self._summed(self.sequence_lengths)
         """Tokens of each example, in the sequences that are trained."""
-        self.label_counts: list[int] = self._summed(self.sequence_labels)
+        self.label_counts = self._summed(self.sequence_labels)
         self.held: object = None
         """What has to live as long as these rows do: the lease of the files that the arrays are."""
 
@@ -93,17 +94,16 @@ class TokenDataset:
         found.held = self.held
         return found
 
-    def sizes(self, *, packed: bool, only: Sequence[int] | None = None) -> list[int]:
+    def sizes(self, *, packed: bool, only: Sequence[int] | None = None) -> Sequence[int]:
         """What each example takes of a batch: packed, its tokens; padded, its sequences times the longest of them.
         `only`: as `collate` has it."""
         if self.sequences == 1 or (packed and only is None):
             return self.lengths
         places = list(range(self.trained) if only is None else only)
         lengths = np.asarray(self.sequence_lengths, dtype=np.int64).reshape(-1, self.sequences)[:, places]
-        found: list[int] = (lengths.sum(axis=1) if packed else lengths.max(axis=1) * len(places)).tolist()
-        return found
+        return _integers(lengths.sum(axis=1) if packed else lengths.max(axis=1) * len(places))
 
-    def counts(self, example: int) -> tuple[list[int], list[int]]:
+    def counts(self, example: int) -> tuple[Sequence[int], Sequence[int]]:
         """(tokens, label tokens) of each sequence of an example."""
         part = slice(example * self.sequences, (example + 1) * self.sequences)
         return self.sequence_lengths[part], self.sequence_labels[part]
@@ -197,13 +197,19 @@ class TokenDataset:
         learned[0] = False  # nothing comes before the first token to predict it from
         return self.ids[start:end], learned
 
-    def _summed(self, counts: list[int]) -> list[int]:
+    def _summed(self, counts: array[int]) -> array[int]:
         """Sums over the trained sequences of each example."""
         if self.sequences == 1:
             return counts
         parts = np.asarray(counts, dtype=np.int64).reshape(-1, self.sequences)[:, : self.trained]
-        found: list[int] = parts.sum(axis=1).tolist()
-        return found
+        return _integers(parts.sum(axis=1))
+
+
+def _integers(values: npt.NDArray[np.int64]) -> array[int]:
+    """The numbers as a sequence of Python integers that takes eight bytes each; a list takes 36."""
+    found = array("q")
+    found.frombytes(np.ascontiguousarray(values).data.cast("B"))
+    return found
 
 
 def _before_labels(labels: npt.NDArray[np.int64]) -> Tensor:
@@ -215,6 +221,9 @@ def _count(
     learned: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Learned tokens of each span behind its first."""
+    if learned.strides == (0,) and learned.all():  # one value for all tokens: they need not be read
+        behind: npt.NDArray[np.int64] = np.maximum(ends - starts - 1, 0)
+        return behind
     counts = np.zeros(len(starts), dtype=np.int64)
     at = np.flatnonzero(ends - starts > 1)
     if len(at):

@@ -26,7 +26,7 @@ from core.train.data.dataset import TokenDataset
 from core.train.data.order import build_order
 from core.train.data.tokenise import RowFault
 from core.train.data.tokens import OnRows, TokenReader
-from core.train.data.truncate import cut_rows, truncate
+from core.train.data.truncate import fitted, fitted_or_refused
 from core.train.examples.mismatched import arrange
 
 PAIR = ("chosen", "rejected")
@@ -64,7 +64,7 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
     used, report, batches, limit_fault = None, None, {}, None
     try:
         whole = arrange(whole, spec.stage, spec.training.seed) if tokens.format == "kto" else whole
-        used, report = truncate(whole, spec.training.max_length, spec.training.truncation)
+        used, report = fitted_or_refused(spec, whole)
         batches = _batches(spec, used, whole)
     except EftError as error:
         limit_fault = Fault(error.code, error.message, error.field)
@@ -201,7 +201,7 @@ def _blocks(spec: JobSpec, whole: TokenDataset) -> dict[int, TokenDataset]:
     found = {}
     for number, start in enumerate(range(0, len(whole), streaming.BLOCK_ROWS)):
         block = whole.selected(np.arange(start, min(start + streaming.BLOCK_ROWS, len(whole))))
-        used, _ = cut_rows(block, spec.training.max_length, spec.training.truncation)
+        used, _ = fitted(spec, block)
         if len(used):
             found[number] = used
     return found

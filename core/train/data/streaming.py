@@ -33,7 +33,7 @@ from core.train.data.loaders import Prelude, RowLoader, Shares, StepBatches
 from core.train.data.order import StepOrder, build_order
 from core.train.data.reader import refuse_mixed, refuse_rows
 from core.train.data.tokenise import TokenChunk, TokenWriter, render_rows
-from core.train.data.truncate import DataReport, cut_rows, nothing_to_learn
+from core.train.data.truncate import DataReport, fitted, nothing_to_learn
 from core.train.examples.mismatched import arrange
 from core.train.render.renderer import Renderer
 
@@ -182,7 +182,7 @@ class StreamLoader:
         writer.extend(made.part)
         limit = self._spec.training.max_length
         whole = arrange(writer.dataset(), self._spec.stage, self._spec.training.seed + place.number)
-        dataset, report = cut_rows(whole, limit, self._spec.training.truncation)
+        dataset, report = fitted(self._spec, whole)
         report.cut_prompts = writer.cut_prompts
         if self._helpers is not None:
             self._ahead = self._helpers.submit(_made_ahead, self._data, made.end, self._block_rows)

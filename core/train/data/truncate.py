@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from core.errors import DataError, SpecError
+from core.spec.axes.stage import CPT
+from core.spec.job import JobSpec
 from core.train.data.dataset import TokenDataset
 
 Truncation = Literal["refuse", "cut_left", "cut_right", "split"]
@@ -115,3 +117,35 @@ def _refused(
         "let training.truncation cut or split them",
         field="training.max_length",
     )
+
+
+# --- what a job does with its rows ------------------------------------------------------------------------
+
+
+def fitted(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset, DataReport]:
+    """The rows as the job trains on them, and what became of them; there may be none. DataError as `cut_rows`."""
+    limit = spec.training.max_length
+    if isinstance(spec.stage, CPT) and spec.stage.across and len(whole):
+        return _across(whole, limit)
+    return cut_rows(whole, limit, spec.training.truncation)
+
+
+def fitted_or_refused(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset, DataReport]:
+    """As `fitted`; DataError when no row has anything to learn."""
+    used, report = fitted(spec, whole)
+    if not len(used):
+        raise nothing_to_learn(spec.training.max_length, report.longest)
+    return used, report
+
+
+def _across(whole: TokenDataset, limit: int) -> tuple[TokenDataset, DataReport]:
+    """Rows of `limit` tokens of all documents end to end; each has the line of the document that it begins in. Every
+    token but the very first is learned: the first of a document is predicted from the end of the one before."""
+    learned = np.broadcast_to(np.True_, whole.ids.shape)
+    first, last, lines = whole.starts[:1], whole.ends[-1:], whole.lines[:1]
+    used, report = cut_rows(TokenDataset(whole.ids, learned, first, last, lines), limit, "split")
+    begun = np.searchsorted(whole.starts, used.starts, side="right") - 1
+    found = TokenDataset(used.ids, used.learned, used.starts, used.ends, whole.lines[begun])
+    found.held = whole.held
+    longest = int((whole.ends - whole.starts).max())
+    return found, replace(report, truncated=0, pieces=0, dropped=0, longest=longest)

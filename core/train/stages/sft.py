@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
 from core.train.stage import Loss, Stage, Totals
+
+LossType = Literal["nll", "dft"]
+"""Loss of a token with probability p: -log p, or -p · log p with p as a constant factor (arXiv:2508.05629)."""
 
 
 class SupervisedFineTuning(Stage):
@@ -20,9 +23,9 @@ class SupervisedFineTuning(Stage):
     title = "Supervised fine-tuning"
     loss_unit = "label tokens"
 
-    def __init__(self, *, completions: bool = True) -> None:
+    def __init__(self, *, completions: bool = True, loss_type: LossType = "nll") -> None:
         """`completions`: the labels are completions (or some of them), not all tokens of a row."""
-        self.completions = completions
+        self.completions, self.loss_type = completions, loss_type
         metrics: dict[str, Literal["lower", "higher"]] = {"eval_loss": "lower", "eval_perplexity": "lower"}
         self.held_out_metrics = metrics | ({"eval_exact_match": "higher"} if completions else {})
 
@@ -31,19 +34,31 @@ class SupervisedFineTuning(Stage):
 
     def loss(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
         items = totals["label_tokens"]
-        total = policy.cross_entropy(batch, items)
-        return Loss(total / items, {"loss": total.detach().double()})
+        match self.loss_type:
+            case "nll":
+                total = policy.cross_entropy(batch, items)
+                return Loss(total / items, {"loss": total.detach().double()})
+            case "dft":
+                logprobs = policy.logprobs(batch)
+                total = -(logprobs.detach().exp() * logprobs).sum()
+                sums = {"loss": total.detach().double(), "nll": -logprobs.detach().double().sum()}
+                return Loss(total / items, sums)
+            case _ as never:
+                assert_never(never)
 
     def figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
-        return {"loss": sums["loss"] / totals["label_tokens"]}
+        figures = {"loss": sums["loss"] / totals["label_tokens"]}
+        return figures | ({"nll_loss": sums["nll"] / totals["label_tokens"]} if "nll" in sums else {})
 
     def evaluate(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Mapping[str, float]:
         """A row is matched where each of its labels is the most likely token given the row so far. For a row with one
         completion the matched share is exactly the share that greedy decoding would write token for token, its end
         token included."""
         found = policy.figures(batch)
+        nll = found.losses.double()
         return {
-            "loss": float(found.losses.double().sum()),
+            "loss": float((nll if self.loss_type == "nll" else nll * (-nll).exp()).sum()),
+            "nll": float(nll.sum()),
             "label_tokens": batch.label_tokens,
             "matched": sum(bool(part.all()) for part in torch.split(found.right, batch.label_counts())),
             "rows": len(batch.lengths),
@@ -51,7 +66,7 @@ class SupervisedFineTuning(Stage):
 
     def held_out_figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
         loss = sums["loss"] / sums["label_tokens"]
-        figures = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        figures = {"eval_loss": loss, "eval_perplexity": math.exp(min(sums["nll"] / sums["label_tokens"], 700.0))}
         if self.completions:
             figures["eval_exact_match"] = sums["matched"] / sums["rows"]
         return figures
