@@ -92,13 +92,13 @@ def test_joined_documents_fill_every_row_and_learn_the_beginnings_too() -> None:
 def test_a_run_is_packed_and_reports_perplexity_and_tokens(
     tmp_path: Path, tiny_dir: Path, axes: dict[str, Any]
 ) -> None:
-    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", rows(count)) for name, count in (("a", 24), ("b", 5)))
+    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", rows(count)) for name, count in (("a", 8), ("b", 2)))
     training = {"max_length": 32}
-    batching = {"type": "packed", "tokens_per_batch": 512}
+    batching = {"type": "packed", "tokens_per_batch": 4096}
     found = {}
     for streaming in (False, True):
         data = {"train": str(train), "eval": str(held_out), "streaming": streaming}
-        more = {"max_steps": 2} if streaming else {}
+        more = {"max_steps": 1} if streaming else {}
         run = write_run(tmp_path / f"run{streaming}", tiny_dir, train, **axes, batching=batching, data=data,
                         training=training | more)  # fmt: skip
         assert recipe.run(run) == 0, events(run)[-1]
@@ -114,9 +114,9 @@ def test_a_run_is_packed_and_reports_perplexity_and_tokens(
         "eval_perplexity": math.exp(evaluation["eval_loss"]),
     }
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    whole = sum(len(tokenizer(row["text"]).input_ids) + 1 for row in rows(24))
+    whole = sum(len(tokenizer(row["text"]).input_ids) + 1 for row in rows(8))
     joined = isinstance(axes["stage"], dict)
-    assert record["data"]["train"]["label_tokens"] == whole - (1 if joined else 24)
+    assert record["data"]["train"]["label_tokens"] == whole - (1 if joined else 8)
     assert "Continued pre-training" in (tmp_path / "runFalse/artifacts/adapter/README.md").read_text()
 
 
