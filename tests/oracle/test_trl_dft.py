@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from core.spec.axes.method import Full, LoRA
 from core.spec.run.orders import DataOrder
@@ -25,10 +26,17 @@ from core.train.data.tokenise import tokenise
 from core.train.recipe import run
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import Renderer
-from tests.oracle.test_trl import InOurOrder, load_final, their_start
+from tests.oracle.test_trl import load_final, their_start
 from tests.support.trainer import chats, events, write_rows, write_run
 
 TOLERANCE = 1e-5
+
+
+class InOurOrder(SFTTrainer):
+    """TRL's trainer; the data set is already in the order that our seed gives."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(dataset if dataset is not None else self.train_dataset)
 
 
 @pytest.mark.parametrize("method", [Full(), LoRA(r=4, lora_alpha=8)], ids=["full", "lora"])
