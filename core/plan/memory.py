@@ -248,7 +248,7 @@ def _state(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, strea
     """The items that are on the device for the whole run."""
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
     kept = state_of(spec.optimizer)
-    optimizer = 0 if offloads else kept.bytes(held.trained, held.tensors)
+    optimizer = 0 if offloads else kept.bytes(held.trained_tensors)
     scratch = max(held.largest_dense, min(SCRATCH_BYTES[device.kind], held.dense))
     streams = stream.where != "none"
     return [
@@ -380,8 +380,8 @@ def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) ->
     if isinstance(spec.memory.offload_optimizer, HostOffload):
         yield Item(
             "optimizer",
-            state_of(spec.optimizer).trained * held.trained,
-            "weights, AdamW's means and the gradient, all in float32",
+            state_of(spec.optimizer).trained(held.trained_tensors),
+            f"weights and gradients in float32; {state_of(spec.optimizer).kept}",
         )
         if not device.one_memory:
             yield Item("staging", 2 * PIECE_BYTES, "gradients and weights on their way")
@@ -399,7 +399,7 @@ def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) ->
 
 
 def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> Iterable[Item]:
-    one = state_of(spec.optimizer).trained * held.trained
+    one = state_of(spec.optimizer).trained(held.trained_tensors)
     yield Item(
         "checkpoints",
         one * (spec.checkpoint.keep_last + 1),

@@ -32,7 +32,10 @@ def of_field(name: str, place: str, known: list[str], root: type[BaseModel]) -> 
         return _meant([word])
     if word in FIELDS:
         return _meant([_from(place, FIELDS[word])])
-    if paths := leaves(root).get(word):
+    paths = leaves(root).get(word, [])
+    if place and any(path.rpartition(".")[0] == place for path in paths):  # a field of another arm
+        return _all(known)
+    if paths:
         return _meant([_from(place, path) for path in paths])
     near, likeness = _nearest(word, known)
     far, far_likeness = _nearest(word, leaves(root))

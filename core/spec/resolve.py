@@ -7,6 +7,8 @@ from typing import Any, assert_never
 from core.spec.axes.batching import Packed
 from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
+from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon
+from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
@@ -37,7 +39,8 @@ def resolve(spec: JobSpec) -> JobSpec:
     if spec.quantization is None and not isinstance(spec.method, Auto):
         updates["quantization"] = NF4() if isinstance(spec.method, QLoRA) else NoQuantization()
     if spec.optimizer.learning_rate is None:
-        updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": learning_rate})
+        rate = None if learning_rate is None else usual_rate(spec.optimizer, learning_rate)
+        updates["optimizer"] = spec.optimizer.model_copy(update={"learning_rate": rate})
     if isinstance(spec.stage, SFT) and spec.stage.loss_on is None:
         match format_of(spec.data.train):
             case "text":
@@ -94,3 +97,16 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
     if unsaid := {name: value for name, value in training.items() if name not in spec.training.model_fields_set}:
         updates["training"] = spec.training.model_copy(update=unsaid)
     return spec.model_copy(update=updates) if updates else spec
+
+
+def usual_rate(optimizer: Optimizer, adamw: float) -> float:
+    """The default learning rate of an optimizer, given that of AdamW."""
+    match optimizer:
+        case AdamW() | AdEMAMix() | Muon():
+            return adamw
+        case Lion():
+            return adamw / 10
+        case Adafactor() | SGD():
+            return 1e-2
+        case _ as never:
+            assert_never(never)

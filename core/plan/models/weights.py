@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
 from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK, aligned
 from core.plan.device import Device
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
-from core.spec.axes.method import Full
+from core.plan.optimizers import TrainedTensor
+from core.spec.axes.method import Full, LowRank
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
 from core.spec.job import JobSpec
@@ -30,8 +31,7 @@ class WeightBytes:
     """Base weights of all blocks that would not be streamed: norms, biases, tables of packed layers."""
     adapter: int
     """Adapter weights in float32."""
-    tensors: int
-    """Trained tensors: each has a counter of steps."""
+    trained_tensors: tuple[TrainedTensor, ...]
     trained: int
     """Trained parameters."""
     dense: int
@@ -84,27 +84,42 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     outside = _measure(shape.outside, packed[0], pack, width, width)
     blocks = [_measure(block, names, pack, width, linear) for block, names in zip(shape.blocks, packed[1], strict=True)]
     targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
-    count = tensors = 0
+    tensors: list[TrainedTensor] = []
     if not isinstance(method, Full):
         targets = shape.targets(method)
         for part, names in zip((shape.outside, *shape.blocks), (targets[0], *targets[1]), strict=True):
             for weight in part:
                 if weight.kind in ADAPTABLE and weight.module in names:
-                    count += method.r * (weight.inputs + weight.outputs) + (weight.outputs if method.use_dora else 0)
-                    tensors += 3 if method.use_dora else 2
+                    tensors += _adapter(method, weight)
+    else:
+        parts = (shape.outside, *shape.blocks)
+        tensors = [
+            TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"))
+            for part in parts
+            for w in part
+        ]
+    count = sum(tensor.numel for tensor in tensors)
     return WeightBytes(
         outside=outside.frozen + outside.still,
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
         still=sum(block.still for block in blocks),
-        adapter=4 * count,
-        tensors=len(shape.outside) + sum(len(block) for block in shape.blocks) if full else tensors,
+        adapter=0 if full else 4 * count,
+        trained_tensors=tuple(tensors),
         trained=shape.parameters if full else count,
         dense=sum(part.dense for part in (outside, *blocks)),
         largest_dense=max(part.largest_dense for part in (outside, *blocks)),
         adapted=targets[1],
         head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
     )
+
+
+def _adapter(method: LowRank, weight: Weight) -> Iterator[TrainedTensor]:
+    """The tensors of an adapter on a weight."""
+    yield TrainedTensor((method.r, weight.inputs), True)
+    yield TrainedTensor((weight.outputs, method.r), True)
+    if method.use_dora:
+        yield TrainedTensor((weight.outputs,), False)
 
 
 def _measure(

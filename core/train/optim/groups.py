@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -16,13 +17,26 @@ class ParameterGroup:
     names: frozenset[str]
     decays: bool
     """The optimizer's weight decay acts on it."""
+    hidden: frozenset[str] = frozenset()
+    """Those of `names` that are matrices of hidden layers."""
 
 
 def decay_groups(model: nn.Module) -> list[ParameterGroup]:
     """Group all that requires a gradient by whether it decays: biases and norms do not."""
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    spared = without_decay(model)
-    return [ParameterGroup(trained - spared, decays=True), ParameterGroup(trained & spared, decays=False)]
+    spared, hidden = without_decay(model), hidden_matrices(model)
+    return [
+        ParameterGroup(trained - spared, decays=True, hidden=hidden & (trained - spared)),
+        ParameterGroup(trained & spared, decays=False, hidden=hidden & trained & spared),
+    ]
+
+
+def hidden_matrices(model: Any) -> frozenset[str]:
+    """Names of the two-dimensional parameters that are neither an embedding nor the output head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    ends = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    ends |= set() if head is None else set(head.parameters())
+    return frozenset(name for name, p in model.named_parameters() if p.dim() == 2 and p not in ends)
 
 
 def without_decay(model: nn.Module) -> frozenset[str]:

@@ -1,15 +1,24 @@
-"""Optimizers over the trained parameters. What each keeps of a parameter is in core/plan/optimizers.py."""
+"""Optimizers over the trained parameters. What each keeps of a parameter is in core/plan/optimizers.py.
+
+State is tensors for each parameter and nothing else, so that every optimizer resumes to the bit and steps any part of
+the parameters alone (core/train/memory/offload).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import nn
 
-from core.spec.axes.optimizer import AdamW, Optimizer
+from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT
+from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, AdEMAMix, Lion, Muon
+from core.spec.axes.optimizer import Optimizer
 from core.train.optim.groups import ParameterGroup
+from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW
+from core.train.optim.pair import OptimizerPair
+from core.train.optim.quantised import QuantisedAdamW, maps_4bit, maps_8bit
 
 
 def build_optimizer(
@@ -18,19 +27,60 @@ def build_optimizer(
     """An optimizer over `parameters`, by the groups that their names are in. `spec.learning_rate` must be resolved."""
     if spec.learning_rate is None:
         raise ValueError("the spec is not resolved: optimizer.learning_rate is missing")
-    members = [(group, [p for name, p in parameters.items() if name in group.names]) for group in groups]
+    members = [
+        {
+            "params": [p for name, p in parameters.items() if name in group.names],
+            "weight_decay": spec.weight_decay if group.decays else 0.0,
+        }
+        for group in groups
+    ]
+    members, rate = [group for group in members if group["params"]], spec.learning_rate
     match spec:
+        case AdamW8bit():
+            maps = maps_8bit
+            return QuantisedAdamW(members, rate, spec.betas, spec.eps, bits=8, block=BLOCK_8BIT, maps=maps)
+        case AdamW4bit():
+            maps = maps_4bit
+            return QuantisedAdamW(members, rate, spec.betas, spec.eps, bits=4, block=BLOCK_4BIT, maps=maps)
         case AdamW():
-            return torch.optim.AdamW(
-                [
-                    {"params": params, "weight_decay": spec.weight_decay if group.decays else 0.0}
-                    for group, params in members
-                    if params
-                ],
-                lr=spec.learning_rate,
-                betas=spec.betas,
-                eps=spec.eps,
-                fused=True,  # one kernel over all tensors, on CPU as on GPU
+            return _adamw(members, rate, spec)
+        case AdEMAMix():
+            return SlowMeanAdamW(members, rate, spec.betas, spec.alpha, spec.warmup_steps, spec.eps)
+        case Lion():
+            return LionOptimizer(members, rate, spec.betas)
+        case Muon():
+            hidden = {p for name, p in parameters.items() if any(name in group.hidden for group in groups)}
+            matrices, rest = _split(members, hidden)
+            if not matrices:
+                return _adamw(rest, rate, spec)
+            muon = torch.optim.Muon(
+                matrices,
+                lr=rate,
+                momentum=spec.momentum,
+                nesterov=spec.nesterov,
+                ns_steps=spec.ns_steps,
+                adjust_lr_fn=spec.adjust_lr_fn,
             )
+            return OptimizerPair(muon, _adamw(rest, rate, spec)) if rest else muon
+        case Adafactor():
+            return torch.optim.Adafactor(
+                members, lr=rate, beta2_decay=spec.beta2_decay, eps=spec.eps, d=spec.clip_threshold
+            )
+        case SGD():
+            return torch.optim.SGD(members, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, fused=True)
         case _ as never:
             assert_never(never)
+
+
+def _adamw(members: list[dict[str, Any]], rate: float, spec: AdamW | Muon) -> torch.optim.AdamW:
+    # fused: one kernel over all tensors, on CPU as on GPU
+    return torch.optim.AdamW(members, lr=rate, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def _split(
+    members: list[dict[str, Any]], chosen: set[nn.Parameter]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The groups with their chosen parameters alone, and with all others."""
+    inside = [group | {"params": [p for p in group["params"] if p in chosen]} for group in members]
+    outside = [group | {"params": [p for p in group["params"] if p not in chosen]} for group in members]
+    return [group for group in inside if group["params"]], [group for group in outside if group["params"]]

@@ -44,6 +44,7 @@ def restore(
 ) -> None:
     """Put back what `capture` answered. ValueError when it belongs to another model or optimizer."""
     optimizer.state.clear()
+    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for place, value in [*tensors.items(), *numbers.get("state", {}).items()]:
         name, _, key = place.rpartition(":")
         if name.startswith(_GROUP):
@@ -53,8 +54,7 @@ def restore(
             raise ValueError(f"the checkpoint is of another model: it has an optimizer state for {name}")
         parameter = parameters[name]
         # `step` counters live where the optimizer made them: beside the weights if it is fused, else on the CPU.
-        fused = bool(optimizer.param_groups[0].get("fused"))
-        if isinstance(value, Tensor) and (value.dim() > 0 or fused):
+        if isinstance(value, Tensor) and (value.dim() > 0 or parameter in fused):
             value = value.to(parameter.device)
         optimizer.state[parameter][key] = value
     for number, group in enumerate(numbers.get("groups", ())):  # none in checkpoints of versions before

@@ -14,6 +14,7 @@ from torch import nn
 from core.errors import SpecError
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.optimizer import AdamW
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
@@ -65,6 +66,8 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
     spec, world = order.spec, order.world_size
     if spec.data.streaming:
         raise SpecError("a stream of rows is not replayed: its order is made during the run", field="data.streaming")
+    if not isinstance(spec.optimizer, AdamW) or spec.optimizer.type != "adamw":
+        raise SpecError("only `optimizer: adamw` is replayed: the arithmetic of others is not TRL's", field="optimizer")
     alone = order.model_copy(update={"world_size": 1, "fence_seconds": None, "settled": None})
     with Run(alone, run_dir, NullEventWriter()) as run:
         placement = prepare_compute(run).placement

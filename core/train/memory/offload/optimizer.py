@@ -28,13 +28,14 @@ from torch import Tensor, nn
 
 from core.errors import ModelError
 from core.plan.constants import PIECE_BYTES
-from core.plan.optimizers import state_of
+from core.plan.optimizers import TrainedTensor, state_of
 from core.spec.axes.optimizer import AdamW, Optimizer
 from core.train.base.out_of_memory import is_out_of_memory
 from core.train.memory.available import available_bytes
 from core.train.memory.narrow_dtypes import narrow_parameters
 from core.train.memory.offload.units import HEAD, OUTSIDE, Unit, block_name, blocks_of, output_head, units_of
 from core.train.memory.transfer.transfer import Event, StagedTransfer
+from core.train.optim.groups import hidden_matrices
 
 FIELD = "memory.offload_optimizer"
 _ADAMW = AdamW()
@@ -68,8 +69,11 @@ class OptimizerOffload:
         self.device = device
         self._model = model
         self._pinned = pinned and device.type == "cuda"
-        self._host_bytes = state_of(optimizer).trained
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        hidden = hidden_matrices(model)
+        self._host_bytes = state_of(optimizer).trained(
+            TrainedTensor(tuple(p.shape), name in hidden) for name, p in trained.items()
+        )
         blocks = blocks_of(model)
         narrowed = set() if narrow is None else narrow_parameters(model, blocks)
         self.narrow = None if narrow is None else str(narrow).removeprefix("torch.")
@@ -293,11 +297,12 @@ class OptimizerOffload:
             "trained": trained,
             "narrowed": self.narrowed,
             "narrow_dtype": self.narrow if self.narrowed else None,
-            "host_bytes": trained * self._host_bytes,
+            "host_bytes": self._host_bytes,
         }
 
     def _check_room(self, trained: list[nn.Parameter]) -> None:
-        new = sum(p.numel() * (self._host_bytes - (4 if _serves(p) else 0)) for p in trained)
+        self._bytes_each = round(self._host_bytes / max(1, sum(p.numel() for p in trained)))
+        new = self._host_bytes - sum(4 * p.numel() for p in trained if _serves(p))
         if self.device.type == "cpu":
             new += sum(p.nbytes for p in trained)  # what the device is to hold lies there, too
         if (free := available_bytes()) is not None and free < new:
@@ -315,7 +320,7 @@ class OptimizerOffload:
 
     def _no_room(self, why: str) -> ModelError:
         return ModelError(
-            f"this box has no memory left for what the optimizer keeps in it, {self._host_bytes} bytes for every "
+            f"this box has no memory left for what the optimizer keeps in it, {self._bytes_each} bytes for every "
             f"trained parameter ({why}): leave `{FIELD}` out if the device has room, or train adapters "
             "(`method: lora`)",
             field=FIELD,

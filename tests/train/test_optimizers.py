@@ -1,0 +1,248 @@
+"""Optimizers: each against torch's, bitsandbytes' tables or its paper's formula; a resume row and a row of state bytes
+for each; part by part as with the state in host memory; and what a spec may say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from bitsandbytes.functional import create_dynamic_map
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from core.errors import SpecError
+from core.plan.optimizers import TrainedTensor, state_of
+from core.spec.axes.method import LoRA
+from core.spec.axes.optim.optimizers import Lion
+from core.spec.axes.optimizer import Optimizer
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.train.base.rng import seed_all
+from core.train.batch import Batch
+from core.train.engine import Diverged, Engine, build_engine
+from core.train.memory.offload.optimizer import OptimizerOffload
+from core.train.methods.full import adapt_full
+from core.train.methods.lora import adapt_lora
+from core.train.model.load import load_model
+from core.train.optim.groups import ParameterGroup, hidden_matrices
+from core.train.optim.momentum import slow_mean_decay
+from core.train.optim.optimizers import build_optimizer
+from core.train.optim.quantised import maps_4bit, maps_8bit, pack, unpack
+from tests.support.losses import summed
+
+READ: TypeAdapter[Any] = TypeAdapter(Optimizer)
+ARMS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
+RATES = {"sgd": 0.1, "adafactor": 0.1, "lion": 1e-3}
+
+
+def spec_of(name: str, **options: Any) -> Any:
+    return READ.validate_python({"type": name, "learning_rate": RATES.get(name, 1e-2), **options})
+
+
+def made(tiny: Path, name: str, *, full: bool = True, offload: bool = False) -> Engine:
+    seed_all(3)
+    model = load_model(tiny, torch.float32)
+    model = adapt_full(model) if full else adapt_lora(model, LoRA(r=4, lora_alpha=8))
+    spec = spec_of(name, weight_decay=0.1)
+    updates = OptimizerOffload(model, torch.device("cpu"), optimizer=spec) if offload else None
+    return build_engine(model, spec, updates=updates)
+
+
+def rows(seed: int) -> Batch:
+    ids = torch.randint(2, 250, (2, 12), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, 0] = -100
+    return Batch(ids, labels, (12, 12), 22)
+
+
+def steps(engine: Engine, *seeds: int) -> list[float]:
+    losses = []
+    for seed in seeds:
+        loss = summed(engine, rows(seed)).total
+        engine.backward(loss / 22)
+        engine.step()
+        losses.append(float(loss.detach()) / 22)
+    engine.updates.synchronize()
+    return losses
+
+
+def weights_of(engine: Engine) -> list[Tensor]:
+    return [p.detach().clone() for p in engine.trained_parameters.values()]
+
+
+# --- each is what it says --------------------------------------------------------------------------------
+
+
+def alone(name: str, start: Tensor, gradients: list[Tensor], **options: Any) -> Tensor:
+    parameter = nn.Parameter(start.clone())
+    groups = [ParameterGroup(frozenset({"w"}), decays=True, hidden=frozenset({"w"}))]
+    optimizer = build_optimizer(spec_of(name, **options), groups, {"w": parameter})
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def series(*shape: int, count: int = 12) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def test_lion_is_algorithm_2_of_its_paper() -> None:
+    start, gradients = series(9)
+    x, mean, rate = start.double(), torch.zeros(9, dtype=torch.float64), 1e-3
+    for gradient in gradients:
+        update = torch.sign(0.9 * mean + 0.1 * gradient.double())
+        x = x - rate * (update + 0.1 * x)
+        mean = 0.99 * mean + 0.01 * gradient.double()
+    torch.testing.assert_close(alone("lion", start, gradients, weight_decay=0.1).double(), x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 8])
+def test_ademamix_is_algorithm_1_of_its_paper(warmup: int) -> None:
+    start, gradients = series(9)
+    x = start.double()
+    fast, slow, square = (torch.zeros(9, dtype=torch.float64) for _ in range(3))
+    b1, b2, b3, rate = 0.9, 0.999, 0.9999, 1e-2
+    for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
+        share = min(1.0, t / warmup) if warmup else 1.0
+        log1, log3 = math.log(b1), math.log(b3)
+        decay = min(b3, math.exp(log1 * log3 / ((1 - share) * log3 + share * log1))) if share < 1 else b3
+        fast, slow = b1 * fast + (1 - b1) * g, decay * slow + (1 - decay) * g
+        square = b2 * square + (1 - b2) * g * g
+        below = (square / (1 - b2**t)).sqrt() + 1e-8
+        x = x - rate * ((fast / (1 - b1**t) + 5.0 * share * slow) / below + 0.1 * x)
+    found = alone("ademamix", start, gradients, weight_decay=0.1, warmup_steps=warmup)
+    torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-6)
+    assert slow_mean_decay(0.9, 0.9999, 0.0) == pytest.approx(0.9)
+    assert slow_mean_decay(0.9, 0.9999, 1.0) == pytest.approx(0.9999)
+
+
+def test_muon_is_torchs_for_hidden_matrices_and_adamw_elsewhere(tiny_dir: Path) -> None:
+    engine = made(tiny_dir, "muon")
+    hidden = hidden_matrices(engine.model)
+    assert {name for name in hidden if "embed" in name or "head" in name} == set()
+    names = {p: name for name, p in engine.trained_parameters.items()}
+    seen = {names[p]: "momentum" in group for group in engine.optimizer.param_groups for p in group["params"]}
+    assert seen == {name: name in hidden for name in names.values()}
+    start, gradients = series(12, 7)
+    parameter = nn.Parameter(start.clone())
+    theirs = torch.optim.Muon([parameter], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        theirs.step()
+    assert torch.equal(alone("muon", start, gradients, weight_decay=0.1), parameter.detach())
+
+
+def test_the_maps_are_those_of_bitsandbytes() -> None:
+    cpu = torch.device("cpu")
+    assert torch.equal(maps_8bit(cpu)[0], create_dynamic_map(signed=True))
+    assert torch.equal(maps_8bit(cpu)[1], create_dynamic_map(signed=False))
+    assert torch.equal(maps_4bit(cpu)[0], create_dynamic_map(True, 3, 4).unique())
+
+
+@pytest.mark.parametrize(("bits", "block", "maps"), [(8, 256, maps_8bit), (4, 128, maps_4bit)])
+@pytest.mark.parametrize("n", [1024, 1001])
+def test_what_is_packed_comes_back_as_its_nearest(bits: int, block: int, maps: Any, n: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    for table, what in zip(maps(torch.device("cpu")), (values, values.abs()), strict=True):
+        codes, scales = pack(what, table, block, bits)
+        assert codes.numel() == -(-n * bits // 8) and scales.numel() == -(-n // block)
+        back = unpack(codes, scales, table, block, bits, n)
+        for at in range(0, n, block):
+            part, scale = what[at : at + block], what[at : at + block].abs().max()
+            nearest = (part[:, None] - (table * scale)[None, :]).abs().min(dim=1).values
+            torch.testing.assert_close((back[at : at + block] - part).abs(), nearest, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("adamw_8bit", 0.05), ("adamw_4bit", 0.4)])
+def test_quantised_adamw_moves_as_adamw_does(name: str, tolerance: float) -> None:
+    start, gradients = series(80, 64)
+    ours, exact = alone(name, start, gradients), alone("adamw", start, gradients)
+    assert float((ours - exact).norm() / (exact - start).norm()) < tolerance
+    small, few = series(60, 64)
+    torch.testing.assert_close(alone(name, small, few), alone("adamw", small, few), rtol=1e-5, atol=1e-6)
+
+
+# --- rows for each ---------------------------------------------------------------------------------------
+
+
+def planned(engine: Engine, name: str) -> int:
+    """Bytes of the state by the plan."""
+    hidden = hidden_matrices(engine.model)
+    found = [TrainedTensor(tuple(p.shape), n in hidden) for n, p in engine.trained_parameters.items()]
+    return state_of(spec_of(name)).bytes(found)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ARMS)
+def test_resumes_to_the_bit_with_the_state_that_was_planned(
+    tiny_dir: Path, tmp_path: Path, name: str, full: bool
+) -> None:
+    whole = made(tiny_dir, name, full=full)
+    losses = steps(whole, 1, 1, 1)
+    assert losses[-1] < losses[0]
+    if name in ("adamw_8bit", "adamw_4bit") and full:
+        assert any("exp_avg_q" in state for state in whole.optimizer.state.values()), "nothing was large enough"
+    assert planned(whole, name) == sum(t.nbytes for state in whole.optimizer.state.values() for t in state.values())
+    whole.save(tmp_path)
+    steps(whole, 2, 3)
+    other = made(tiny_dir, name, full=full)
+    steps(other, 7)
+    other.load(tmp_path)
+    steps(other, 2, 3)
+    assert all(map(torch.equal, weights_of(whole), weights_of(other)))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_in_host_memory_every_bit_is_the_same(tiny_dir: Path, tmp_path: Path, name: str) -> None:
+    here, there = made(tiny_dir, name), made(tiny_dir, name, offload=True)
+    assert steps(here, 1, 2, 3) == steps(there, 1, 2, 3)
+    assert all(map(torch.equal, weights_of(here), weights_of(there)))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_a_step_that_is_no_number_changes_nothing(tiny_dir: Path, name: str) -> None:
+    engine = made(tiny_dir, name, full=False)
+    steps(engine, 1)
+    before = weights_of(engine)
+    engine.backward(summed(engine, rows(2)).total * math.nan)
+    with pytest.raises(Diverged):
+        engine.step()
+        engine.check()
+    assert all(map(torch.equal, before, weights_of(engine)))
+
+
+# --- the spec --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "field"),
+    [
+        ({"type": "lion", "eps": 1e-8}, "optimizer.eps"),
+        ({"type": "sgd", "betas": [0.9, 0.99]}, "optimizer.betas"),
+        ({"type": "adamw", "momentum": 0.9}, "optimizer.momentum"),
+        ({"type": "ademamix", "betas": [0.9, 0.99]}, "optimizer.betas[2]"),
+    ],
+)
+def test_an_option_of_another_optimizer_is_refused(written: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_job({"model": "a/b", "data": "/rows.jsonl", "optimizer": written})
+    assert field in {fault.field for fault in refused.value.faults}, refused.value.faults
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(SpecError, match="momentum"):
+        parse_job({"model": "a/b", "data": "/r.jsonl", "optimizer": {"type": "sgd", "momentum": 0.0, "nesterov": True}})
+
+
+def test_each_optimizer_has_a_rate_of_its_own() -> None:
+    job = {"model": "a/b", "data": "/rows.jsonl"}
+    rates = {name: resolve(parse_job({**job, "optimizer": name})).optimizer.learning_rate for name in ARMS}
+    assert rates["adamw"] == rates["adamw_8bit"] == 2e-4
+    assert rates["lion"] == pytest.approx(2e-5)
+    assert rates["sgd"] == rates["adafactor"] == 1e-2
+    assert isinstance(spec_of("lion"), Lion)
