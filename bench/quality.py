@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,7 +115,9 @@ def trained(
     order = json.loads(order_file.read_text())
     order["spec"]["data"]["rendering"]["pairs"] = way
     order_file.write_text(json.dumps(order))
-    if run(run_dir) != 0:
+    with redirect_stdout(sys.stderr):  # its steps are not for the report
+        code = run(run_dir)
+    if code != 0:
         raise SystemExit((run_dir / EVENTS_FILE).read_text().splitlines()[-1])
     result = json.loads((run_dir / EVENTS_FILE).read_text().splitlines()[-1])["result"]
     settled = RunOrder.model_validate_json(order_file.read_bytes())
