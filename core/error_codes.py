@@ -270,7 +270,7 @@ FAILURES: dict[str, Code] = {
     ),
     "reference_mismatch": (
         "The model differs from its reference before training.",
-        "Submit the job again; the reference is computed anew.",
+        "Submit the job again; the reference is computed again.",
     ),
     "rank_died": ("A rank ended without a message; the others were killed.", "The log has the output of all ranks."),
     "rank_lost": ("The ranks lost their connection.", "The job is retried; the log names the rank that ended first."),
@@ -308,7 +308,7 @@ NOTICES: dict[str, Code] = {
     ),
     "bad_checkpoint": ("A checkpoint was damaged; the previous one was used.", "Check the disk."),
     "bad_reference": (
-        "The kept log-probabilities of the reference are damaged; they were computed anew.",
+        "The cached log-probabilities of the reference are damaged; they were computed again.",
         "Check the disk.",
     ),
     "drift": ("Versions, devices or threads changed: the run is not bitwise the same.", "Nothing if intended."),

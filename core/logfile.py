@@ -59,7 +59,7 @@ def _begin_anew(path: Path, files: int, size: int, most: int) -> None:
         if size < 2 * most:
             raise
         os.ftruncate(1, 0)
-        log.warning("%s: its %d bytes are no longer kept, since it cannot be rotated: %s", path, size, error)
+        log.warning("%s: its %d bytes were discarded, because it cannot be rotated: %s", path, size, error)
         return
     try:
         rotate(path, files)

@@ -36,12 +36,12 @@ def close(root: Path) -> None:
         if root.stat().st_mode & OTHERS:
             mode = stat.S_IMODE(root.stat().st_mode)
             root.chmod(mode & ~OTHERS)
-            log.warning("%s was open to other users of this box (mode %o): it is closed to them now", root, mode)
+            log.warning("%s was open to other users of this box (mode %o) and is now closed to them", root, mode)
     except FileNotFoundError:
         return
     except PermissionError as error:
         raise OpenDataRoot(
-            f"other users of this box may look into {root}, and user {os.geteuid()} cannot change that: "
+            f"other users of this box can read {root}, and user {os.geteuid()} cannot change that: "
             f"`chmod 700 {root}` as its owner, or name a folder below it (EFT_DATA={root}/eft)"
         ) from error
     for entry in _open(root):

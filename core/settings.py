@@ -261,7 +261,7 @@ class Settings(BaseSettings):
             if not path:
                 continue
             if variable in os.environ:
-                raise ValueError(f"{variable} and {variable}_FILE are both set: one of them has to go")
+                raise ValueError(f"{variable} and {variable}_FILE are both set: remove one of them")
             if name in found:  # given by the code that asks
                 continue
             try:
@@ -454,7 +454,7 @@ def _expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(f"{Path(path).parts[0]} is nobody's home folder here") from None
+        raise ValueError(f"{Path(path).parts[0]} is not the home folder of a user here") from None
 
 
 def _scheme(url: str) -> str:
@@ -481,9 +481,9 @@ def _check_for_password(what: str, url: str) -> None:
     """Raises ValueError where a password given apart could not be put into `url`."""
     name, parts = f"EFT_{what}_URL", urlsplit(url)
     if not parts.netloc:
-        raise ValueError(f"EFT_{what}_PASSWORD is for a server at {name}, and that names none")
+        raise ValueError(f"EFT_{what}_PASSWORD is for a server at {name}, which names no server")
     if parts.password is not None:
-        raise ValueError(f"there is a password in {name} and one in EFT_{what}_PASSWORD: one of them has to go")
+        raise ValueError(f"{name} and EFT_{what}_PASSWORD both hold a password: remove one of them")
     if what == "DATABASE" and not parts.username:
         raise ValueError(f"EFT_{what}_PASSWORD is given, and {name} names no user: postgresql+psycopg://USER@HOST/NAME")
 
@@ -522,7 +522,7 @@ def _words(error: ValidationError) -> Iterator[str]:
             case "int_parsing" | "int_type" | "int_from_float":
                 words = "is not a whole number"
             case "int_parsing_size":
-                words = "is larger than any number that is taken"
+                words = "is larger than any accepted number"
             case "float_parsing" | "float_type":
                 words = "is not a number"
             case "finite_number":

@@ -33,7 +33,7 @@ from worker.upkeep.housekeeping import BrokerAway
 
 QUEUE = "eft"
 if Path(__file__).resolve().parent.parent != core.HOME:
-    sys.exit(f"`core` comes from {core.HOME}, not from this checkout: start it with `python -m worker` in the checkout")
+    sys.exit(f"`core` comes from {core.HOME}, not from this checkout: start the worker with `python -m worker` there")
 
 
 class EftCelery(Celery):  # type: ignore[misc]

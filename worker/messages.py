@@ -25,7 +25,7 @@ class Channel(redis.Channel):
         try:
             return super()._brpop_read(**options)  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            log.warning("something that is no message was in the queue, and is dropped: %r", error)
+            log.warning("dropped something from the queue that is not a message: %r", error)
             raise Empty from error
 
 

@@ -175,9 +175,7 @@ def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], la
         case FileSource():
             path = layout.file(source.id)
             if not path.is_file():
-                raise SpecError(
-                    f"file `{source.id}` is gone; upload it again and submit the job anew", field=f"{field}.id"
-                )
+                raise SpecError(f"file `{source.id}` is gone; upload it and submit the job again", field=f"{field}.id")
         case PathSource():
             # Resolved here: a link may have been turned elsewhere since the job was accepted.
             path = Path(source.path).expanduser().resolve()

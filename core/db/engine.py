@@ -98,7 +98,7 @@ class Database:
         self.url = make_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if clock is not None and not self.is_sqlite:
-            raise ValueError("another clock than the database's own can be given on SQLite alone")
+            raise ValueError("only SQLite accepts a clock other than the database's own")
         self._clock = clock
         self._writer = self._engine("BEGIN IMMEDIATE")
         self._reader = self._engine("BEGIN") if self.is_sqlite else self._writer

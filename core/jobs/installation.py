@@ -61,7 +61,7 @@ def check_data_root(database: Database, store: Store, who: str) -> str:
         with database.read() as session:
             row = find(session)
         if closed(row) is not None:
-            raise HalfRestored("a restore into this database was begun and not finished: `eft restore` goes on with it")
+            raise HalfRestored("a restore into this database did not finish: run `eft restore` again to continue it")
         mark = _read(store)
         if mark is not None and mark.get("installation") != row.id:
             raise OtherDataRoot(
@@ -76,14 +76,14 @@ def check_data_root(database: Database, store: Store, who: str) -> str:
         if mark is None:
             raise OtherDataRoot(
                 f"the data root {store.where} is not that of this installation: it has no {MARK}, which "
-                f"{row.marked_by} has made there. Is it mounted? Let EFT_DATA name the folder (or bucket) that all "
-                "boxes share; if it has moved, its files have to move along; if this one shall be the data root from "
+                f"{row.marked_by} has made there. Is it mounted? Set EFT_DATA to the folder (or bucket) that all "
+                "boxes share; if the data root has moved, move its files too; to make this one the data root from "
                 "now on: `eft adopt`"
             )
         if mark.get("token") != row.mark:
             raise OtherDataRoot(
                 f"the data root {store.where} is a copy or another one: its {MARK} is not the one that {row.marked_by} "
-                "has made. Let EFT_DATA name the one that all boxes share; if this one shall be it from now on: "
+                "has made. Set EFT_DATA to the one that all boxes share; to make this one the data root from now on: "
                 "`eft adopt`"
             )
         return row.id
@@ -96,7 +96,7 @@ def adopt(database: Database, store: Store, who: str) -> str:
     with database.read() as session:
         row = find(session)
     if closed(row) is not None:
-        raise HalfRestored("a restore into this database was begun and not finished: `eft restore` goes on with it")
+        raise HalfRestored("a restore into this database did not finish: run `eft restore` again to continue it")
     token = secrets.token_hex(16)
     write_mark(store, row.id, token, who)
     open_to(database, store, row.id, token, who)
@@ -160,7 +160,7 @@ def _look_for_newest(database: Database, store: Store) -> None:
         newest = session.execute(select(File.id).order_by(File.id.desc()).limit(1)).scalar_one_or_none()
     if newest is not None and store.size(f"files/{newest}") is None:
         raise OtherDataRoot(
-            f"file {newest}, which the API has stored, is not in the data root {store.where}: this node sees another "
+            f"file {newest}, which the API has stored, is not in the data root {store.where}: this node uses another "
             "disk. Share one data root among all nodes, or point EFT_DATA at it"
         )
 
@@ -190,15 +190,13 @@ def standing(database: Database, version: str) -> VersionFit:
         if theirs.words_sha256 == vocabulary.digest():
             if theirs.version == version:
                 return VersionFit(True, "")
-            return VersionFit(
-                True, f"this worker is eft {version}, the API {theirs.version}: their jobs are the same, they fit"
-            )
+            return VersionFit(True, f"this worker is eft {version}, the API {theirs.version}: both read the same jobs")
         words = frozenset(session.execute(select(Installation.words)).scalar_one() or ())
     unknown = sorted(words - vocabulary.words())
     if not unknown:
         return VersionFit(
             True,
-            f"this worker (eft {version}) is newer than the API ({theirs.version}); it knows all that jobs say there",
+            f"this worker (eft {version}) is newer than the API ({theirs.version}), and can read all its jobs",
         )
     named = ", ".join(f"`{word}`" for word in unknown[:SHOWN]) + (" …" if len(unknown) > SHOWN else "")
     return VersionFit(

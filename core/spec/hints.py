@@ -66,7 +66,7 @@ def of_source(path: str) -> str:
     if "://" in path:
         return "addresses are not read: download the file, and upload it (`eft files upload`, `POST /files`)"
     words = (
-        "give the full path, from `/` on, of a file on the server; one of your own goes up first: `eft submit` does "
+        "give the full path, from `/` on, of a file on the server. Upload a file of your own first: `eft submit` does "
     )
     words += "that with a job file, `client.upload` in Python, `POST /files` over HTTP"
     if _HUB_ID.fullmatch(path):

@@ -71,7 +71,7 @@ class JobSpec(SpecModel):
     @model_validator(mode="after")
     def _steps_of_a_stream(self) -> JobSpec:
         if self.data.streaming and self.training.max_steps is None:
-            raise ValueError("`data.streaming` needs `training.max_steps`: nobody has counted the rows")
+            raise ValueError("`data.streaming` needs `training.max_steps`, because the number of rows is unknown")
         return self
 
     @model_validator(mode="after")

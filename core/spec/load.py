@@ -30,7 +30,7 @@ def parse_job(raw: Any) -> JobSpec:
     try:
         plain = json.loads(json.dumps(raw))
     except (TypeError, ValueError, RecursionError) as error:  # a YAML date or set, an integer of thousands of digits
-        raise SpecError(f"the job holds something that JSON cannot say: {error}", code="invalid_value") from error
+        raise SpecError(f"the job has a value that JSON cannot express: {error}", code="invalid_value") from error
     try:
         return JobSpec.model_validate(plain)
     except ValidationError as error:
@@ -87,7 +87,7 @@ def _unstorable(value: Any) -> str | None:
         case int() if not -(2**63) <= value < 2**63:
             return "a number is beyond 63 bits"
         case float() if not math.isfinite(value):
-            return "a number is infinite or none (NaN)"
+            return "a number is infinite or not a number (NaN)"
         case _:
             return None
 
@@ -110,7 +110,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {key!r} stands twice in one object")
+            raise ValueError(f"the key {key!r} occurs twice in one object")
         result[key] = value
     return result
 
@@ -129,7 +129,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 raise ValueError("a key is a plain word, not a list or an object")
             if key in seen:
-                raise ValueError(f"the key {key!r} stands twice in one object")
+                raise ValueError(f"the key {key!r} occurs twice in one object")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -203,7 +203,7 @@ def _pattern_words(path: str, value: Any, context: dict[str, Any]) -> str:
             f"`{shown}` is not a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder starts with `/` or `./`"
         )
     if path.endswith("id"):
-        return f"`{shown}` is not a file id; `POST /files` answers one such as `file-01k…`"
+        return f"`{shown}` is not a file id; `POST /files` returns one such as `file-01k…`"
     return f"`{shown}` does not have the form {context.get('pattern')}"
 
 

@@ -33,7 +33,7 @@ class Gate(SpecModel):
         if self.min is None and self.max is None:
             raise ValueError("a gate needs `min` or `max`")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError("`min` is above `max`, so that nothing passes")
+            raise ValueError("`min` is above `max`, so no value passes")
         return self
 
     def passes(self, value: float | None) -> bool:
@@ -83,7 +83,7 @@ def parse_pipeline(raw: Any) -> PipelineSpec:
     try:
         return PipelineSpec.model_validate(json.loads(json.dumps(raw)))
     except (TypeError, RecursionError) as error:
-        raise SpecError(f"the pipeline holds something that JSON cannot say: {error}", code="invalid_value") from error
+        raise SpecError(f"the pipeline has a value that JSON cannot express: {error}", code="invalid_value") from error
     except ValidationError as error:
         faults = []
         for item in error.errors(include_url=False, include_input=False)[:20]:
@@ -112,12 +112,12 @@ def job_document(spec: PipelineSpec, number: int) -> dict[str, Any]:
         return step.job
     names = [one.name for one in spec.steps[:number]]
     if not names:
-        words = "the first step starts from no other step: name its model"
+        words = "the first step has no earlier step to start from: name its model"
         raise SpecError(f"steps.0.job.model: {words}", field="steps.0.job.model", code="unknown_step")
     wanted = model.get("step", names[-1])
     if wanted not in names:
         known = ", ".join(f"`{name}`" for name in names)
         field = f"steps.{number}.job.model.step"
-        raise SpecError(f"{field}: no earlier step is named so; there are {known}", field=field, code="unknown_step")
+        raise SpecError(f"{field}: no earlier step has this name; there are {known}", field=field, code="unknown_step")
     adapter = {"adapter": model["adapter"]} if "adapter" in model else {}
     return {**step.job, "model": {"type": "job", "id": stand_in(names.index(wanted)), **adapter}}

@@ -12,7 +12,7 @@ def method_of(spec: JobSpec) -> SettledMethod:
     (core/jobs/admission/auto_method.py does that when the job is claimed)."""
     if isinstance(spec.method, Auto):
         raise SpecError(
-            "`method: auto` is settled by the service, when it is known where the job runs; name the method here",
+            "the service resolves `method: auto` once it knows where the job runs; name the method here",
             field="method",
             code="unsettled",
         )

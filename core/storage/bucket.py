@@ -158,7 +158,7 @@ class Bucket(Store):
                 finally:
                     source.close()
                 if at != min(start + step, size):
-                    raise ObjectChanged(f"{key} has not the size that it should have")
+                    raise ObjectChanged(f"{key} does not have the expected size")
 
             _side_by_side(fetch, range(0, size, step))
             os.fsync(file.fileno())
@@ -249,7 +249,7 @@ class Bucket(Store):
 def _refusal(code: str, error: Exception) -> str:
     match code:
         case "NoSuchBucket":
-            return "does not exist: make the bucket first, eft makes none (EFT_DATA)"
+            return "does not exist: create the bucket first, eft creates none (EFT_DATA)"
         case "AccessDenied" | "403" | "AllAccessDisabled":
             return "refuses this key: it needs s3:GetObject, PutObject, DeleteObject and ListBucket there"
         case "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken" | "ExpiredToken":

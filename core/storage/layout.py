@@ -67,7 +67,7 @@ class Layout:
         """Make the folders; only this user may look inside. Raises HalfRestored, OpenDataRoot."""
         if (self.root / RESTORING).exists():
             raise HalfRestored(
-                f"a backup is being put into {self.root}, or its restore broke off: end it with the same `eft restore`"
+                f"a restore into {self.root} is running or did not finish: finish it with the same `eft restore`"
             )
         private.close(self.root)
         for folder in (self.root, self.files, self.uploads, self.models, self.cache, self.runs):

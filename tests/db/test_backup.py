@@ -263,7 +263,7 @@ def test_what_is_damaged_is_found_and_never_put_back(
     with pytest.raises(BackupError, match="has another SHA-256; give --damaged"):
         restore(settings, store)
     assert (settings.root / RESTORING).exists()
-    with pytest.raises(HalfRestored, match="restore broke off"):
+    with pytest.raises(HalfRestored, match="did not finish"):
         Layout(settings.root).create()
 
     done = restore(settings, store, damaged=True)  # goes on where it was

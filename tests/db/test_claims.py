@@ -298,7 +298,7 @@ def test_an_unheard_claim_is_handed_back_and_frees_its_slot(database: Database, 
         assert requeue.requeue_unacknowledged(session, "worker-a", known) == [unheard]
     assert [row(job_id).status for job_id in (unheard, waiting, elsewhere)] == ["queued", "starting", "starting"]
     assert (heard.token.job_id, theirs.token.job_id) == (waiting, elsewhere)
-    assert row(unheard).reason == "waits to go on: its worker did not hear that it had claimed it"
+    assert row(unheard).reason == "waits to continue: its worker did not learn that its claim had succeeded"
     again = won(database)
     assert (again.token.job_id, again.token.attempt) == (unheard, 2)
     with database.read() as session:

@@ -93,7 +93,7 @@ def test_rows_go_and_the_books_stay(lab: Lab) -> None:
 
 def test_what_may_not_go(lab: Lab) -> None:
     waiting, ada = lab.job("waiting"), lab.actor("ada")
-    with pytest.raises(Conflict, match="is queued; only one that has ended") as refused:
+    with pytest.raises(Conflict, match="is queued; only an ended job") as refused:
         delete(lab, waiting)
     assert refused.value.code == "not_ended"
     with lab.database.write() as session:

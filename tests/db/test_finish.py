@@ -106,7 +106,7 @@ def test_handed_back_costs_no_retry_and_rings(database: Database, make_job: Make
     job_id = make_job()
     assert end(database, won(database, CPU), Requeued("worker on box is leaving"), 75) is Status.QUEUED
     job = row(job_id)
-    assert (job.machine_failures, job.reason) == (0, "waits to go on: worker on box is leaving")
+    assert (job.machine_failures, job.reason) == (0, "waits to continue: worker on box is leaving")
     with database.read() as session:
         assert len(session.execute(select(OutboxMessage)).all()) == 2
 

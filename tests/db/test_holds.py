@@ -114,7 +114,7 @@ def test_a_members_holds_have_an_end_and_are_few(lab: Lab) -> None:
     assert late.value.code == "bad_time"
     (held,) = hold(lab, "box-1/0", seconds=None, bounds=few)
     assert held.hold.until == pytest.approx(held.hold.created_at + HOUR, abs=60)
-    with pytest.raises(holds.TooManyHolds, match=r"1 GPU at once \(EFT_HOLD_SLOTS\), and this would make 2"):
+    with pytest.raises(holds.TooManyHolds, match=r"1 GPU at once \(EFT_HOLD_SLOTS\), and these would be 2"):
         hold(lab, "box-1/1", bounds=few)
     hold(lab, "box-1/1", actor=bob, bounds=few)  # everybody has their own
     lab.wait(0)
@@ -272,12 +272,12 @@ WORDS: dict[str, tuple[Setup, str, str]] = {
     "its time": (
         lambda lab: [lab.job("a"), _later(lab)],
         "later",
-        r"tried again after a fault; looked at again at .* UTC",
+        r"retried after a fault; tried again at .* UTC",
     ),
     "no worker": (
         lambda lab: [lab.job("a"), _silence(lab)],
         "no_worker",
-        r"no worker is at work.*",
+        r"no worker is running.*",
     ),
     "drained": (
         lambda lab: [lab.job("a"), _drain(lab)],
@@ -294,7 +294,7 @@ WORDS: dict[str, tuple[Setup, str, str]] = {
 
 def _later(lab: Lab) -> None:
     with lab.database.write() as session:
-        session.execute(update(Job).values(not_before=db_now() + 60, reason="tried again after a fault"))
+        session.execute(update(Job).values(not_before=db_now() + 60, reason="retried after a fault"))
 
 
 def _silence(lab: Lab) -> None:

@@ -69,7 +69,7 @@ def test_one_makes_room_and_goes_on_later(lab: Lab) -> None:
     with lab.database.read() as session:
         row = session.get_one(Job, lab.ids["low0"])
         assert (row.status, row.stop_requested) == ("queued", None)
-        assert row.reason == f"made room and waits to go on: {lab.ids['urgent']} has priority 5"
+        assert row.reason == f"made room and waits to continue: {lab.ids['urgent']} has priority 5"
         events = dict(session.execute(select(Event.type, Event.data).where(Event.job_id == row.id)).all())
         assert (events["preempted"]["by"], events["preempted"]["priority"]) == (lab.ids["urgent"], 5)
         theirs = select(Event.data).where(Event.job_id == lab.ids["urgent"], Event.type == "preempts")

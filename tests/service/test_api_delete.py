@@ -66,7 +66,7 @@ def test_from_the_command_line(api: Any) -> None:
     first, _ = ended(api, Failed("user", "x", "y"))
     second = api.http.post(f"/jobs/{first}/retry").json()["id"]
     refused = eft(api, "delete", second)
-    assert refused.returncode != 0 and "is queued; only one that has ended can be deleted" in refused.stderr
+    assert refused.returncode != 0 and "is queued; only an ended job can be deleted" in refused.stderr
     api.http.post(f"/jobs/{second}/cancel")
     done = eft(api, "delete", first, second)
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ def test_without_its_database_the_api_says_so(start_api: Any, tmp_path: Path) ->
         assert ready.status_code == 503
         assert ready.json()["checks"]["schema"] == {
             "ok": False,
-            "detail": f"is at nothing, this version needs {head()}: run `eft migrate`",
+            "detail": f"has no schema, this version needs {head()}: run `eft migrate`",
         }
 
 

@@ -57,7 +57,7 @@ def test_drain_and_undrain(api: Any, box: str) -> None:
         assert (drained["drained"]["by"], drained["drained"]["reason"]) == ("ada", "a new fan")
     api.end(token, Requeued(f"node {box} is drained"))
     job = api.http.get(f"/jobs/{job_id}").json()
-    assert (job["status"], job["reason"]) == ("queued", f"waits to go on: node {box} is drained")
+    assert (job["status"], job["reason"]) == ("queued", f"waits to continue: node {box} is drained")
     with pytest.raises(AssertionError):
         api.go_on(job_id)  # nothing is claimed there
     with api.database.read() as session:

@@ -116,7 +116,7 @@ def test_a_restore_that_is_killed_anywhere_is_ended_by_the_same_command(settings
             if Path(new.root / "eft.db").exists():
                 half = Database(new.sqlalchemy_url)
                 for refused in (installation.check_data_root, installation.adopt):
-                    with pytest.raises(HalfRestored, match="`eft restore` goes on"):
+                    with pytest.raises(HalfRestored, match="run `eft restore` again"):
                         refused(half, bucket, "the API elsewhere")
                 half.dispose()
         code, told = next(tries)

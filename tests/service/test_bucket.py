@@ -162,7 +162,7 @@ def test_what_a_store_refuses_is_said_in_words(settings: Settings) -> None:
             Bucket(settings.model_copy(update=changes)).read("x")
         return caught.value.message
 
-    assert "make the bucket first" in words(data="s3://there-is-none/eft")
+    assert "create the bucket first" in words(data="s3://there-is-none/eft")
     assert "cannot be reached" in words(s3_endpoint="http://127.0.0.1:9") and "EFT_S3_ENDPOINT" in words(
         s3_endpoint="http://127.0.0.1:9"
     )

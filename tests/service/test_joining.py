@@ -181,7 +181,7 @@ def test_versions_that_fit_and_one_that_does_not(home: Database, tmp_path: Path)
     def told() -> bool:
         with home.read() as session:
             (notes,) = session.execute(select(Node.notes)).scalars()
-        return any("nothing is claimed here" in note and "`SingleDevice.wings`" in note for note in notes)
+        return any("this worker claims nothing" in note and "`SingleDevice.wings`" in note for note in notes)
 
     wait_for(told, 60, "the note")
     agent.stop()
@@ -219,7 +219,7 @@ def test_three_settings_and_a_broker_of_ones_own(home: Database, tmp_path: Path)
         joining.check_broker(home, named)
         other = Database(f"sqlite:///{tmp_path / 'other.db'}")
         migrate.upgrade(other)
-        with pytest.raises(Refused, match=r"that of another installation .inst-.*redis://host:6379/1"):
+        with pytest.raises(Refused, match=r"belongs to another installation .inst-.*redis://host:6379/1"):
             joining.check_broker(other, named)
         other.dispose()
     finally:

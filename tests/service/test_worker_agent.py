@@ -162,7 +162,7 @@ def serving(box: Box) -> Iterator[Callable[[Agent], threading.Thread]]:
 
 
 def test_another_schema(box: Box) -> None:
-    with pytest.raises(node.Refused, match=r"is at nothing.*run `eft migrate`"):
+    with pytest.raises(node.Refused, match=r"has no schema.*run `eft migrate`"):
         Agent(box.settings)
 
 
@@ -335,7 +335,7 @@ def test_leaving_hands_back_what_runs(box: Box, serving: Callable[[Agent], threa
     box.agents.clear()
     assert not Path(f"/proc/{pid}").exists()
     job = box.job(job_id)
-    assert (job.status, job.reason) == ("queued", "waits to go on: worker on box is leaving")
+    assert (job.status, job.reason) == ("queued", "waits to continue: worker on box is leaving")
     assert list((box.layout.attempt(job_id, 1) / "checkpoints").glob("step-*")), "it left a checkpoint"
 
 
@@ -357,7 +357,7 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
     box.wait_for_steps(job_id)
     with box.database.write() as session:
         holds.hold(session, ADA, ["box/cpu"], held_for="bob", why="notebook", now=True)
-    assert box.wait(job_id, "queued").reason == "waits to go on: slot cpu of box is held"
+    assert box.wait(job_id, "queued").reason == "waits to continue: slot cpu of box is held"
     working.join(120)
     assert box.statuses(job_id)[-3:] == ["starting", "running", "queued"], "and it was not claimed again"
     with box.database.write() as session:
@@ -367,7 +367,9 @@ def test_people_take_the_slot_and_give_it_back(box: Box, serving: Callable[[Agen
     now = box.database.now()
     with box.database.write() as session:
         maintenance.plan(session, ADA, "box", now - 1, now + 3600, "new fans")
-    wait_for(lambda: box.job(job_id).reason == "waits to go on: the maintenance of box begins", 200, "the maintenance")
+    wait_for(
+        lambda: box.job(job_id).reason == "waits to continue: the maintenance of box begins", 200, "the maintenance"
+    )
     working.join(120)
     job = box.job(job_id)
     assert (job.machine_failures, job.losses, job.stop_requested) == (0, 0, None)

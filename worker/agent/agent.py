@@ -68,9 +68,7 @@ class Agent:
             for uuid, gpu in gpus.items()
         ] or cpu_slots(settings, labels, host)
         if gpus and settings.cpu_slots > 1:
-            self.notes.append(
-                f"EFT_CPU_SLOTS={settings.cpu_slots} counts for nothing here: this box trains on its GPUs"
-            )
+            self.notes.append(f"EFT_CPU_SLOTS={settings.cpu_slots} has no effect here: this box trains on its GPUs")
         self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT]
         layout, store = Layout(settings.root), open_store(settings)
         if not settings.database_url:
@@ -165,7 +163,7 @@ class Agent:
             self._show()
             self._look_first(publish)
         except DATABASE_AWAY as error:
-            log.warning("cannot tell of the self-test, database: %s; the next sweep will", error)
+            log.warning("cannot record the self-test, database: %s; the next sweep tries again", error)
 
     def _keep_a_spare(self) -> None:
         """Once it is known with which variables a trainer starts, and whether any may."""
@@ -196,7 +194,7 @@ class Agent:
             try:
                 publish(waiting)
             except BrokerAway as error:
-                log.warning("broker: %s; the housekeeper will ring", error)
+                log.warning("broker: %s; the housekeeper will wake the workers", error)
 
     def _describe(self, slot: Slot) -> dict[str, object]:
         gpu = self.site.gpus.get(slot.id)
@@ -231,12 +229,12 @@ class Agent:
                 self._room.tell()
                 self.claims.fits()
                 for slot in self._quarantine.look():
-                    log.warning("slot %s: its memory has come back; in use again", slot)
+                    log.warning("slot %s: its memory was freed; in use again", slot)
                 self._others.look()
                 self._figures.look()
                 self._show()
             except DATABASE_AWAY as error:
-                log.warning("cannot tell of room and slots, database: %s", error)
+                log.warning("cannot record free room and slots, database: %s", error)
             except Exception:
                 log.exception("sweep")
             if self._stopped.wait(self.settings.sweep_seconds):

@@ -52,7 +52,7 @@ class ClaimLoop:
                 attempt.run()
                 written = True
             except Exception:
-                log.exception("%s: the end of attempt %d is not written", attempt.claim.label, attempt.token.attempt)
+                log.exception("%s: the end of attempt %d was not written", attempt.claim.label, attempt.token.attempt)
             finally:
                 with self._idle:
                     for slot in attempt.claim.slots:
@@ -85,7 +85,7 @@ class ClaimLoop:
     def fits(self) -> bool:
         """False: the API has been upgraded past this worker, which cannot read its jobs. What runs goes on."""
         standing = installation.standing(self._context.database, __version__)
-        unfit = "" if standing.fit else f"nothing is claimed here: {standing.words}"
+        unfit = "" if standing.fit else f"this worker claims nothing: {standing.words}"
         if unfit != self.unfit:
             log.log(logging.ERROR if unfit else logging.WARNING, "%s", unfit or "this worker fits the API again")
             self.unfit = unfit
@@ -121,7 +121,7 @@ class ClaimLoop:
                 self.unheard = True  # an error of the commit does not say whether it was done
                 raise
             except claims.Unclaimable as error:
-                log.exception("%s cannot be claimed; others go first", error.job_id)
+                log.exception("%s cannot be claimed; other jobs go first", error.job_id)
                 with self._context.database.write() as session:
                     lease_expiry.postpone(session, error.job_id, node.loss_policy(self._settings))
             except Exception:  # most of all IntegrityError: the database says that the slot is taken
@@ -164,7 +164,7 @@ class ClaimLoop:
             given_back = requeue.requeue_unacknowledged(session, self._worker, known)
         self.unheard = False
         for job_id in given_back:
-            log.warning("%s: handed back; it was claimed while the database went away", job_id)
+            log.warning("%s: handed back; the database went away during its claim", job_id)
 
     def _clear_slots(self) -> bool:
         """Whether something held a slot here under which nothing ran, and does so no more."""

@@ -134,12 +134,12 @@ class AttemptRunner:
         try:
             published = self._publish(result)
         except Exception as error:
-            log.exception("what attempt %d of %s has made", self.token.attempt, self.token.job_id)
-            words = f"what it has made cannot be brought to the data root: {type(error).__name__}: {error}"
+            log.exception("results of attempt %d of %s", self.token.attempt, self.token.job_id)
+            words = f"its results cannot be copied to the data root: {type(error).__name__}: {error}"
             return Failed("machine", "worker_error", words), code
         if published:
             return result, code
-        log.warning("%s: not all of it is in the data root; left to its lease", self.claim.label)
+        log.warning("%s: its results are not complete in the data root; left to its lease", self.claim.label)
         return None
 
     def _last_words(self) -> str:
@@ -252,7 +252,7 @@ class AttemptRunner:
         with self.site.database.read() as session:
             stop = claims.stop_requested(session, self.token)
         if stop is None or stop:
-            raise _Ended(Requeued("it was asked to stop while its data was on the way"))
+            raise _Ended(Requeued("it was asked to stop while its data was copied"))
 
     def _publish(self, result: Outcome) -> bool:
         """Before the outcome is written: whoever reads it finds what it tells of. False: this worker had to end first,
@@ -322,7 +322,7 @@ class AttemptRunner:
 
     def _over(self) -> Failed:
         words = (
-            f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` goes on from its newest "
+            f"its resources.max_runtime_seconds = {self._limit} are used up; `retry` continues from its newest "
             "checkpoint with as many seconds again"
         )
         return Failed("user", "max_runtime", words, "resources.max_runtime_seconds")

@@ -22,11 +22,11 @@ NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|std::bad_alloc")
 CRASHES = {
     signal.SIGSEGV: ("segfault", "it crashed in native code (SIGSEGV, a bad memory access)"),
     signal.SIGBUS: ("bus_error", "it crashed (SIGBUS): a mapped file was cut off, or /dev/shm or a disk is full"),
-    signal.SIGILL: ("illegal_instruction", "it met an instruction this processor does not have (SIGILL)"),
+    signal.SIGILL: ("illegal_instruction", "it used an instruction that this processor does not have (SIGILL)"),
     signal.SIGFPE: ("arithmetic", "it crashed in native arithmetic (SIGFPE)"),
-    signal.SIGABRT: ("aborted", "a library gave up (SIGABRT), as GPU drivers do after a fault"),
-    signal.SIGKILL: ("killed", "somebody killed it (SIGKILL); the kernel has not run out of memory here"),
-    signal.SIGTERM: ("terminated", "somebody ended it (SIGTERM) before it could listen"),
+    signal.SIGABRT: ("aborted", "a library aborted the process (SIGABRT), as GPU drivers do after a fault"),
+    signal.SIGKILL: ("killed", "it was killed from outside (SIGKILL); the box did not run out of memory"),
+    signal.SIGTERM: ("terminated", "it got SIGTERM before it could handle it"),
 }
 """Faults of the box as far as anybody can know: a GPU, a driver, memory or a person. (code, words)."""
 
@@ -53,26 +53,26 @@ def read(
             return Failed(last["failure"], last["code"], last["message"], last.get("field"))
         case _ if code == EXIT_NO_SPACE:
             if last is None or kind != "error":
-                return NoRoom("no space left, not even to say so")
+                return NoRoom("no space left on the disk, not even for the error")
             return NoRoom(last["message"], last.get("needs_bytes"))
         case _ if code == EXIT_DATA_ROOT_LOST:
             words = "the folder of its run is gone: the data root was unmounted, moved or deleted; bring it back"
             return Failed("machine", "data_root_lost", f"{words} (`eft doctor` of that box looks for it)")
         case _ if code == EXIT_CHECKPOINTED:
-            return Requeued(asked or "its process was told to stop by somebody else")
+            return Requeued(asked or "its process was stopped from outside")
         case _ if code == EXIT_FENCED:
-            return Requeued("its worker had gone silent, so that the process ended itself")
+            return Requeued("its worker stopped responding, so the process ended itself")
         case _ if hung is not None:
             return Failed("machine", "hung", f"{hung}; the stacks of its threads are in its log")
         case _ if code == -signal.SIGKILL and out_of_memory:
             return _box_out_of_memory(batch_helps)
         case _ if code == -signal.SIGABRT and NO_MEMORY.search(last_words):
-            words = "a library found no memory and gave up (SIGABRT): it wanted more than the process may take"
+            words = "a library could not allocate memory and aborted (SIGABRT): the process reached its limit"
             return Failed("memory", "memory_limit", f"{words} (EFT_PREPARE_BYTES, EFT_CPU_SLOT_BYTES); see the log")
         case _ if asked is not None:
             return Requeued(asked)
         case _ if code == EXIT_OK:
-            return Failed("internal", "no_result", "the process ended well but left no result; see the log")
+            return Failed("internal", "no_result", "the process ended normally but left no result; see the log")
         case _ if code == EXIT_FAILED:
             return Failed("internal", "crashed", "the process crashed without saying why; see the log")
         case _ if code < 0:

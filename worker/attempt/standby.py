@@ -69,7 +69,7 @@ class StandbyTrainers:
         """The spare as the child of the run in `folder`. None, at once, when there is none that fits and is ready."""
         changes = self._changes(environment)
         if changes is None or len(os.fsencode(folder)) > STANDBY_PADDING:
-            log.error("the spare cannot become the child of %s; started cold", folder)
+            log.error("the spare trainer cannot become the child of %s; started cold", folder)
             return None
         order = StandbyOrder(run_dir=str(folder), environment=changes).model_dump_json().encode() + b"\n"
         with self._lock:

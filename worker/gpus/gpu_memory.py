@@ -90,8 +90,8 @@ class Quarantine:
     def add(self, slot: str, baseline: int, taken: int) -> str:
         """Returns the reason, in words."""
         reason = (
-            f"{taken >> 20} MiB of its memory were not given back after its last job (before it: {baseline >> 20}); "
-            "not used until they are, a reset of the GPU or a reboot helps"
+            f"{taken >> 20} MiB of its memory were not freed after its last job (before it: {baseline >> 20}); "
+            "not used until they are; reset the GPU, or reboot"
         )
         with self._lock:
             self._held[slot] = TakenMemory(baseline, reason)

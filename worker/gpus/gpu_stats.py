@@ -43,7 +43,7 @@ class GpuStats:
             found |= {uuid: self._found[uuid] for uuid in told if uuid in self._found}
         for words in failed:
             if words not in self._failed:
-                log.warning("how busy the GPUs are is not known: %s", words)
+                log.warning("the utilization of the GPUs is unknown: %s", words)
         self._found, self._failed = found, failed
 
     def of(self, gpu: Gpu) -> dict[str, Any]:

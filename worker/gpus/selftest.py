@@ -90,7 +90,7 @@ class SelfTests:
             return {"selftest": "off"}
         verdict = self.verdict(slot)
         if verdict is None:
-            return {"selftest": "running", "quarantined": "its self-test is running; it is offered after it"}
+            return {"selftest": "running", "quarantined": "its self-test is running; it is offered afterwards"}
         if verdict.refused is not None:
             return {"selftest": "refused", "quarantined": f"its self-test refuses it: {verdict.refused}"}
         return {"selftest": "passed" if verdict.ok else "fallbacks", "backends": dict(verdict.backends)}
@@ -98,7 +98,7 @@ class SelfTests:
     def notes(self) -> list[str]:
         """Everything that is not as it should be, in words."""
         if self.off:
-            return ["the self-test is off (EFT_SELFTEST_SECONDS=0): devices are used untried"]
+            return ["the self-test is off (EFT_SELFTEST_SECONDS=0): devices are used untested"]
         with self._lock:
             verdicts = dict(self._verdicts)
         found = []
@@ -122,11 +122,11 @@ class SelfTests:
         except Stopped:
             return
         except OSError as error:
-            log.error("slot %s: its self-test could not be made: %s", device.slot, error)
-            verdict = untried(device, self._node, f"its self-test could not be made: {error}")
+            log.error("slot %s: its self-test could not run: %s", device.slot, error)
+            verdict = untried(device, self._node, f"its self-test could not run: {error}")
         except Exception as error:  # a slot of which nothing is ever heard would be lost
-            log.exception("slot %s: its self-test could not be made", device.slot)
-            verdict = untried(device, self._node, f"its self-test failed itself: {type(error).__name__}: {error}")
+            log.exception("slot %s: its self-test could not run", device.slot)
+            verdict = untried(device, self._node, f"its self-test has a defect: {type(error).__name__}: {error}")
         self._set(alike, verdict)
         log.log(
             logging.INFO if verdict.ok else logging.WARNING,

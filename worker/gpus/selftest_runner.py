@@ -143,7 +143,7 @@ def examine(
         write_private(_path(cache, node, key), selftest.encoded(verdict))
     except OSError as error:  # it holds all the same
         log.warning(
-            "the verdict on slot %s cannot be kept, and is made again at the next start: %s", device.slot, error
+            "the verdict on slot %s cannot be stored; the next start runs the self-test again: %s", device.slot, error
         )
     trial.journal.unlink(missing_ok=True)
     trial.output.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ def check_name(database: Database, settings: Settings) -> None:
     last = _last_worker(settings)
     if not last.is_file() or last.read_text() != row[0]:
         raise NotNow(
-            f"a worker on another box serves node `{settings.node}`: it was heard of {row[1]:.0f} s ago. Give this one "
+            f"a worker on another box serves node `{settings.node}` (heard from {row[1]:.0f} s ago). Give this one "
             f"a name of its own (EFT_NODE); if that box is gone, wait {settings.lease_seconds:.0f} s"
         )
 
@@ -113,6 +113,6 @@ def check_broker(database: Database, settings: Settings) -> None:
         return
     if isinstance(found, bytes) and found.decode(errors="replace") != name:
         raise Refused(
-            f"the broker at EFT_BROKER_URL is that of another installation ({found.decode(errors='replace')}, this "
+            f"the broker at EFT_BROKER_URL belongs to another installation ({found.decode(errors='replace')}, this "
             f"database is that of {name}). Give each a broker of its own, or a number of its own (redis://host:6379/1)"
         )

@@ -107,7 +107,7 @@ def clear_orphans(database: Database, layout: Layout, node: str, worker: str, po
             ).scalar_one_or_none()
             if again is not None:
                 lease_expiry.lose(session, again, f"the worker on {node} ended without handing it back", policy)
-                log.warning("%s: handed back; the earlier worker of this node had left it", job.id)
+                log.warning("%s: handed back; the previous worker of this node left it", job.id)
     return len(left)
 
 

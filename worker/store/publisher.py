@@ -137,7 +137,7 @@ class Publisher:
                 pause, self._told = LOG_SECONDS, False
             except (StoreAway, OSError) as error:
                 if not self._told:
-                    log.warning("cannot bring %s to the data root: %s; trying again", self._key, error)
+                    log.warning("cannot copy %s to the data root: %s; trying again", self._key, error)
                 pause, self._told = RETRY_SECONDS, True
             except Exception:
                 log.exception("publishing %s", self._key)

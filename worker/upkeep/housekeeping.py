@@ -209,11 +209,11 @@ class Housekeeper:
         if gone:
             log.info("forgot %d answer(s) to Idempotency-Keys", gone)
         if removed := remove_orphans(self._database, self._layout):
-            log.warning("removed %d file(s) that were stored, but never told of: %s", len(removed), ", ".join(removed))
+            log.warning("removed %d file(s) that were stored, not registered: %s", len(removed), ", ".join(removed))
         self._shrink_cache()
         if self._bucket is not None:
             if removed := objects.remove_orphans(self._database, self._bucket):
-                log.warning("removed from %s, of which no row tells: %s", self._bucket.where, ", ".join(removed))
+                log.warning("removed from %s, not in the database: %s", self._bucket.where, ", ".join(removed))
             objects.measure(self._database, self._bucket)
         elif not Budget.of(self._settings).limits:
             disk_usage.measure(self._database, self._layout)

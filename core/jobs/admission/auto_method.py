@@ -65,13 +65,13 @@ class ResolvedMethod:
 def settle(spec: JobSpec, shape: Shape | None, longest: int, slot: Slot) -> ResolvedMethod:
     """What `spec` comes to on `slot`; a job that names its method comes to that."""
     if shape is None:
-        return _unknown(spec, "the shape of its model is not known, so that nothing can be planned")
+        return _unknown(spec, "the shape of its model is unknown, so its memory cannot be planned")
     if (usable := fit.device_of(slot).usable) is None:
-        return _unknown(spec, "nobody knows how much memory the slot has")
+        return _unknown(spec, "the memory of the slot is unknown")
     try:
         return _cascade(spec, shape, longest, fit.device_of(slot), usable)
     except SpecError as error:  # of modules that the model does not have, say: its trainer says so again
-        return _unknown(spec, f"nothing can be planned ({error.message})")
+        return _unknown(spec, f"the memory cannot be planned ({error.message})")
 
 
 def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: int) -> ResolvedMethod:
@@ -101,7 +101,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
     if not least:
         return _unknown(spec, "; ".join(f"{name}: {why}" for name, why in rejected))
     rung, cut, planned = min(least, key=lambda one: one[2].peak)
-    words = f"nothing fits by the plan; this takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
+    words = f"no candidate fits by the plan; this one takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
     return ResolvedMethod(rung, words, _others(rejected, rung), cut, planned, False)
 
 
@@ -119,7 +119,7 @@ def _unknown(spec: JobSpec, why: str) -> ResolvedMethod:
     left = [rung for rung in candidates(spec) if rung.spec is not None]
     assert left, "core.plan.compatibility.check refuses a job without"
     rung = next((rung for rung in left if rung.name == LORA), left[-1])
-    return ResolvedMethod(rung, f"{why}: the default of all jobs, as far as this one allows it", (), {}, None, True)
+    return ResolvedMethod(rung, f"{why}: the default of all jobs, as far as this job allows it", (), {}, None, True)
 
 
 def planned_bytes(session: Session, job: Job, slot: Slot) -> int | None:

@@ -68,7 +68,7 @@ def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None
     needed = ModelChain.model_validate(chain).jobs
     query = select(Job.id).where(Job.id.in_(needed), Job.project_id == project_id).with_for_update(read=True)
     if lost := sorted(set(needed) - set(session.execute(query).scalars())):
-        words = f"`{lost[0]}`, whose weights this job starts from, was deleted: train that one again"
+        words = f"this job starts from the weights of `{lost[0]}`, which was deleted: train that job again"
         raise _refused(Fault("model_job_gone", words, "model.id"))
 
 
@@ -104,10 +104,10 @@ def _require_succeeded(job: Job) -> None:
     if status is Status.SUCCEEDED:
         return
     if status in FINAL:
-        words = f"`{job.id}` has {status.value}, so that there is no model to go on from: retry it first"
+        words = f"`{job.id}` has {status.value}, so it has no model to continue from: retry it first"
     else:
         words = (
-            f"`{job.id}` is {status.value}, and its model is there once it has succeeded: submit both as a pipeline, "
+            f"`{job.id}` is {status.value}, and has no model before it succeeds: submit both as a pipeline, "
             "or wait for its end"
         )
     raise _refused(Fault("model_job_not_succeeded", words, "model.id"))
@@ -123,7 +123,7 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
         return spec  # settled when the job before has started; this one is looked at again once that has succeeded
     if not isinstance(parent.method, LowRank):
         if adapter is not None:
-            words = "that job trained all parameters, so that there is no adapter to continue or to merge: leave it out"
+            words = "that job trained all parameters, so it has no adapter to continue or merge: remove the field"
             raise _refused(Fault("model_without_adapter", words, "model.adapter"))
         return spec
     named = "method" in spec.model_fields_set
@@ -144,9 +144,7 @@ def _continued(method: LowRank, parent: LowRank) -> LowRank:
     for name in INHERITED:
         has, asked = getattr(parent, name), getattr(method, name)
         if name in method.model_fields_set and asked is not None and asked != has:
-            words = (
-                f"the adapter to continue has `{has}`: leave it out, or set `model.adapter: merge` for a new adapter"
-            )
+            words = f"the adapter to continue has `{has}`: remove it, or set `model.adapter: merge` for a new adapter"
             faults.append(Fault("adapter_differs", words, f"method.{name}"))
     if faults:
         first = faults[0]
@@ -191,7 +189,7 @@ def _handed_back(session: Session, job: Job, folder: Any, trained: JobSpec | Non
     ).scalars()
     found = [row for row in rows if row.path.startswith(f"{folder}/")]
     if not any(row.path.endswith(".safetensors") for row in found):
-        words = f"`{job.id}` has no {folder} to go on from: train it again"
+        words = f"`{job.id}` has no {folder} to continue from: train it again"
         raise _refused(Fault("model_job_gone", words, "model.id"))
     files = [WeightFile(path=row.path, bytes=row.bytes, sha256=row.sha256) for row in found]
     packing = None if trained is None or isinstance(trained.quantization, NoQuantization) else trained.quantization

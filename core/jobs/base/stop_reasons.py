@@ -38,10 +38,10 @@ class StopReason(StrEnum):
             case StopReason.MAINTENANCE:
                 return f"the maintenance of {node} begins"
             case StopReason.PREEMPT:
-                return "a job of a higher priority needs its place"
+                return "a job of a higher priority needs its slots"
             case StopReason.LEAVING:
                 return f"worker on {node} is leaving"
             case StopReason.MAX_RUNTIME:
-                return "its time is over"
+                return "its time limit is reached"
             case _ as never:
                 assert_never(never)

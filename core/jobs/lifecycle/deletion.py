@@ -88,18 +88,18 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
             return None
         raise
     if Status(job.status) not in FINAL:
-        words = f"the job is {job.status}; only one that has ended can be deleted: cancel it, or wait for its end"
+        words = f"the job is {job.status}; only an ended job can be deleted: cancel it, or wait for its end"
         raise Conflict(words, field="job_id", code="not_ended")
     retry = _built_on(session, job)
     if retry is not None:
-        words = f"`{retry}` is a retry of this job and may go on from its checkpoints: delete that one first"
+        words = f"`{retry}` is a retry of this job and may continue from its checkpoints: delete the retry first"
         raise Conflict(words, field="job_id", code="job_in_use")
     if (pipeline := _step_of(session, job)) is not None:
-        words = f"the job is a step of `{pipeline}`, which is running: cancel that one, or wait for its end"
+        words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
     if child is not None:
-        words = f"`{child}` was made from this job's model and needs it: delete that one first"
+        words = f"`{child}` was made from this job's model and needs it: delete `{child}` first"
         raise Conflict(words, field="job_id", code="job_in_use")
     return job
 

@@ -109,7 +109,7 @@ def finish(
         data = nodes.drained_by(session, job.node)
     if after is Status.QUEUED and job.stop_requested == StopReason.PREEMPT and isinstance(outcome, Requeued):
         assert job.preempted is not None  # both are written together
-        reason = f"made room and waits to go on: {preempt.words(job.preempted, job.project_id)}"
+        reason = f"made room and waits to continue: {preempt.words(job.preempted, job.project_id)}"
     if not move(session, job, after, reason=reason, guards=token.holds(), values=values, data=data):
         return None
     if isinstance(outcome, Succeeded) and after is Status.SUCCEEDED:
@@ -144,7 +144,7 @@ def _next(
         case Requeued() if pausing:
             return Status.PAUSED, "paused by its owner", {}, {}
         case Requeued():
-            return Status.QUEUED, f"waits to go on: {outcome.why}", {}, {}
+            return Status.QUEUED, f"waits to continue: {outcome.why}", {}, {}
         case NoRoom() if pausing:
             return Status.PAUSED, f"paused by its owner; {outcome.why}", {"needs_bytes": outcome.needs_bytes}, {}
         case NoRoom():
@@ -170,7 +170,7 @@ def _next(
                 wait = policy.backoff_seconds * 2 ** (failures - 1)
                 return (
                     Status.QUEUED,
-                    f"tried again after a fault of the box ({outcome.message}); "
+                    f"retried after a fault of the box ({outcome.message}); "
                     f"retry {failures} of {policy.max_machine_failures}",
                     {"machine_failures": failures, "not_before": db_now() + wait} | again,
                     {"failure": failure},
@@ -206,7 +206,7 @@ def _lighter(job: Job, outcome: Failed) -> tuple[dict[str, int], str] | None:
     changes = oom_backoff.smaller(_as_it_runs(job), outcome.field)
     if changes is None:
         return None
-    return changes, f"was out of memory; goes on with {oom_backoff.words(changes)} (every step sees the same rows)"
+    return changes, f"was out of memory; continues with {oom_backoff.words(changes)} (every step sees the same rows)"
 
 
 def _as_it_runs(job: Job) -> JobSpec:

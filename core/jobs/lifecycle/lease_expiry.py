@@ -44,8 +44,8 @@ def lose(session: Session, job: Job, why: str, policy: LossPolicy) -> None:
 def _give_up(session: Session, job: Job, why: str, losses: int) -> None:
     job_id, attempt = job.id, job.attempt
     message = (
-        f"{losses} workers in a row were lost while they ran this job, without a further checkpoint between them (the "
-        f"last: {why}). The job may be what ends them: look at the box's memory and its kernel log, save checkpoints "
+        f"{losses} workers in a row were lost while they ran this job, without a new checkpoint in between (the "
+        f"last: {why}). The job may be the cause: check the box's memory and its kernel log, save checkpoints "
         "more often (checkpoint.save_steps), then `retry`"
     )
     failure = {"class": "machine", "code": "worker_lost", "message": message, "field": None}

@@ -23,7 +23,7 @@ def change(session: Session, actor: Actor, job_id: str, priority: int) -> Job:
     """
     job = find(session, actor, job_id, lock=True)
     if Status(job.status) in FINAL:
-        raise Conflict(f"the job has already {job.status}; it waits for nothing any more", code="already_final")
+        raise Conflict(f"the job has already {job.status}; it no longer waits", code="already_final")
     if priority == job.priority:
         return job
     quotas.check_priority(session, actor.project_id, priority)

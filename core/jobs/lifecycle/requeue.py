@@ -50,7 +50,7 @@ def requeue(session: Session, job: Job, why: str, values: Mapping[str, Any] | No
         moved = move(session, job, Status.PAUSED, reason=f"paused ({why})", data={"lost": True, "actor": "eft"})
     else:
         data = {"lost": True, "actor": "eft"}
-        moved = move(session, job, Status.QUEUED, reason=f"waits to go on: {why}", data=data, values=values)
+        moved = move(session, job, Status.QUEUED, reason=f"waits to continue: {why}", data=data, values=values)
         if moved:
             outbox.ring(session, job_id)
     if moved:
@@ -68,5 +68,5 @@ def requeue_unacknowledged(session: Session, worker: str, known: Collection[tupl
     jobs = [job for job in held.scalars() if (job.id, job.attempt) not in known]
     ids = [job.id for job in jobs]
     for job in jobs:
-        requeue(session, job, "its worker did not hear that it had claimed it")
+        requeue(session, job, "its worker did not learn that its claim had succeeded")
     return ids

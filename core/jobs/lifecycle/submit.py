@@ -191,7 +191,7 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
         case Status.QUEUED | Status.PREPARING | Status.STARTING | Status.RUNNING:
             return job
         case status:
-            raise Conflict(f"the job is {status.value}; only a paused one can be resumed", code="not_paused")
+            raise Conflict(f"the job is {status.value}; only a paused job can be resumed", code="not_paused")
     session.refresh(job)
     return job
 
@@ -204,7 +204,7 @@ def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO
     """
     old = find(session, actor, job_id, lock=True)
     if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
-        raise Conflict(f"the job is {old.status}; only a failed or cancelled one can be tried again", code="not_ended")
+        raise Conflict(f"the job is {old.status}; only a failed or cancelled job can be retried", code="not_ended")
     query = select(Job).where(Job.retry_of == job_id, Job.status.not_in((Status.FAILED, Status.CANCELLED)))
     going = session.execute(query.limit(1)).scalar_one_or_none()
     if going is not None:

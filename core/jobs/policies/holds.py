@@ -125,7 +125,7 @@ def hold(
     if bounds is not None:
         until = _bounded(until, moment, bounds)
     if until is not None and until <= moment:
-        message = "`until` is over already; give a time to come, with its date and its offset from UTC"
+        message = "`until` is in the past; give a later time, with its date and its offset from UTC"
         raise BadTime(message, field="until", faults=(Fault("bad_time", message, "until"),))
     found = list({(one.node, one.slot): one for one in (place(session, name) for name in names)}.values())
     _let_go_of_expired(session, moment)
@@ -178,7 +178,7 @@ def _require_few(session: Session, actor: Actor, moment: float, bounds: HoldLimi
     if count > bounds.slots:
         slots = "1 GPU" if bounds.slots == 1 else f"{bounds.slots} GPUs"
         raise TooManyHolds(
-            f"you may hold {slots} at once (EFT_HOLD_SLOTS), and this would make {count}: `eft gpu release` one first, "
+            f"you may hold {slots} at once (EFT_HOLD_SLOTS), and these would be {count}: `eft gpu release` one first, "
             "or ask an admin of the box",
             field="gpus",
         )
@@ -208,8 +208,8 @@ def _ask_to_leave(session: Session, actor: Actor, one: NamedSlot, others_jobs: b
     for job in session.execute(query.with_for_update(of=Job)).scalars():
         if job.project_id != actor.project_id and not others_jobs:
             raise Forbidden(
-                f"on GPU {one.label} a job of another project runs; only an admin of the box may ask it to leave. "
-                "Without `now` the hold counts from the end of that job on",
+                f"a job of another project runs on GPU {one.label}; only an admin of the box may ask it to leave. "
+                "Without `now`, the hold begins at the end of that job",
                 field="now",
             )
         if Status(job.status) in (Status.STARTING, Status.RUNNING) and job.stop_requested is None:

@@ -182,7 +182,7 @@ def check_priority(session: Session, project_id: str, priority: int) -> None:
     most = max_priority(session, project_id)
     if priority > most:
         message = (
-            f"this project may give its jobs a priority of up to {most}; lower it, or ask an admin of the box "
+            f"jobs of this project may have a priority of up to {most}; lower it, or ask an admin of the box "
             "(`eft quota set project NAME --max-priority …`)"
         )
         raise SpecError(message, field="priority", faults=(Fault("priority_too_high", message, "priority"),))

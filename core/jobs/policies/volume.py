@@ -83,7 +83,7 @@ def require_room(session: Session, project_id: str, bounds: VolumeLimits) -> Non
     """Raises QueueFull before a job is put in the queue. Call it behind `add`, which takes the lock."""
     if bounds.waiting and _waiting(session, project_id, "train") >= bounds.waiting:
         raise QueueFull(
-            f"{bounds.waiting:,} jobs of this project wait already, as many as may (EFT_MAX_WAITING_JOBS): "
+            f"{bounds.waiting:,} jobs of this project wait already, which is the limit (EFT_MAX_WAITING_JOBS): "
             "submit again when some have started, or cancel some"
         )
 

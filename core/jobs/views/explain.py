@@ -228,10 +228,10 @@ class QueueExplainer:
                 self._settings.free, self._settings.reserve, row.needs_bytes or 0, self._settings.over
             )
         if row.not_before is not None and row.not_before > self.now:
-            return "later", f"{row.reason}; looked at again at {clock(row.not_before, self.now)}"
+            return "later", f"{row.reason}; tried again at {clock(row.not_before, self.now)}"
         seats = self._fitting(phase, key)
         if not [seat for seat in self._seats if seat.state != "silent"]:
-            return "no_worker", "no worker is at work: start one with `eft worker` (`eft worker list` shows them)"
+            return "no_worker", "no worker is running: start one with `eft worker` (`eft worker list` shows them)"
         if not seats and phase == Kind.TRAIN:
             return "requirements", self._unmet(row, key)
         turn = f"; {ordinal(position)} in line" if position is not None else ""

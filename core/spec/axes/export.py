@@ -27,7 +27,7 @@ Export = Annotated[Merged, short_form(by_type)]
 
 def _once(exports: list[Export]) -> list[Export]:
     if len({item.type for item in exports}) < len(exports):
-        raise ValueError("each format may stand here once")
+        raise ValueError("each format may occur only once")
     return exports
 
 

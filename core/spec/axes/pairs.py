@@ -64,7 +64,7 @@ def done_with(way: Way) -> str:
         case "joined":
             return (
                 "prompt and completion are tokenised as one string; tokens may merge across their border, and the "
-                "tuned model then never sees the prompt as it is asked"
+                "tuned model then never sees the prompt as you send it"
             )
         case _ as never:
             assert_never(never)

@@ -58,14 +58,14 @@ def advance(database: Database, pipeline_id: str, bounds: VolumeLimits = NO_BOUN
             pipeline = _locked(session, pipeline_id)
             return pipeline is not None and _advance(session, pipeline, bounds)
     except (QueueFull, SpecsFull) as error:
-        return _explain(database, pipeline_id, f"the next step waits to be submitted: {error.message}")
+        return _explain(database, pipeline_id, f"the next step cannot be submitted yet: {error.message}")
     except EftError as error:
         return _fail(database, pipeline_id, f"its next step cannot be submitted: {error.message}")
     except (OperationalError, InterfaceError):
         raise
     except Exception:
         log.exception("pipeline %s", pipeline_id)
-        return _fail(database, pipeline_id, "its next step cannot be submitted, by a defect of eft; the log has it")
+        return _fail(database, pipeline_id, "its next step cannot be submitted because of a defect of eft; see the log")
 
 
 def _locked(session: Session, pipeline_id: str) -> Pipeline | None:
@@ -198,7 +198,7 @@ def _require_submitter(session: Session, actor: Actor) -> None:
     )
     if session.execute(query).one_or_none() is None:
         raise SpecError(
-            "its owner may no longer submit jobs in this project; somebody who may can retry it",
+            "its owner may no longer submit jobs in this project; a member who may can retry it",
             code="owner_may_not_submit",
         )
 

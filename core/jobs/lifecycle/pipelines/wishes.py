@@ -110,7 +110,7 @@ def retry(
     """
     old = records.find(session, actor, pipeline_id, lock=True)
     if PipelineStatus(old.status) not in SETTLED:
-        words = f"the pipeline is {old.status}; only a failed or cancelled one can be tried again"
+        words = f"the pipeline is {old.status}; only a failed or cancelled one can be retried"
         raise Conflict(words, code="not_ended")
     query = select(Pipeline).where(Pipeline.retry_of == pipeline_id, Pipeline.status.not_in(SETTLED))
     going = session.execute(query.limit(1)).scalar_one_or_none()
@@ -135,7 +135,7 @@ def retry(
         first = named[0]
     for step in steps[:first]:
         if not has_succeeded(step):
-            words = f"step `{step.name}` has no job that has succeeded: start from it, or from one before it"
+            words = f"step `{step.name}` has no job that has succeeded: start from it, or from an earlier step"
             raise Conflict(words, field="from", code="step_not_succeeded")
     planned = []
     for step in steps:
@@ -159,7 +159,7 @@ def remove(session: Session, actor: Actor, pipeline_id: str) -> None:
     """Delete the rows of a pipeline that has ended; its jobs stay. Raises NotFound, Conflict."""
     pipeline = records.find(session, actor, pipeline_id, lock=True)
     if PipelineStatus(pipeline.status) is PipelineStatus.RUNNING:
-        words = "the pipeline is running; only one that has ended can be deleted: cancel it, or wait for its end"
+        words = "the pipeline is running; only an ended pipeline can be deleted: cancel it, or wait for its end"
         raise Conflict(words, field="pipeline_id", code="not_ended")
     for step in records.steps_of(session, [pipeline_id])[pipeline_id]:
         volume.drop(session, actor.project_id, step.spec)
