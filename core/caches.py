@@ -1,9 +1,9 @@
 """The cache below a data root (packed weights, tokenised rows): who uses an entry, and which are thrown away.
 
-An entry is a folder that is complete or not there, with a manifest in it. Whoever reads one holds a shared lock on its
+An entry is a folder that is complete or not there, with a manifest in it. A reader holds a shared lock on its
 manifest and touches it; what has not been used for longest goes first when room is needed, and nothing that is held.
 Any number of processes may do both at once: the lock is the kernel's and dies with its process, and a folder is renamed
-before it is emptied, so that nobody finds half of one.
+before it is emptied, so that no reader finds half of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.spec.run.manifest import MANIFEST
 ENTRIES = (f"packed/[!.]*/{MANIFEST}", "tokens/[!.]*/[!.]*/about.json")
 """Manifests of packed weights and of tokenised rows."""
 STALE_SECONDS = 86400.0
-"""What a killed process has left half written or half removed is nobody's after that."""
+"""Age after which a half-written or half-removed entry has no owner: its process was killed."""
 
 
 class Lease:
@@ -92,7 +92,7 @@ def make_room(cache: Path, most: int) -> list[CacheEntry]:
 
 
 def free(cache: Path, wanted: int) -> list[CacheEntry]:
-    """Throw away as much as is wanted, if there is so much that nobody holds."""
+    """Remove at least the given number of bytes, as far as entries without a lock suffice."""
     return make_room(cache, max(0, sum(entry.bytes for entry in entries(cache)) - wanted))
 
 

@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 def run(name: str, main: Callable[[], int | None]) -> NoReturn:
     """Ends the process as `main` says. What it could not know of beforehand (a setting, the database, a path, Ctrl-C)
-    is told as `NAME: words` on stderr; any other exception is a defect, and shows where it is."""
+    is printed as `NAME: words` on stderr; any other exception is a defect, and shows its traceback."""
     try:
         status = main() or 0
     except SettingsError as error:
@@ -34,7 +34,7 @@ def run(name: str, main: Callable[[], int | None]) -> NoReturn:
         status = _say(EXIT_FAILED, name, database_words(error))
     except KeyboardInterrupt:
         status = _say(EXIT_INTERRUPTED, name, "interrupted")
-    except BrokenPipeError:  # whoever read has left
+    except BrokenPipeError:  # the reader has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         status = EXIT_FAILED
     except OSError as error:

@@ -14,7 +14,7 @@ from core.db.engine import Database
 
 BROKER_TIMEOUT = 1.0
 START_VARIABLE, START_HEADER = "EFT_START", "Eft-Start"
-"""A name that `eft up` gives the API that it starts, and that this API answers on /healthz: whoever else listens there
+"""A name that `eft up` gives the API that it starts, and that this API answers on /healthz: another listener there
 does not know it."""
 
 
@@ -50,7 +50,7 @@ def broker(celery_url: str) -> HealthCheck:
 
 def data(folder: Path, reserve: int, over: Sequence[str] = ()) -> HealthCheck:
     """Whether `folder` of the data root can be written to. Less room than `reserve` bytes is told, and no failure: it
-    refuses uploads and jobs in words, and the API itself must stay, or nobody could delete anything."""
+    refuses uploads and jobs in words, and the API itself must stay so that users can delete data."""
     try:
         found = os.statvfs(folder)
     except OSError as error:

@@ -4,9 +4,9 @@ A service's own log (`keep`): the process that writes it gives the full file ano
 under its descriptors 1 and 2. What was written before lies in the old file, what comes after in the new one, also what
 a crashing library or the interpreter itself writes; `tail -F` follows; and a SIGKILL at any point leaves whole files.
 
-A run's log (`bound`): its writers are a trainer and whatever that has started, which nobody can ask to open another
+A run's log (`bound`): its writers are a trainer and whatever that has started, which cannot be asked to open another
 file. So its oldest part is given back to the disk in place (a hole, fallocate(2)): the place of every later byte in the
-file stays what it was, and whoever follows by offsets neither misses a line nor sees one twice.
+file stays what it was, and a reader that follows by offsets neither misses a line nor sees one twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def keep(path: Path, most: int, files: int) -> threading.Thread:
 
 def _begin_anew(path: Path, files: int, size: int, most: int) -> None:
     """The new file is there before the old one loses its name: where there is no descriptor or no room for it, nothing
-    has changed. A log of twice its size that still cannot be rotated begins anew in place, and says so."""
+    has changed. A log of twice its size that still cannot be rotated is truncated in place, and says so."""
     beside = path.with_name(f"{path.name}.0")
     try:
         descriptor = _open(beside)
@@ -148,8 +148,8 @@ def _punch(descriptor: int, end: int) -> bool:
 
 
 def _cut(path: Path, descriptor: int, size: int, stays: int) -> int:
-    """Without holes (NFS before 4.2): the file begins anew with its newest part. A line that is written just now may be
-    lost, and a reader who follows sees that part again; so it is told."""
+    """Without holes (NFS before 4.2): the file is rewritten with its newest part. A line written just now may be
+    lost, and a reader who follows sees that part again; a log line reports it."""
     newest = os.pread(descriptor, stays, size - stays)
     os.ftruncate(descriptor, 0)
     with path.open("ab", buffering=0) as file:

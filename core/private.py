@@ -31,7 +31,7 @@ def umask() -> None:
 
 
 def close(root: Path) -> None:
-    """Take a data root that is there, and what lies at its top, from group and others; say so. Raises OpenDataRoot."""
+    """Close an existing data root and its top-level entries to group and others, and log it. Raises OpenDataRoot."""
     try:
         if root.stat().st_mode & OTHERS:
             mode = stat.S_IMODE(root.stat().st_mode)

@@ -82,7 +82,7 @@ class WriteQueue:
     def release(self) -> None:
         with self._lock:
             if self._waiting:
-                self._waiting.popleft().release()  # handed over: nobody who comes now gets in between
+                self._waiting.popleft().release()  # handed over, so that no newcomer gets in between
             else:
                 self._taken = False
 

@@ -23,7 +23,7 @@ HIP_VISIBLE_DEVICES would not do: HIP takes it for unset.)"""
 
 
 class HardwareError(EftError):
-    """What the worker was told about its GPUs does not fit the box. It must not start on a guess."""
+    """The worker's settings for GPUs do not fit the box. It must not start on a guess."""
 
     code = "gpus_unavailable"
     status = 500

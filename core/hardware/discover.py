@@ -142,7 +142,7 @@ def _refuse_idle_masks(environ: Mapping[str, str], notes: list[str]) -> None:
 
 
 def _unfit(gpu: Gpu, among: list[Gpu]) -> str | None:
-    """Why a GPU that nobody asked for is not served. None: it is."""
+    """Reason why a GPU that `--gpus` does not name is not served; None: it is served."""
     if gpu.vendor == "nvidia":
         return None
     if why := _hopeless(gpu):

@@ -2,7 +2,7 @@
 
 AMD: amdgpu's files of the render node (https://docs.kernel.org/gpu/amdgpu/thermal.html, `gpu_busy_percent`, and
 driver-misc.html, `mem_info_vram_used`), amd-smi where they are out of reach; NVIDIA: nvidia-smi. Reading two files
-costs nothing; amd-smi takes a second of a core, so the caller says how often. A figure that nobody gives is None, never
+costs nothing; amd-smi takes a second of a core, so the caller says how often. An unknown figure is None, never
 0: the file of an APU may be there and answer EOPNOTSUPP, and a partition or a MIG slice has no figures of its own, only
 its card.
 """
@@ -33,7 +33,7 @@ NOTHING = Live()
 def look(
     gpus: Sequence[Gpu], sysfs: Path, environ: Mapping[str, str], seconds: float, *, amd_smi: bool
 ) -> tuple[dict[str, Live], list[str]]:
-    """(figures by UUID, of those GPUs of which something is known; why others are not).
+    """(figures by UUID, of the GPUs with any known figure; why others have none).
 
     `amd_smi`: it may be asked, where the kernel's files say nothing. `seconds`: what each program may take.
     """

@@ -2,7 +2,7 @@
 
 It has what discovery reads and nothing else: the kernel's list of GPUs, the mode and group of the device files, what
 the drivers' programs answered, and variables that concern GPUs. Serial numbers and UUIDs are replaced by hashes, the
-same one everywhere, so that sources still agree with one another; the salt is drawn anew each time and thrown away.
+same one everywhere, so that sources still agree with one another; the salt is drawn each time and thrown away.
 The host's name becomes `host`, values with a path `<path>`. No process, user or job is in it.
 """
 

@@ -69,7 +69,7 @@ class Verdict(_Stored):
     """What those variables cured: part → how it had ended without them."""
     fault: str | None = None
     """Why nothing could be tried."""
-    # Derived, for whoever shows it:
+    # Derived, for display:
     ok: bool = True
     """Every part passed or is unavailable."""
     refused: str | None = None
@@ -239,7 +239,7 @@ _SEVERITY: dict[Status, int] = {"passed": 0, "unavailable": 1, "failed": 2, "hun
 
 
 def finished(verdict: Verdict) -> Verdict:
-    """With the derived fields, for whoever reads the file."""
+    """With the derived fields, for readers of the file."""
     choice = choose(verdict)
     bad = {name: part for name, part in verdict.parts.items() if _failed(part)}
     best = choice.precisions[0] if choice.precisions else None

@@ -15,7 +15,7 @@ from core.ids import made_at
 def forget_answers(session: Session, hours: float, limit: int = 1000) -> int:
     """Delete stored answers to Idempotency-Keys that are older than `hours`, oldest first. Returns how many went.
 
-    At most `limit` a transaction, so that nobody waits for the write lock; call it again while the answer is `limit`.
+    At most `limit` a transaction, to keep the write lock short; call it again while the answer is `limit`.
     """
     old = (
         select(IdempotencyKey.project_id, IdempotencyKey.key)

@@ -55,7 +55,7 @@ def find(session: Session) -> Installation:
 
 
 def check_data_root(database: Database, store: Store, who: str) -> str:
-    """Read the mark, or make it where nobody has yet; the installation's id. `who`: for people who meet the mark
+    """Read the mark, or write it if it is missing; returns the installation's id. `who`: for readers of the mark
     somewhere else, e.g. `the API on box-1`. Raises OtherDataRoot, HalfRestored, StoreAway."""
     while True:
         with database.read() as session:
@@ -104,7 +104,7 @@ def adopt(database: Database, store: Store, who: str) -> str:
 
 
 def write_mark(store: Store, installation: str, token: str, who: str) -> None:
-    """What of eft is started on this data root from now on has to know the token."""
+    """Every process of eft started on this data root from now on must know the token."""
     store.write(MARK, _content(installation, token, who))
 
 

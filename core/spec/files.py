@@ -1,4 +1,4 @@
-"""From the data axis to the order of a run: every source with its paths, whoever knows them."""
+"""From the data axis to the order of a run: every source with its paths."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def resolve(spec: JobSpec) -> JobSpec:
             ):  # fmt: skip
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
-                pass  # only whoever reads the rows can tell
+                pass  # known only once the rows are read
     if isinstance(spec.stage, KTO):
         sides = {"train": spec.data.train, "eval": spec.data.eval}
         updates["data"] = spec.data.model_copy(

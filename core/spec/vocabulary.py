@@ -1,7 +1,7 @@
 """What a job's document may say, as a set of words: every field and every value of every choice.
 
-A resolved job has every default written out and unknown fields are errors, so whoever reads jobs must know every word
-of whoever writes them. Words are only ever added, so a reader that is newer than the writer knows them all.
+A resolved job has every default written out and unknown fields are errors, so a reader of jobs must know every word
+of the writer. Words are only ever added, so a reader that is newer than the writer knows them all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The data root as a bucket of an S3-compatible object store (the extra `s3`: boto3).
 
 An object appears when it is complete: S3 promises that of every PUT and of the end of a multipart upload, and that
-whoever asks afterwards sees it (https://docs.aws.amazon.com/AmazonS3/latest/userguide/Welcome.html#ConsistencyModel).
+every later read sees it (https://docs.aws.amazon.com/AmazonS3/latest/userguide/Welcome.html#ConsistencyModel).
 Folders of several objects get theirs last that makes them whole, `manifest.json`, and lose it first. Every part goes up
 with its MD5, which the store holds it against; what comes down is held against the SHA-256 that a manifest or the
 database has of it (worker/staging.py).
@@ -41,7 +41,7 @@ class Bucket(Store):
     """`s3://bucket/prefix`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Asks nobody yet. Raises StoreAway where boto3 is not installed."""
+        """Make no request yet. Raises StoreAway where boto3 is not installed."""
         try:
             import boto3
             from botocore.config import Config
@@ -122,7 +122,7 @@ class Bucket(Store):
         return _Parts(self, key, part)
 
     def put_file(self, key: str, path: Path) -> None:
-        """A local file, in parts where it is large. Nothing is there under that key before all of it is."""
+        """A local file, in parts where it is large. The key does not exist before all of it is stored."""
         size = path.stat().st_size
         if size <= PART:
             self.write(key, path.read_bytes())
@@ -184,12 +184,12 @@ class Bucket(Store):
     def discard(self, prefix: str) -> None:
         keys = [entry.key for entry in self.tree(prefix)]
         for key in keys:
-            if key.endswith(f"/{MANIFEST}"):  # first, so that nobody takes half of the rest for a whole
+            if key.endswith(f"/{MANIFEST}"):  # first, so that no reader takes half of the rest for a whole
                 self.delete(key)
         _side_by_side(self.delete, [prefix, *(key for key in keys if not key.endswith(f"/{MANIFEST}"))])
 
     def sweep(self, older_than: float) -> int:
-        """Give up multipart uploads whose process has ended in their midst; their parts are stored, and seen by nobody.
+        """Abort multipart uploads whose process has ended before they did; their parts take space and are invisible.
         Returns how many."""
         with self._words(""):
             found = self._s3.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix).get("Uploads", ())
@@ -328,7 +328,7 @@ class _Parts(Incoming):
     def abort(self) -> None:
         self._part.unlink(missing_ok=True)
         if self._upload is not None or self._done:
-            # Whoever breaks an upload off does not wait; what cannot be taken back is swept later.
+            # Aborting an upload does not wait; a later sweep removes what remains.
             threading.Thread(target=self._take_back, name="eft-s3-abort", daemon=True).start()
 
     def _take_back(self) -> None:

@@ -63,11 +63,11 @@ class Incoming(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """It is there from now on, and stays."""
+        """Make the object permanent."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave nothing behind, not even what is there already."""
+        """Discard the object, with everything written so far."""
 
 
 class Store(ABC):

@@ -61,7 +61,7 @@ def read(
         case _ if code == EXIT_CHECKPOINTED:
             return Requeued(asked or "its process was stopped from outside")
         case _ if code == EXIT_FENCED:
-            return Requeued("its worker stopped responding, so the process ended itself")
+            return Requeued("its worker fell silent, so the process ended itself")
         case _ if hung is not None:
             return Failed("machine", "hung", f"{hung}; the stacks of its threads are in its log")
         case _ if code == -signal.SIGKILL and out_of_memory:

@@ -1,6 +1,6 @@
 """The tables. Times are seconds since 1970 by the database's clock; owner and project stand on every owned row.
 
-They are taken from here, so that whoever knows one has all of them: SQLAlchemy's metadata has what was imported.
+Import tables from here: SQLAlchemy's metadata only has what was imported, and this module imports all of them.
 """
 
 from core.db.tables.base import Base, Id, Owned

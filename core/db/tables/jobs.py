@@ -1,4 +1,4 @@
-"""Jobs with the files they train on, their attempts, and what these have told and left."""
+"""Jobs, the files they train on, their attempts, and the events and results of these."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Job(Owned, Base):
     """The jobs behind the model as they were when this one was submitted, nearest first
     (core/jobs/admission/lineage.py)."""
     pipeline_id: Mapped[str | None] = mapped_column(Id, index=True)
-    """The pipeline of which it is a step."""
+    """The pipeline that it is a step of."""
 
     adjusted: Mapped[dict[str, Any] | None]
     """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
@@ -90,7 +90,7 @@ class Job(Owned, Base):
     """Where the model lies on the data root, once it does."""
 
     attempt: Mapped[int] = mapped_column(Integer, insert_default=0)
-    """Counts claims and is the fencing token: whoever holds an older one can write nothing."""
+    """Number of claims, and the fencing token: a worker with an older one cannot write."""
     machine_failures: Mapped[int] = mapped_column(Integer, insert_default=0)
     losses: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Workers that vanished under it, one after the other, without a further checkpoint between them."""
@@ -112,7 +112,7 @@ class Job(Owned, Base):
     """When that was told."""
     bound_seconds: Mapped[float | None] = mapped_column(Float)
     """What it will hold its slots at the most, as known while it waits (core/jobs/scheduling/runtime_estimates.py);
-    null: nobody knows."""
+    null: unknown."""
     reserved_at: Mapped[float | None] = mapped_column(Float)
     """Since when slots are kept for it, which needs more than were free (core/jobs/scheduling/gang_scheduling.py)."""
     reserved_node: Mapped[str | None] = mapped_column(String(255))
@@ -184,7 +184,7 @@ class Attempt(Owned, Base):
     """Start time of that pid by the kernel, since numbers are used again."""
     started_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     training_at: Mapped[float | None] = mapped_column(Float)
-    """When its first step was told: what came before was loading."""
+    """Time of its first step; the time before was loading."""
     ended_at: Mapped[float | None] = mapped_column(Float)
     outcome: Mapped[str | None] = mapped_column(Text)
     exit_code: Mapped[int | None] = mapped_column(Integer)

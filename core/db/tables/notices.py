@@ -12,7 +12,7 @@ from core.db.tables.base import Base, Id, Owned
 
 
 class Webhook(Owned, Base):
-    """Where a project wants to be told what becomes of its jobs (core/jobs/base/deliveries.py, api/notices)."""
+    """Target of a project's notifications about its jobs (core/jobs/base/deliveries.py, api/notices)."""
 
     __tablename__ = "webhooks"
     id: Mapped[str] = mapped_column(Id, primary_key=True)

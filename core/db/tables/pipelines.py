@@ -24,7 +24,7 @@ class Pipeline(Owned, Base):
     request_id: Mapped[str | None] = mapped_column(String(64))
     retry_of: Mapped[str | None] = mapped_column(Id, ForeignKey("pipelines.id"), index=True)
     notify: Mapped[list[Any]]
-    """Ids of webhooks that are told of it, beside those that are told of all."""
+    """Ids of webhooks that receive its events, beside those that receive all."""
     event_seq: Mapped[int] = mapped_column(Integer, insert_default=0)
     """Number of the newest event; counted under this row's lock."""
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())

@@ -1,4 +1,4 @@
-"""Nodes, their slots, and who has them: jobs, people, nobody."""
+"""Nodes, their slots, and the jobs or people that hold them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Allocation(Owned, Base):
     created_at: Mapped[float] = mapped_column(Float, insert_default=db_now())
     released_at: Mapped[float | None] = mapped_column(Float)
     gpus: Mapped[int] = mapped_column(Integer, insert_default=0)
-    """0 for a CPU slot, and for one that prepares or previews."""
+    """0 for a CPU slot, and for a slot that prepares or previews."""
     billing: Mapped[float] = mapped_column(Float, insert_default=0.0)
     """What a second of it counts in fair share (Slurm: TRESBillingWeights)."""
     charged_at: Mapped[float | None] = mapped_column(Float)
@@ -84,7 +84,7 @@ class Hold(Base):
     until: Mapped[float | None] = mapped_column(Float)
     """Null: until it is released."""
     released_at: Mapped[float | None] = mapped_column(Float)
-    """Also of one that ran out, once somebody has noticed."""
+    """Also set for a hold that ran out, once a scan has found it."""
     __table_args__ = (
         Index(
             "uq_holds_active",

@@ -40,7 +40,7 @@ class ProcessUsage:
     """What is in use of a GPU's own memory, by anybody."""
 
     used_bytes: int | None = None
-    """None: nobody says, as of a partition of AMD's."""
+    """None: unknown, as for an AMD partition."""
     processes: dict[int, int] = field(default_factory=dict)
     """Bytes by process number. In a container the numbers may be the host's."""
 
@@ -99,7 +99,7 @@ def _partition(one: _Node, siblings: list[_Node]) -> int | None:
     if not modes and all(other.whole for other in siblings):
         return None
     if not modes and len(siblings) == 1 and number == 0:
-        return None  # its memory is told nowhere, and no more than that is odd
+        return None  # its memory is reported nowhere, and nothing else is odd
     numbers = [other.location >> 28 & 0xF or other.location & 0x7 for other in siblings]
     return number if len(set(numbers)) == len(numbers) else siblings.index(one)
 
@@ -143,7 +143,7 @@ def _partition_name(name: str, partition: int, siblings: list[_Node]) -> str:
 
 
 def _memory(one: _Node, *, integrated: bool, partition: int | None) -> int:
-    """Bytes that programs may use; 0 when nobody says."""
+    """Bytes that programs may use; 0: unknown."""
     total = 0
     if partition is None:  # the card's file says the whole card's, with the first partition too
         # An integrated GPU has no memory of its own beyond what the firmware sets aside; it may use main memory (GTT).

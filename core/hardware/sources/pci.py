@@ -1,6 +1,6 @@
 """Cards that are plugged in and that no source lists: no driver, another one, or a driver that will not compute.
 
-The kernel says of every PCI device what it is and which driver has it, whoever asks:
+The kernel lists the type and driver of every PCI device, readable by every user:
 /sys/bus/pci/devices/*/uevent (drivers/pci/pci-driver.c, drivers/base/core.c). Of AMD's and NVIDIA's those count that
 are display controllers (class 0x03) or processing accelerators (0x1200, as the MI300 calls itself).
 """

@@ -56,7 +56,7 @@ def ask(environ: Mapping[str, str], root: Path, seconds: float) -> tuple[list[To
     if program is not None:
         answer = tools.ask(program, LIST, environ, seconds)
         listed = _entries(answer, notes)
-        # One that hangs in the driver would do so again.
+        # A tool that hangs in the driver would hang again.
         static = _entries(tools.ask(program, STATIC, environ, seconds), notes) if answer.status is not None else []
         by_number = {entry["gpu"]: entry for entry in static}
         if told := [_amd_smi(entry, by_number.get(entry["gpu"], {})) for entry in listed]:
@@ -96,7 +96,7 @@ def join(found: FoundGpus, told: list[ToolGpu], notes: list[str]) -> None:
 
 
 def listing(told: list[ToolGpu]) -> FoundGpus:
-    """GPUs from a tool alone, in HIP's order as far as it is told: the kernel's list is out of reach."""
+    """GPUs from a tool alone, in HIP's order as far as it is known: the kernel's list is out of reach."""
     order = sorted(range(len(told)), key=lambda at: (told[at].hip_id is None, told[at].hip_id or 0, told[at].node, at))
     shared = Counter(one.uuid for one in told if one.uuid)
     gpus = []

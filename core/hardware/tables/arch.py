@@ -127,7 +127,7 @@ _BY_ARCH = {row.arch: row for row in ROWS}
 
 
 def lookup(arch: str) -> ArchRow | None:
-    """The row of `arch`, None for an architecture nobody has entered. Feature suffixes (`gfx90a:sramecc+:xnack-`) are
+    """The row of `arch`, None for an architecture without one. Feature suffixes (`gfx90a:sramecc+:xnack-`) are
     ignored."""
     return _BY_ARCH.get(arch.partition(":")[0])
 
@@ -139,7 +139,7 @@ def supports_bf16(arch: str) -> bool:
 
 
 def precision(arch: str) -> Precision:
-    """What `auto` computes in on `arch`; fp32 on one that is not in the table, since nothing is known of it."""
+    """What `auto` computes in on `arch`; fp32 on an unknown architecture, since nothing is known of it."""
     row = lookup(arch)
     return "fp32" if row is None else row.precision
 

@@ -2,7 +2,7 @@
 
 A row says where a fault was seen, who says so, and what we do about it: set a variable for the trainer before torch is
 imported, drop an option from one, or keep products within limits (core/train/model/gemm_limits.py reads them). Nothing
-is done behind anybody's back: a variable that the operator has set stays as it is, and every change is told in the
+is done silently: a variable that the operator has set stays as it is, and every change is reported in the
 worker's log and in the run record of each job.
 
 Versions are not part of a row while no fixed release is known: the fault may be gone on your box, and a variable set in
@@ -247,7 +247,7 @@ class Routed:
 
 
 def route(environment: Mapping[str, str], arch: str) -> Routed:
-    """For a child on `arch`. A variable that two faults ask for is told once, with the first of them."""
+    """For a child on `arch`. A variable that two faults ask for is reported once, with the first of them."""
     result, changes = dict(environment), list[Change]()
     for fault in known(arch):
         for name, value in fault.set.items():

@@ -117,7 +117,7 @@ _BY_ARCH = {arch: build for build in BUILDS for arch in build.arches}
 
 
 def lookup(arch: str) -> Build | None:
-    """Where PyTorch for `arch` comes from; None for one that is not in the table."""
+    """Get the source of PyTorch for `arch`; None if the table does not have it."""
     return _BY_ARCH.get(arch.partition(":")[0])
 
 

@@ -123,7 +123,7 @@ def _unknown(spec: JobSpec, why: str) -> ResolvedMethod:
 
 
 def planned_bytes(session: Session, job: Job, slot: Slot) -> int | None:
-    """What the job takes of such a slot's memory, as `eft plan` says it; None: nobody can plan it."""
+    """The job's share of such a slot's memory, as `eft plan` shows it; None: it cannot be planned."""
     spec = effective(job.spec, job.settled, job.adjusted or {})
     shape = None if isinstance(spec.method, Auto) else shapes.known(session, spec.model)
     if shape is None:

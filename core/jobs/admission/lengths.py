@@ -56,7 +56,7 @@ def rows(session: Session, project_id: str, spec: JobSpec) -> RowLengths:
         here = spec.data.eval is None
         longest = min(limit, max(1, int(result["tokens"]["longest"]))) if here else limit
         rows_used = int(result["rows"]["used"])
-        whole = spec.data.split is None  # of a part nobody has counted the tokens
+        whole = spec.data.split is None  # the tokens of a part are not counted
         return RowLengths(
             longest,
             "preview" if here else "max_length",

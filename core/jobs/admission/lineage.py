@@ -19,7 +19,7 @@ def of_job(session: Session, job: Job) -> list[dict[str, Any]]:
 
 
 def entry(session: Session, job: Job) -> dict[str, Any]:
-    """One generation, as far as it is known: what no attempt has told yet is null."""
+    """One generation; null for values that no attempt has reported yet."""
     spec = effective(job.spec, job.settled, job.adjusted or {})
     record = _record(session, job)
     data = record.get("data") or {}

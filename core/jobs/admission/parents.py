@@ -37,7 +37,7 @@ def settle(session: Session, project_id: str, spec: JobSpec, ahead: Mapping[str,
     Any other job stays as it is.
 
     `ahead`: resolved specs of jobs that are not there yet, by the ids that stand for them. Raises NotFound for a job
-    that the project does not have, and SpecError for one that cannot be gone on from, or not in this way.
+    that the project does not have, and SpecError if the job cannot continue from it in this way.
     """
     model = spec.model
     if not isinstance(model, JobModel):
@@ -92,7 +92,7 @@ def built_on(session: Session, job: Job) -> str | None:
 
 def _find(session: Session, project_id: str, job_id: str, *, lock: bool = False) -> Job:
     query = select(Job).where(Job.id == job_id, Job.project_id == project_id, Job.kind == "train")
-    # Shared: any number of jobs may be submitted over it at once, and nobody deletes it meanwhile.
+    # Shared: any number of jobs may be submitted over it at once, and it cannot be deleted meanwhile.
     row = session.execute(query.with_for_update(read=True) if lock else query).scalar_one_or_none()
     if row is None:
         raise NotFound(f"there is no job `{job_id}` in this project", field="model.id")

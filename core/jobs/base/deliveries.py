@@ -22,7 +22,7 @@ EVENTS = {
     Status.FAILED: "job.failed",
     Status.CANCELLED: "job.cancelled",
 }
-"""What people are told of. A job that is tried again starts again."""
+"""Events that webhooks receive. A retried job starts again."""
 PIPELINE_EVENTS = ("pipeline.succeeded", "pipeline.failed", "pipeline.cancelled")
 TEST = "webhook.test"
 
@@ -36,7 +36,7 @@ def tell(session: Session, job: Job, status: Status) -> None:
         select(Webhook.id, Webhook.events, Webhook.all_jobs)
         .where(Webhook.project_id == job.project_id, Webhook.disabled_at.is_(None))
         .order_by(Webhook.id)
-        .with_for_update(read=True, key_share=True)  # one that is deleted now must not make the job's change fail
+        .with_for_update(read=True, key_share=True)  # a webhook deleted meanwhile must not make the job's change fail
     ).all()
     if not hooks or job.kind != "train":
         return

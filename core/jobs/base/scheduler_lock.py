@@ -12,7 +12,7 @@ _LOCK = 6710615
 
 
 def lock_scheduler(session: Session) -> float:
-    """Wait until nobody else is choosing, then hold the turn to the transaction's end. Returns the database's time.
+    """Wait until no other transaction is choosing, then hold the turn to its end. Returns the database's time.
 
     Take it before any row. On SQLite a writer is alone anyway.
     """

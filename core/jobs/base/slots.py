@@ -68,14 +68,14 @@ class Slot:
 
     @property
     def device_bytes(self) -> int:
-        """What a job has for all that lies on its device; 0: nobody knows."""
+        """Bytes that a job may use on its device; 0: unknown."""
         return self.memory_bytes if self.kind == "gpu" else self.share_bytes
 
 
 LEAST = "at its smallest batch"
 """Behind the figure of PlanNeeds, which is another one than that of the plan of the job as it stands."""
 NEARLY = 1.1
-"""A plan that takes no more than so much of the least is not told beside it."""
+"""A plan within this factor of the smallest one is not shown beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PlanNeeds:
 
     @property
     def certain(self) -> PlanNeeds:
-        """What of it is certain, since a plan is an estimate (bench/plan.py: within 10 % on a GPU, 20 % on a CPU)."""
+        """The certain part, since a plan is an estimate (bench/plan.py: within 10 % on a GPU, 20 % on a CPU)."""
         return PlanNeeds(self.gpu * 9 // 10, self.cpu * 8 // 10, self.host * 9 // 10)
 
     @property
@@ -105,7 +105,7 @@ class PlanNeeds:
         return cls(gpu, cpu, host)
 
     def missing(self, slot: Slot) -> list[str]:
-        """What a slot lacks of it; nothing where nobody knows what the slot has."""
+        """Requirements that a slot does not meet; empty if the slot's hardware is unknown."""
         device = self.gpu if slot.kind == "gpu" else self.cpu
         lacks = [f"{_gb(device)} {LEAST}"] if 0 < slot.device_bytes < device * MB else []
         if slot.kind == "gpu" and 0 < slot.host_bytes < self.host * MB:
@@ -114,7 +114,7 @@ class PlanNeeds:
 
     def words(self, slot: Slot, whole: int | None = None) -> str:
         """On such a slot, e.g. `24 GB (18.2 GB at its smallest batch)`. `whole`: bytes by the plan of the job as it
-        stands; None: nobody knows."""
+        stands; None: unknown."""
         least = self.gpu if slot.kind == "gpu" else self.cpu
         if whole is None:
             return f"{_gb(least)} {LEAST}"
@@ -138,7 +138,7 @@ class Needs:
     gpus: int = 1
     """Slots of one node and one family (Slot.family) that it trains on at once."""
     plan: PlanNeeds | None = None
-    """What the plan of its memory says that it takes (core/jobs/admission/fit.py); None: nobody has planned it."""
+    """Memory by its plan (core/jobs/admission/fit.py); None: not planned."""
 
     @classmethod
     def of(cls, resources: Resources) -> Needs:

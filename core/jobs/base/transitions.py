@@ -105,7 +105,7 @@ def append_events(
 ) -> bool:
     """Add events (type, time by the node's clock, data); False: a guard failed and nothing is written.
 
-    They are told of `attempt`; None stands for the one that runs.
+    They are events of `attempt`; None stands for the running one.
     """
     batch = list(events)
     row = session.execute(

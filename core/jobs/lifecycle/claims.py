@@ -93,7 +93,7 @@ def claim(
 
     `beside` are the free slots of the node, in its order: a job of several takes those that it needs with `slot`, all
     of them or none; where there are too few, they may be kept for it (core/jobs/scheduling/gang_scheduling.py), and
-    that is written down. `room` is how many bytes a job may take of the data root (None: nobody has looked),
+    that is written down. `room` is how many bytes a job may take of the data root (None: not measured),
     `leave_seconds` how long after its time limit a trainer may still be there. A drained node gets nothing, nor does a
     slot that is held. They are the job's from here on. Raises IntegrityError if a job holds `slot` already, and
     Unclaimable where it is the job that cannot be taken: defects.
@@ -215,7 +215,7 @@ def _take(
         session.execute(insert(Attempt).values(**ids, kind=won.kind, node=node, worker=worker, slot=slot.id))
     except IntegrityError as error:  # the job's own number, and not the slot
         raise Unclaimable(job.id) from error
-    # What only prepares or previews is charged to nobody, and that is settled at once.
+    # Preparing and previewing cost nothing, which is settled at once.
     charged = {} if CHILDREN[slot.phase].billed else {"charged_at": db_now()}
     gpus = 1 if slot.kind == "gpu" else 0
     for one in slots:

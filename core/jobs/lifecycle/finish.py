@@ -57,7 +57,7 @@ class Requeued:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """A disk was full. Nobody's fault that trying again could use up: the job waits until there is room."""
+    """A disk was full. This uses up no retry: the job waits until there is room."""
 
     why: str
     needs_bytes: int | None = None
@@ -79,7 +79,7 @@ class RetryPolicy:
     no_room_max_seconds: float = 3600.0
     """The wait is doubled with each further try, up to this."""
     memory_check: bool = True
-    """A job whose model is there now, and which by its plan fits no slot, fails before it waits for one."""
+    """Fail a job that by its plan fits no slot as soon as its model is ready, before it waits for one."""
 
 
 def finish(
@@ -184,7 +184,7 @@ def _next(
 
 
 _got_on: dict[str, Any] = {"losses": 0, "full_disks": 0, "needs_bytes": None}
-"""A model that is there is as much of an advance as a further checkpoint (core/jobs/lifecycle/relay.py)."""
+"""A prepared model counts as progress, as a new checkpoint does (core/jobs/lifecycle/relay.py)."""
 
 
 def _no_room(job: Job, outcome: NoRoom, policy: RetryPolicy) -> tuple[Status, str, dict[str, Any], dict[str, Any]]:

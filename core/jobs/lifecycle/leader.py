@@ -1,4 +1,4 @@
-"""A leader lease: one holder of a role in the whole installation, whoever is alive."""
+"""A leader lease: one live process holds a role in the whole installation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Jobs whose worker is gone: taken back when the lease is over, and given up where the job itself may be what ends it.
 
-A worker that vanishes is nobody's fault the first time: machines are restarted. A job under which one worker after
+The first loss of a worker does not count against a job: machines are restarted. A job under which one worker after
 the other vanishes, with no further checkpoint between them, is taken for the cause: else it would end them for ever.
 """
 

@@ -54,7 +54,7 @@ def read_batch(path: Path, offset: int) -> EventBatch:
 def relay(session: Session, token: Token, batch: EventBatch, *, of: int | None = None) -> bool:
     """Write a batch and move the attempt's offset past it, in the caller's transaction. False: the job is lost.
 
-    `of` names an earlier attempt, whose worker went before it had told everything; the right to write is the token's.
+    `of` names an earlier attempt, whose worker left before it reported everything; the token gives the right to write.
     """
     attempt = token.attempt if of is None else of
     job = session.execute(select(Job).where(*token.holds())).scalar_one_or_none()
@@ -123,7 +123,7 @@ def _metrics(session: Session, job: Job, attempt: int, lines: Sequence[dict[str,
     }
     if not rows:
         return
-    # A value told twice for one step (say, an evaluation on the last step and one at the end) is the later one.
+    # If a step has two values (say, an evaluation on the last step and one at the end), the later one counts.
     dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     statement = dialect.insert(Metric)
     session.execute(

@@ -1,12 +1,12 @@
 """What is kept for how long, and what goes: by rule, and never what a job in progress may need.
 
 - Checkpoints, and artifacts that no job lists, of jobs that ended long ago. What a job hands back stays, as do its log
-  and its events; a retry that comes later begins anew.
+  and its events; a later retry begins from the start.
 - Previews that ended long ago, with their rows.
 - Uploaded files that no job has ever named, where the administrator says so.
 - Curves, logs and all events but changes of state of jobs that ended long ago, where the administrator says so.
 
-Everything is looked at again under the job's lock before it goes, and renamed there, so that nobody meets half of it.
+Everything is checked again under the job's lock and renamed before it goes, so that no reader finds half of it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def resumed(job_id: str, before: float) -> ColumnElement[bool]:
 
 
 def _spare(session: Session, layout: Layout, job_id: str, before: float) -> tuple[Path, ...]:
-    """Folders of an ended job that nobody asks for any more."""
+    """Folders of an ended job that are no longer needed."""
     attempts = [path for path in layout.job(job_id).glob("attempt-*") if path.is_dir()]
     if not attempts or session.execute(select(resumed(job_id, before))).scalar_one():
         return ()

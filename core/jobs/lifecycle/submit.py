@@ -110,7 +110,7 @@ def submit(
 
 
 def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
-    """A job of the actor's project. Raises NotFound for anybody else's, as for one that does not exist."""
+    """Get a job of the actor's project. Raises NotFound if it is missing or another project's."""
     query = select(Job).where(Job.id == job_id, Job.project_id == actor.project_id, Job.kind == "train")
     job = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
     if job is None:
@@ -119,7 +119,7 @@ def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> 
 
 
 def cancel(session: Session, actor: Actor, job_id: str) -> Job:
-    """Stop a job for good: at once while it waits, else its worker is told and ends the trainer.
+    """Cancel a job: at once while it waits; otherwise its worker ends the trainer.
 
     Asking twice is fine. Raises Conflict for a job that has succeeded or failed.
     """
@@ -173,7 +173,7 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
 
 
 def resume(session: Session, actor: Actor, job_id: str) -> Job:
-    """Queue a paused job again; it goes on from its newest checkpoint. Raises Conflict for one that is not paused."""
+    """Queue a paused job again, from its newest checkpoint. Raises Conflict if it is not paused."""
     job = find(session, actor, job_id, lock=True)
     match Status(job.status):
         case Status.PAUSED:
@@ -197,9 +197,9 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
 
 
 def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO_BOUNDS) -> Job:
-    """A new job with the spec of one that failed or was cancelled, going on from that one's newest checkpoint.
+    """Submit a failed or cancelled job's spec as a new job, which continues from the old one's newest checkpoint.
 
-    A new job, since an end is an end: whoever saw the old one fail, saw right. Asked again while that one has not
+    It is a new job, because a final status never changes. Asked again while that one has not
     failed too, it answers the same. Raises Conflict for a job in any other state, QueueFull and SpecsFull.
     """
     old = find(session, actor, job_id, lock=True)

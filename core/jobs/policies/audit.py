@@ -21,7 +21,7 @@ ADMINISTRATIVE = ("user.", "project.", "member.", "key.", "node.", "gpu.", "hold
 """Kinds that admins of the box may read of every project: they tell nothing of its jobs and files."""
 
 SHOWN_SECONDS = 1e-6
-"""Times are shown in microseconds, rounded; whoever asks by the time of an entry means that entry."""
+"""Times are shown rounded to microseconds; a query by the time of an entry must include that entry."""
 
 Entry = tuple[Audit, str | None, str | None]
 """With the names of actor and project."""

@@ -93,7 +93,7 @@ def _used(used: Mapping[Kind, int], kind: Budgeted) -> int:
 
 
 def measured(session: Session) -> dict[Kind, int]:
-    """As told last; uploads as of now."""
+    """As last reported; uploads as of now."""
     found: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for kind, size in session.execute(select(DiskUsage.kind, DiskUsage.bytes)):
         if kind in found:

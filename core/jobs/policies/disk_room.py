@@ -71,7 +71,7 @@ def _groups(
     if room < 0:
         groups.append((and_(others, ~_SAYS_SO), words(free, reserve, over=over)))
     else:
-        # One that waits for its time met a disk that was full in a way that free bytes do not show.
+        # A job with a retry time met a disk that was full in a way that free bytes do not show.
         due = or_(Job.not_before.is_(None), Job.not_before <= db_now())
         wait = case((Job.prepared.is_(None), WAITS_FOR_MODEL), else_=WAITS_FOR_SLOT)
         groups.append((and_(others, due, _SAYS_SO), wait))

@@ -62,7 +62,7 @@ def describe(session: Session, name: str, worker: str, slots: Sequence[dict[str,
 
 
 def slots(session: Session, name: str) -> list[dict[str, Any]]:
-    """As the node's worker has described them last; empty for a node that nobody has served yet."""
+    """Slots as the node's worker last described them; empty for a node without a worker so far."""
     return session.execute(select(Node.slots).where(Node.name == name)).scalar_one_or_none() or []
 
 

@@ -178,7 +178,7 @@ def max_priority(session: Session, project_id: str) -> int:
 
 
 def check_priority(session: Session, project_id: str, priority: int) -> None:
-    """Raises SpecError for one that the project may not give."""
+    """Check a priority. Raises SpecError if it is above the project's limit."""
     most = max_priority(session, project_id)
     if priority > most:
         message = (

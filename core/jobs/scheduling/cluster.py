@@ -34,12 +34,12 @@ class SlotState:
     processes: Sequence[Mapping[str, Any]]
     """Processes of people who use it beside eft: pid, user, name, bytes."""
     live: Mapping[str, Any]
-    """What the worker last saw of it: busy_percent, used_bytes; empty where nobody says, or the worker is silent."""
+    """The worker's last reading: busy_percent, used_bytes; empty if unknown, or if the worker is silent."""
     held: Hold | None
     ends_before: float | None
     """What is started must be over by then, as far as its time limit says."""
     opens_at: float | None
-    """When what closes it is over; None: nobody knows."""
+    """Time at which the slot opens again; None: unknown."""
     gone: bool = False
     """Nothing was heard of its worker for long, whatever else `state` says of it."""
 

@@ -41,7 +41,7 @@ class Group:
     seats: tuple[int, ...]
     """By their places in the hall."""
     start: float | None
-    """When all of them are free; None: nobody knows."""
+    """Time at which all of them are free; None: unknown."""
     earliest: float
     """Before that so many do not come free on this node by themselves, whichever they are."""
     anywhere: float
@@ -191,7 +191,7 @@ def choose(
             break
     else:
         return SlotChoice(None, (), tuple(walk.kept))
-    # The slot is kept, and whoever else takes it must be gone by then.
+    # The slot is kept, and any other job on it must be gone by then.
     within = group.earliest - order.now - leave_seconds
     if within <= 0:
         return SlotChoice(None, (), tuple(walk.kept))
@@ -247,7 +247,7 @@ class _QueueWalk:
             return (self.slot,)
         mine = self.state.number(self.node, self.slot)
         if mine is None:
-            return None  # a node that nobody has described
+            return None  # a node that no worker has described
         usable = [one for one in self.beside if one.id != self.slot.id and self._usable(one, key.needs)]
         if len(usable) + 1 < width:
             return None

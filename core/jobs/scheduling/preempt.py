@@ -38,7 +38,7 @@ class PreemptionSettings:
     silent_after: float
     """Seconds without a heartbeat after which a node counts as silent."""
     room: int | None = None
-    """Bytes that a job may take of the data root; None: nobody has looked."""
+    """Bytes that a job may take of the data root; None: not measured."""
     half_life: float = HALF_LIFE_SECONDS
     leave_seconds: float = gang_scheduling.LEAVE_SECONDS
     """A job that will end within this many seconds is not preempted."""
@@ -106,7 +106,7 @@ def ask(session: Session, rules: PreemptionSettings) -> list[Preemption]:
             done.append(Preemption(waiting.id, chosen))
             taken.update(seats)
         elif later is not None and needs.gpus > 1:
-            taken.update(later.seats)  # kept for it: whoever comes after it finds its room elsewhere
+            taken.update(later.seats)  # kept for it: later jobs find their room elsewhere
         else:
             passed.add(waiting.key if gang_scheduling.closes_too_soon(state.seats, waiting) else needs)
             continue
@@ -148,7 +148,7 @@ def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -
 def _cheapest(
     state: ClusterState, waiting: Waiting, victims: Mapping[str, _Victim], taken: set[int]
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
-    """Whom to ask so that `waiting` starts, and the seats that it will have; None: nobody's leaving would make it.
+    """Jobs to preempt so that `waiting` starts, and the seats that it will have; None: preemption would not help.
 
     Lower priorities before higher ones; then as few slots, as few jobs, and as short runs as possible.
     """

@@ -37,7 +37,7 @@ class Waiting:
     key: Key
     created_at: float
     bound: float | None = None
-    """Seconds that it will hold its slots at the most; None: nobody knows."""
+    """Longest time in seconds that it will hold its slots; None: unknown."""
     reserved_at: float | None = None
     """Since when slots are kept for it."""
     reserved_node: str | None = None
@@ -62,7 +62,7 @@ Ready = Sequence[ColumnElement[bool]]
 
 
 def ready(now: float, room: int | None, ends_before: float | None) -> list[ColumnElement[bool]]:
-    """`room`: bytes a job may take of the data root (None: nobody has looked). `ends_before`: a job whose time is known
+    """`room`: bytes a job may take of the data root (None: not measured). `ends_before`: a job whose time is known
     (core/jobs/scheduling/runtime_estimates.py) and reaches beyond it is not started."""
     conditions = [due(now)]
     if room is not None:
@@ -182,7 +182,7 @@ class QueueOrder:
     def bounded(self, within: float) -> QueueOrder:
         """The same moment, with those jobs alone that are over `within` seconds after their start."""
         rows = self.session.execute(heads(self.phase, self.conditions, within))
-        # Nobody takes a second one from a line of it.
+        # No job takes a second one from a line of it.
         lines = [Line(head.key, [head], more=False) for head in map(_waiting, rows)]
         return replace(self, lines=lines)
 

@@ -14,7 +14,7 @@ from core.jobs.base.states import FINAL, Status
 from core.jobs.kinds import Kind
 
 OVERDUE_SECONDS = 150.0
-"""After which nobody counts any more on a job that should have been over."""
+"""Time after which an overdue job's estimate is no longer used."""
 PACE_SHARE, PACE_SECONDS = 1.25, 300.0
 """A run that goes on from its checkpoint takes what its trainer said was left, and at the most this much more: it loads
 its model again, and a step may take longer than before."""
@@ -25,7 +25,7 @@ class Left:
     """Seconds that a running job has still to go."""
 
     by_pace: float | None
-    """Steps left at its recorded pace; None: it has not told any."""
+    """Time for the steps left at its recorded pace; None: it has not reported a pace."""
     by_limit: float | None
     """Its time limit; None: it has none."""
     may_stop_early: bool

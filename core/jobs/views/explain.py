@@ -33,7 +33,7 @@ from core.jobs.views.forecast import Forecast
 
 Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
 MOST = 1000
-"""Jobs that are counted in a line; further back, nobody knows the exact place anyway."""
+"""Jobs that are counted in a line; further back, the exact place does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Explanation:
     reason: str
     estimated_start: float | None
     aside: str | None = None
-    """What else its own project is told: for whom it made room, or that others make room for it."""
+    """Further notes for its own project: for whom it made room, or that others make room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class QueueSettings:
 def queue(session: Session, settings: QueueSettings, limit: int = 100) -> list[Explanation]:
     """What waits: those in line first, by their positions, then what is held; at most `limit` of each phase.
 
-    Training stands before preparing. Previews are not listed: nobody waits for one in this line.
+    Training stands before preparing. Previews are not listed: they do not wait in this line.
     """
     explainer = QueueExplainer(session, settings)
     phases: tuple[Kind, ...] = (Kind.TRAIN, Kind.PREPARE)
@@ -85,7 +85,7 @@ def queue(session: Session, settings: QueueSettings, limit: int = 100) -> list[E
 
 
 def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
-    """How many more wait than `queue` has told of, up to `limit` of each phase, in this transaction."""
+    """Count the jobs that wait beyond those that `queue` listed, up to `limit` of each phase, in this transaction."""
     more = 0
     for phase, prepared in ((Kind.TRAIN, True), (Kind.PREPARE, False)):
         shown = sum((one.job.prepared is not None) is prepared for one in told)
@@ -96,7 +96,7 @@ def beyond(session: Session, told: Sequence[Explanation], limit: int) -> int:
 
 
 def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation | None:
-    """Explain one job as read in this transaction; None for one that does not wait."""
+    """Explain one job as read in this transaction; None if it does not wait."""
     if waiting.status != Status.QUEUED.value:
         return None
     phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
@@ -338,7 +338,7 @@ class QueueExplainer:
         return None
 
     def _memory(self, row: Job, key: Key) -> str:
-        """What the job takes, where a slot that has all else has too little memory for it; else nobody waits for it."""
+        """Name the memory the job takes if an otherwise suitable slot has too little; else return an empty string."""
         takes = key.needs.plan
         if takes is None:
             return ""

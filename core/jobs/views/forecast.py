@@ -94,7 +94,7 @@ class Forecast:
         return median(took) if took else None
 
     def _when_free(self, jobs: Mapping[str, Job]) -> dict[int, float | None]:
-        """By the place in `_seats`; None: nobody knows."""
+        """By the place in `_seats`; None: unknown."""
         to_go = runtime_estimates.of_running(self._session, list(jobs.values()), self._now)
         times: dict[int, float | None] = {}
         for number, seat in enumerate(self._seats):

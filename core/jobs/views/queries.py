@@ -109,7 +109,7 @@ def heads(session: Session, job_ids: Collection[str]) -> dict[str, JobHead]:
 
 
 def training_attempts(session: Session, job_ids: Collection[str]) -> dict[str, int]:
-    """How often each job was begun to train; one that never was is left out."""
+    """Count how often each job began to train; jobs that never did are left out."""
     query = select(Attempt.job_id, func.count()).where(Attempt.job_id.in_(list(job_ids)), Attempt.kind == Kind.TRAIN)
     return {row[0]: row[1] for row in session.execute(query.group_by(Attempt.job_id))}
 

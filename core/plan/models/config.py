@@ -104,7 +104,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is there; 0: none is. Call `check_numbers` before."""
+    """Get the first of these fields that is set, or 0. Call `check_numbers` before."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 

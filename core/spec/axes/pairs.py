@@ -86,7 +86,7 @@ def how_to_ask(way: Way) -> str:
 
 
 def told(chosen: Pairs) -> str:
-    """Both, where nobody has looked whether the model has a chat template."""
+    """Describe both forms, when it is unknown whether the model has a chat template."""
     if chosen != "auto":
         return f"{done_with(chosen)}. To ask the tuned model, {how_to_ask(chosen)}."
     base = WITHOUT_TEMPLATE

@@ -40,7 +40,7 @@ _ENDED = [status.value for status in FINAL]
 
 
 def due(session: Session) -> list[str]:
-    """Running pipelines of which no job is under way, oldest first."""
+    """List running pipelines without a job under way, oldest first."""
     under_way = (
         select(PipelineStep.pipeline_id)
         .join(Job, Job.id == PipelineStep.job_id)

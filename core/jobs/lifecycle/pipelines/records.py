@@ -39,7 +39,7 @@ class PipelineHead:
 
 
 def find(session: Session, actor: Actor, pipeline_id: str, *, lock: bool = False) -> Pipeline:
-    """A pipeline of the actor's project. Raises NotFound for anybody else's, as for one that does not exist."""
+    """Get a pipeline of the actor's project. Raises NotFound if it is missing or another project's."""
     query = select(Pipeline).where(Pipeline.id == pipeline_id, Pipeline.project_id == actor.project_id)
     row = session.execute(query.with_for_update() if lock else query).scalar_one_or_none()
     if row is None:

@@ -104,7 +104,7 @@ def retry(
     """A new pipeline with the steps of one that failed or was cancelled, which takes over the jobs before `start`.
 
     Without `start` it begins where the old one ended, and a failed job goes on from its checkpoints. A step that is
-    named begins anew, and the gates before it count as passed. Asked again while the new one has not failed too, it
+    named begins again, and the gates before it count as passed. Asked again while the new one has not failed too, it
     answers the same. Raises Conflict for a pipeline in another state, and where a job before `start` has not succeeded
     or is gone; NotFound for a step that it does not have.
     """
