@@ -89,7 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=DESCRIPTION,
         openapi_tags=TAGS,
         lifespan=lifespan,
-        openapi_url=None,  # it would be written anew for each request (api/docs/reference.py)
+        openapi_url=None,  # it would be built for each request (api/docs/reference.py)
         docs_url=None,  # its page takes its scripts from elsewhere; a box may have no way there (api/docs/reference.py)
         redoc_url=None,
         separate_input_output_schemas=False,

@@ -59,7 +59,7 @@ def _tell_broker(name: str) -> str:
         with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
             client.set(installation.BROKER_KEY, name)
     except (redis.RedisError, ValueError, OSError):
-        return " (the broker does not answer, and was not told)" if settings().broker_url else ""
+        return " (the broker does not answer, and was not updated)" if settings().broker_url else ""
     return ""
 
 

@@ -43,7 +43,7 @@ def api(settings: Settings) -> tuple[bool, str]:
 
 def worker(settings: Settings, gpu: bool = False) -> tuple[bool, str]:
     """Whether the worker under this node's name was heard of within a lease, and, with `gpu`, serves one: a container
-    that was not given its devices trains on the CPU, and nobody would know why."""
+    that was not given its devices trains on the CPU, without a visible reason."""
     database = Database(settings.sqlalchemy_url)
     try:
         with database.read() as session:

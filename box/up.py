@@ -50,7 +50,7 @@ class GivesUp(Exception):
 
 
 class Supervisor:
-    """Runs until told to stop. Keep it free of threads: a member's death signal is tied to the thread that began it."""
+    """Runs until asked to stop. Keep it free of threads: a member's death signal is tied to its thread."""
 
     def __init__(self, settings: Settings, instance: Instance, key_file: Path | None) -> None:
         self.settings = settings
@@ -219,7 +219,7 @@ class Supervisor:
         print(f"the {member.name} ended (exit status {code}); starting it again in {wait:g} s", flush=True)
 
     def _wait_until_ready(self) -> bool:
-        """False: told to stop meanwhile."""
+        """False: asked to stop meanwhile."""
         database = Database(self.settings.sqlalchemy_url)
         began = time.monotonic()
         deadline = began + READY_SECONDS

@@ -152,7 +152,7 @@ def rotate(
     successor = select(ApiKey.id).where(ApiKey.rotated_from == key_id, ApiKey.revoked_at.is_(None))
     if session.execute(successor.limit(1)).one_or_none() is not None:
         raise Conflict(
-            "this key has been rotated already; revoke its successor first if nobody has it",
+            "this key has been rotated already; revoke its successor first if it is lost",
             code="already_rotated",
             field="key_id",
         )
@@ -221,7 +221,7 @@ def _room(session: Session, user_id: str, project_id: str, most: int, *, besides
         query = query.where(ApiKey.id != besides)
     if session.execute(query).scalar_one() >= most:
         raise Conflict(
-            f"a user has at most {most} working keys in a project (EFT_KEYS_PER_MEMBER): revoke those that nobody uses",
+            f"a user has at most {most} working keys in a project (EFT_KEYS_PER_MEMBER): revoke unused ones",
             code="too_many_keys",
         )
 

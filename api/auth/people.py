@@ -93,7 +93,7 @@ def add_project(session: Session, actor: Actor | None, name: str) -> Project:
 def change_user(
     session: Session, actor: Actor | None, found: User, *, box_admin: bool | None = None, disabled: bool | None = None
 ) -> None:
-    """Raises Conflict where nobody would be left to look after the box."""
+    """Raises Conflict if the box would have no admin left."""
     changes: dict[str, Any] = {}
     if box_admin is not None and box_admin != found.box_admin:
         changes["box_admin"] = box_admin

@@ -105,7 +105,7 @@ class Policy:
     role: Role | None = None
     """In the project of the key; None: any user."""
     box: Literal["no", "also", "only"] = "no"
-    """also: an admin of the box passes too, whatever their role; only: nobody else does."""
+    """also: an admin of the box passes too, with any role; only: no other user passes."""
     right: Right | None = None
     """That the key must have beside its scope."""
 
@@ -168,7 +168,7 @@ ManagingOrOperating = Annotated[Principal, Depends(Requires(Policy(Scope.ADMIN, 
 
 
 class NoPolicy(Exception):
-    """A route that does not say who may call it: a defect, told when the application is put together."""
+    """A route that does not say who may call it: a defect, reported when the application is built."""
 
 
 def policy_of(route: APIRoute) -> Policy:

@@ -43,7 +43,7 @@ TABLES = (
 )
 """Tables whose rows of the project are exported, a file each. Stored idempotent answers are no records and stay out."""
 HIDDEN = {"api_keys": {"sha256", "prefix"}, "webhooks": {"secrets", "url"}}
-"""Columns that are secrets, or as good as one: whoever has a chat's URL may write there."""
+"""Columns that are secrets, or as good as one: a chat's URL gives the right to write there."""
 README = """\
 Everything that the project `{name}` of this eft owns, as of {when} (times are seconds since 1970, UTC).
 

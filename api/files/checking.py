@@ -146,7 +146,7 @@ class RemoteCheck:
         return report
 
     def end(self) -> None:
-        """Whoever waits for an answer meanwhile has TooLarge."""
+        """Callers that wait for an answer meanwhile get TooLarge."""
         with self._lock:
             if self._ended:
                 return

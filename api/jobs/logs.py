@@ -81,7 +81,7 @@ def _of_file(path: Path, offset: int | None) -> _Piece | None:
     except OSError as error:  # a link, say
         raise Gone("the log on the data root is not a file that may be shown") from error
     about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode):  # a pipe would keep whoever reads it waiting
+    if not stat.S_ISREG(about.st_mode):  # a pipe would keep its reader waiting
         os.close(descriptor)
         raise Gone("the log on the data root is not a file that may be shown")
     with os.fdopen(descriptor, "rb") as file:

@@ -39,7 +39,7 @@ class Known:
     source: str
     """Where the shape is from; without one, why there is none."""
     fault: ModelError | None = None
-    """Why nobody can read its folder; None: nothing is known against it."""
+    """Reason why its folder cannot be read; None: no reason is known."""
 
 
 def known(session: Session, spec: JobSpec) -> Known:
@@ -275,9 +275,12 @@ def steps(session: Session, project_id: str, spec: JobSpec, rows: RowLengths) ->
     if count is None:
         train = spec.data.train
         if not isinstance(train, FileSource) or spec.data.split is not None:
-            return None, "nobody has counted its rows"
+            return None, "its rows have not been counted"
         if spec.training.truncation == "split":
-            return None, "nobody has counted the rows that long ones are split into; a preview of the file does"
+            return (
+                None,
+                "the rows that long ones are split into have not been counted; a preview of the file counts them",
+            )
         count = session.execute(
             select(File.rows).where(File.id == train.id, File.project_id == project_id)
         ).scalar_one_or_none()
@@ -314,7 +317,7 @@ def _no_time(why: str) -> dict[str, Any]:
 def _tokens(spec: JobSpec, rows: RowLengths) -> tuple[int | None, str]:
     """That the run trains on, and where the figure is from or why there is none."""
     if rows.epoch_tokens is None or not rows.epoch_rows:
-        return None, "nobody has counted the tokens of its rows with this model; a preview of its file does"
+        return None, "the tokens of its rows have not been counted with this model; a preview of its file counts them"
     steps = spec.training.max_steps
     if steps is None:
         return round(rows.epoch_tokens * spec.training.num_train_epochs), "the tokens that a preview has counted"

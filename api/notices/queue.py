@@ -90,7 +90,7 @@ def settle(session: Session, sent: Due, answer: WebhookReply, patience: RetrySch
         return
     webhook.failing_since = webhook.failing_since or now
     if answer.status == 410:
-        disable(session, webhook, "it answered 410 Gone: nobody wants to be told there any more")
+        disable(session, webhook, "it answered 410 Gone: its receiver wants no more notices")
     elif now - webhook.failing_since >= patience.disable_seconds:
         days = (now - webhook.failing_since) / DAY
         disable(session, webhook, f"it has only failed for {days:.1f} days, lastly: {answer.error}")

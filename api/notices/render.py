@@ -92,7 +92,7 @@ def chat(url: str, text: str) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """One line in which nobody is called (`@all`)."""
+    """Render one line without mentions (`@all`)."""
     return " ".join(text.split()).replace("@", "@\u200b")
 
 

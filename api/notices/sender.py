@@ -71,7 +71,7 @@ class Sender:
                 log.warning("the lead over notices runs out by itself: %s", error)
 
     def turn(self) -> int:
-        """Begin to tell whoever is due and not being told; how many."""
+        """Start due deliveries that are not under way; returns their number."""
         with self._lock:
             busy = set(self._busy)
         if len(busy) >= AT_ONCE:

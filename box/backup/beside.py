@@ -19,7 +19,7 @@ from core.settings import Settings
 from core.storage.store import Store
 
 PROBE = "restoring"
-"""In a bucket, for a moment: what time it is there."""
+"""Object written to a bucket for a moment, to read the bucket's clock."""
 
 
 def require_quiet(bucket: Store, settings: Settings) -> None:

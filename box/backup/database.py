@@ -53,7 +53,7 @@ class Dump:
 
 
 def dump(database: Database, folder: Path) -> Dump:
-    """Write the database into `folder`, which is made. Nobody waits for it."""
+    """Write the database into `folder`, which is created. No other process waits for it."""
     folder.mkdir(mode=0o700)
     if database.is_sqlite:
         return _dump_sqlite(database, folder / SQLITE)
@@ -66,7 +66,7 @@ def _dump_sqlite(database: Database, path: Path) -> Dump:
     taken_at = database.now()
     with closing(sqlite3.connect(database.url.database)) as source, closing(sqlite3.connect(path)) as target:
         source.execute("PRAGMA busy_timeout=30000")
-        source.backup(target)  # in one step: in several, every commit of another process would begin it anew
+        source.backup(target)  # in one step: in several, every commit of another process would restart it
         target.execute("PRAGMA journal_mode=DELETE")  # one file, which is all of it
         (found,) = target.execute("PRAGMA quick_check").fetchone()
         if found != "ok":

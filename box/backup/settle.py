@@ -1,7 +1,7 @@
 """What a restored database must forget: that workers of another time hold its jobs.
 
 Every lease is void: what ran is queued again (or is cancelled, or paused, where its owner had asked for that) and goes
-on from the newest checkpoint of the backup. The time between the backup and the restore is charged to nobody.
+on from the newest checkpoint of the backup. The time between the backup and the restore is not charged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def settle(session: Session, snapshot: str, taken_at: float, notices: Notices, *
     session.execute(update(Installation).values(mark=mark, marked_at=None, marked_by=None))
     held = 0
     if notices == "hold":
-        # Whether they were sent between the backup and the loss, nobody knows any more.
+        # Whether they were sent between the backup and the loss is unknown.
         held = len(
             session.execute(
                 update(Delivery)

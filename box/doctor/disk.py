@@ -17,7 +17,7 @@ from core.settings import Settings
 
 
 def look(report: Report, settings: Settings) -> None:
-    """Says nothing where there is no database yet, or another version's: the parts before have told of that."""
+    """Empty if there is no database yet, or another version's: earlier parts report that."""
     url = make_url(settings.sqlalchemy_url)
     if url.get_backend_name() == "sqlite" and not (url.database and Path(url.database).exists()):
         return

@@ -22,7 +22,7 @@ from core.storage.layout import Layout
 
 GIB = 1 << 30
 FULL = 0.05
-"""A card of which others hold more than this share is worth a word."""
+"""Share of a card's memory in use by others above which the report mentions it."""
 
 
 def look(report: Report, settings: Settings, environ: Mapping[str, str], seconds: float) -> None:
@@ -33,7 +33,7 @@ def look(report: Report, settings: Settings, environ: Mapping[str, str], seconds
     except HardwareError as error:
         report.add("problem", "gpus", error.message)
         return
-    # A box whose GPUs are all kept from us is no box without GPUs: jobs would crawl on the CPU, and nobody know why.
+    # A box whose GPUs are all kept from us is no box without GPUs: jobs would crawl on the CPU without a reason shown.
     lost = set() if box.gpus else set(box.lost)
     for note in box.notes:
         report.add("problem" if note in lost else "note", "gpus", note)

@@ -187,7 +187,7 @@ class Agent:
         self._begin("spares", self.site.spares.run)
 
     def _look_first(self, publish: Callable[[str], None]) -> None:
-        """Ring for what waits already: whoever led the housekeeping may have died with the last worker."""
+        """Wake workers for waiting jobs: the previous housekeeper may have died with the last worker."""
         with self.site.database.read() as session:
             waiting = claims.runnable(session, room=self._room.left())
         if waiting is not None:
@@ -214,7 +214,7 @@ class Agent:
         self.claims.serve()
 
     def _fit(self, slot: Slot) -> bool:
-        """Its self-test let it pass, its memory is free, and nobody uses it beside eft."""
+        """Whether its self-test passed, its memory is free, and only eft uses it."""
         if slot.id in self._quarantine or slot.id in self._others:
             return False
         return self._selftests.offered(slot.id)

@@ -92,7 +92,7 @@ class ClaimLoop:
         return not unfit
 
     def _claim(self) -> AttemptRunner | None:
-        """One thread of this box at a time: nobody sees a slot as taken by a claim that then finds nothing."""
+        """One thread of this box at a time, so that a claim that finds nothing never makes a slot look taken."""
         with self._claiming:
             try:
                 self._requeue_unheard()

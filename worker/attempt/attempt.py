@@ -66,7 +66,7 @@ class AttemptRunner:
         limit = claim.spec["resources"].get("max_runtime_seconds") if CHILDREN[claim.kind].billed else None
         self._limit: int | None = limit
         self._time_is_up = False
-        """It was told to go because its time is over, and for no other reason."""
+        """Whether its time limit is the only reason for its stop."""
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
     def run(self) -> None:
@@ -246,7 +246,7 @@ class AttemptRunner:
                     raise _Ended(Requeued(f"the data root cannot be reached from {self.site.node}")) from error
 
     def _halted(self) -> None:
-        """Raises _Ended when nobody waits any more for what is being brought."""
+        """Raises _Ended once the files being copied are no longer needed."""
         if self.lost.is_set() or self.site.leaving.is_set():
             raise _Ended(Requeued(StopReason.LEAVING.message(self.site.node)))
         with self.site.database.read() as session:

@@ -92,7 +92,7 @@ class Child:
                 if self._stdin.write(heartbeat(held_at)) is None:
                     log.warning("child %d does not read its heartbeat", self.pid)
             except BrokenPipeError:
-                pass  # it has ended; whoever waits for it sees that
+                pass  # it has ended; its waiter sees that
 
     def exited(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for its end. It stays unreaped."""

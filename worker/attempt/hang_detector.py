@@ -18,7 +18,7 @@ class HangDetector:
         self._kind = kind
         self._settings = settings
         self.phase = ""
-        """The one it told last; empty before the first."""
+        """The phase it reported last; empty before the first."""
         self._heard = time.monotonic()
 
     def hear(self, lines: Iterable[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ MOST = 8
 
 
 STEP_BYTES = 1 << 28
-"""Memory is shown in such steps, so that the node's row is not written anew at every look."""
+"""Memory is shown in such steps, so that the node's row is not rewritten at every look."""
 
 
 class ForeignProcesses:
@@ -36,7 +36,7 @@ class ForeignProcesses:
         self._failed: str | None = None
 
     def look(self) -> None:
-        """Ask anew. What cannot be asked is told to the log, once."""
+        """Read the processes again. A failing source is logged once."""
         told: dict[str, dict[int, int]] = {}
         failed = None
         if any(gpu.vendor == "nvidia" for gpu in self._gpus.values()):
@@ -60,7 +60,7 @@ class ForeignProcesses:
         return slot in self._found
 
     def as_slot(self, slot: str) -> dict[str, Any]:
-        """What the node's row says of it; nothing of a GPU that nobody else uses."""
+        """Entry of the node's row; empty for a GPU that only eft uses."""
         found = self._found.get(slot)
         return {} if found is None else {"processes": found}
 

@@ -124,7 +124,7 @@ class Quarantine:
         return free
 
     def as_slot(self, slot: str) -> dict[str, object]:
-        """What the node's row says of a slot in quarantine; nothing of one that is not."""
+        """Entry of the node's row for a slot in quarantine; empty for any other slot."""
         with self._lock:
             entry = self._held.get(slot)
         return {} if entry is None else {"quarantined": entry.reason, "baseline": entry.baseline}

@@ -30,7 +30,7 @@ class GpuStats:
         self._failed: list[str] = []
 
     def look(self) -> None:
-        """Ask anew. What cannot be asked is told to the log, once."""
+        """Read the figures again. A failing source is logged once."""
         if not self._gpus:
             return
         now = time.monotonic()
@@ -47,6 +47,6 @@ class GpuStats:
         self._found, self._failed = found, failed
 
     def of(self, gpu: Gpu) -> dict[str, Any]:
-        """For `gpu` in the node's row; nothing of one of which nothing is known."""
+        """Entry for `gpu` in the node's row; empty if nothing is known."""
         known = self._found.get(gpu.uuid)
         return {} if known is None else {"live": asdict(known)}

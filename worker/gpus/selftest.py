@@ -1,4 +1,4 @@
-"""The self-tests of this box's devices: started at the worker's start, remembered, and told to whoever asks.
+"""The self-tests of this box's devices: started with the worker, stored, and available to callers.
 
 A slot is offered once its device is known to compute rightly, in one precision at least.
 """
@@ -124,7 +124,7 @@ class SelfTests:
         except OSError as error:
             log.error("slot %s: its self-test could not run: %s", device.slot, error)
             verdict = untried(device, self._node, f"its self-test could not run: {error}")
-        except Exception as error:  # a slot of which nothing is ever heard would be lost
+        except Exception as error:  # a slot without any verdict would be lost
             log.exception("slot %s: its self-test could not run", device.slot)
             verdict = untried(device, self._node, f"its self-test has a defect: {type(error).__name__}: {error}")
         self._set(alike, verdict)

@@ -337,7 +337,7 @@ def _path(cache: Path, node: str, key: str) -> Path:
 
 
 def _forget_older(folder: Path, verdict: Verdict) -> None:
-    """One verdict a device: of other versions nobody needs to know any more."""
+    """Keep one verdict a device: those of other versions are no longer needed."""
     for path in folder.glob(f"{_safe(verdict.node)}-*.json"):
         old = selftest.read(path)
         if old is None or (old.slot == verdict.slot and old.key != verdict.key):

@@ -27,7 +27,7 @@ ORPHAN_SECONDS = 24 * 3600.0
 
 
 def remove_orphans(database: Database, bucket: Bucket, older_than: float = ORPHAN_SECONDS) -> list[str]:
-    """Uploads that were broken off, and files and runs of which no row tells (any more). Returns their names."""
+    """Remove aborted uploads, and files and runs without a row in the database. Returns their names."""
     bucket.sweep(older_than)
     young = time.time() - older_than
     old = [entry.key.partition("/")[2] for entry in bucket.tree("files") if entry.modified < young]
@@ -107,7 +107,7 @@ def _part(key: str) -> str:
 
 
 def _spare(entries: list[StoredObject], handed_back: int | None) -> set[str]:
-    """Parts of an ended job that nobody asks for any more: checkpoints, and artifacts that it does not hand back."""
+    """Parts of an ended job that are no longer needed: checkpoints, and artifacts that it does not hand back."""
     parts = {_part(entry.key) for entry in entries}
     return {
         part

@@ -154,7 +154,7 @@ class Publisher:
             with self._condition:
                 self._sending, overtaken = None, self._waiting not in (None, name)
             if overtaken and name not in self._published:
-                self._published.insert(0, name)  # what of it has arrived goes first
+                self._published.insert(0, name)  # the uploaded part goes first
                 shutil.rmtree(self._folder / OUTGOING / name, ignore_errors=True)
 
     def _send_one(self, name: str) -> None:
@@ -196,7 +196,7 @@ class Publisher:
             return
         try:
             size = os.fstat(descriptor).st_size
-            if size < self._logged:  # it has begun anew
+            if size < self._logged:  # it was truncated
                 self._logged = self._part = 0
             while self._logged < size:
                 data = os.pread(descriptor, LOG_PART, self._part)

@@ -91,7 +91,7 @@ class Housekeeper:
         self._next_budgets = 0.0
         self._lead_seconds = max(3 * settings.sweep_seconds, 10.0)
         self._away: set[str] = set()
-        """What cannot be reached; told once an outage."""
+        """Names what cannot be reached; logged once an outage."""
 
     def run(self) -> None:
         leads_until = next_lead = next_sweep = next_clear = next_pipelines = 0.0
@@ -159,7 +159,7 @@ class Housekeeper:
         return True
 
     def _advance_pipelines(self) -> bool:
-        """Submit the steps whose turn it is. Whoever else does the same at once does no harm."""
+        """Submit the steps whose turn it is. Another process may safely do the same at once."""
         with self._database.read() as session:
             waiting = advance.due(session)
         for pipeline_id in waiting:
