@@ -103,7 +103,7 @@ def standing(database: Database, scripts: Path = SCRIPTS) -> SchemaState:
     if found == wanted:
         return SchemaState(found, wanted, True, False, wanted)
     if found is None:
-        return SchemaState(None, wanted, False, False, f"has no schema, this version needs {wanted}: run `eft migrate`")
+        return SchemaState(None, wanted, False, False, f"is missing, this version needs {wanted}: run `eft migrate`")
     if found in known:
         return SchemaState(
             found, wanted, False, False, f"is at {found}, this version needs {wanted}: run `eft migrate`"

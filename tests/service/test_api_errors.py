@@ -120,12 +120,12 @@ def test_without_its_database_the_api_says_so(start_api: Any, tmp_path: Path) ->
         assert reply.headers["retry-after"] == "2"
         assert "sqlite" not in reply.text.lower()
         assert "no such table: api_keys" in api.log()
-        assert "WARNING eft.api [-] schema: is at nothing" in api.log()
+        assert "WARNING eft.api [-] schema: is missing" in api.log()
         ready = httpx.get(f"{api.url}/readyz")
         assert ready.status_code == 503
         assert ready.json()["checks"]["schema"] == {
             "ok": False,
-            "detail": f"has no schema, this version needs {head()}: run `eft migrate`",
+            "detail": f"is missing, this version needs {head()}: run `eft migrate`",
         }
 
 

@@ -159,7 +159,7 @@ def test_the_api_refuses_another_data_root_and_says_so(home: Database, tmp_path:
 def test_versions_that_fit_and_one_that_does_not(home: Database, tmp_path: Path) -> None:
     installation.announce(home, __version__)
     assert installation.standing(home, __version__) == installation.VersionFit(True, "")
-    assert "fit" in installation.standing(home, "0.0.9").words
+    assert "read the same jobs" in installation.standing(home, "0.0.9").words
 
     def api_says(words: set[str]) -> None:
         with home.write() as session:

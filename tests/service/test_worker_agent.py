@@ -162,7 +162,7 @@ def serving(box: Box) -> Iterator[Callable[[Agent], threading.Thread]]:
 
 
 def test_another_schema(box: Box) -> None:
-    with pytest.raises(node.Refused, match=r"has no schema.*run `eft migrate`"):
+    with pytest.raises(node.Refused, match=r"is missing.*run `eft migrate`"):
         Agent(box.settings)
 
 

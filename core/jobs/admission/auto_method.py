@@ -101,7 +101,7 @@ def _cascade(spec: JobSpec, shape: Shape, longest: int, device: Device, usable: 
     if not least:
         return _unknown(spec, "; ".join(f"{name}: {why}" for name, why in rejected))
     rung, cut, planned = min(least, key=lambda one: one[2].peak)
-    words = f"no candidate fits by the plan; this one takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
+    words = f"nothing fits by the plan; this candidate takes the least ({fit.gb(planned.peak)} of {fit.gb(usable)})"
     return ResolvedMethod(rung, words, _others(rejected, rung), cut, planned, False)
 
 
