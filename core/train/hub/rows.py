@@ -162,7 +162,8 @@ def _read(name: str, path: Path, options: Mapping[str, Any], field: str) -> Iter
         except (DataError, NoSpace, GeneratorExit, MemoryError):
             raise
         except Exception as error:  # whatever a reader raises for a file that is not what its name says
-            words = f"{name} cannot be read as {reader}: {type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            said = " ".join(str(error).split())[:300]
+            words = f"{name} cannot be read as {reader}: {type(error).__name__}: {said}"
             raise DataError(words, field=field, code="dataset_unreadable") from error
         finally:
             WebDataset.DECODERS = decoders
