@@ -1,4 +1,4 @@
-"""`eft verify`: a run's first steps under TRL, by the folder that the run has left."""
+"""`eft verify` (docs/verify.md): a run's first steps under TRL, by the folder that the run has left."""
 
 from __future__ import annotations
 
