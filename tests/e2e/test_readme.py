@@ -19,6 +19,7 @@ import yaml
 
 from core.data.check import FileCheck
 from core.spec.load import load_json, load_yaml, parse_job
+from core.spec.pipeline import parse_pipeline
 from tests.support import pages
 from tests.support.client import EFT
 from tests.support.hub import serving
@@ -104,12 +105,18 @@ def test_the_python_lines_run_as_they_stand(service: Service, tmp_path: Path) ->
 )
 def test_every_example_is_a_job(path: Path) -> None:
     load = load_json if path.suffix == ".json" else load_yaml
-    job = load(path.read_bytes())
-    parse_job(job)
-    data = job["data"] if isinstance(job["data"], dict) else {"train": job["data"]}
-    for part in (data["train"], data.get("eval", data["train"])):
-        sources = [one["source"] for one in part["sources"]] if isinstance(part, dict) else [part]
-        assert all((path.parent / source).is_file() for source in sources)
+    document = load(path.read_bytes())
+    if "steps" in document:
+        jobs = [step.job for step in parse_pipeline(document).steps]  # the service parses them with their models
+    else:
+        jobs = [document]
+        parse_job(document)
+    for job in jobs:
+        data = job["data"] if isinstance(job["data"], dict) else {"train": job["data"]}
+        for part in (data["train"], data.get("eval", data["train"])):
+            found = part if isinstance(part, dict) else {"path": part}
+            sources = [one["source"] for one in found["sources"]] if "sources" in found else [found["path"]]
+            assert all((path.parent / source).is_file() for source in sources)
 
 
 def test_the_readmes_job_file_is_a_job() -> None:

@@ -52,7 +52,7 @@ def test_short_forms_are_resolved_and_the_job_waits(api: Any, chat: str) -> None
     resolved = job["spec"]
     assert resolved["method"] == {"type": "full"}
     assert resolved["optimizer"]["learning_rate"] == 2e-5
-    assert resolved["stage"] == {"type": "sft", "loss_on": "completions"}
+    assert resolved["stage"] == {"type": "sft", "loss": "nll", "loss_on": "completions"}
     assert resolved["evaluation"]["type"] == "held_out"
     assert resolved["data"]["train"] == {"type": "file", "id": chat, "format": "messages", "columns": {}}
     assert resolved["data"]["eval"]["format"] == "prompt_completion"
@@ -102,7 +102,8 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"methd": "lora"}, "invalid_spec", "methd", "did you mean `method`?"),
     ({"method": {"type": "lora", "rank": 8}}, "invalid_spec", "method.rank", "`r`"),
     ({"method": {"type": "lora", "r": 0}}, "invalid_spec", "method.r", "greater than or equal to 1"),
-    ({"stage": "dpo"}, "invalid_spec", "stage.type", "sft"),
+    ({"stage": "dppo"}, "invalid_spec", "stage.type", "dpo"),
+    ({"stage": "dpo"}, "rows_of_another_stage", "data.train", "preference"),
     ({"optimizer": "adam"}, "invalid_spec", "optimizer.type", "did you mean `adamw`?"),
     ({"quantization": "int4"}, "invalid_spec", "quantization.type", "nf4"),
     ({"version": 2}, "invalid_spec", "version", "`1`"),
@@ -220,7 +221,7 @@ def test_formats_come_from_the_file(api: Any, chat: str) -> None:
     assert (found["code"], found["field"]) == ("format_mismatch", "data.train.format")
     text = api.upload(TEXT)["id"]
     assert post(data=text).json()["spec"]["stage"]["loss_on"] == "all"
-    found = error(post(data=text, stage={"type": "sft", "loss_on": "completions"}), 422)
+    found = error(post(data=text, stage={"type": "sft", "loss": "nll", "loss_on": "completions"}), 422)
     assert (found["code"], found["field"]) == ("no_completions", "stage.loss_on")
     assert error(post(data={"train": chat, "eval": text}), 422)["code"] == "no_completions_in_eval"
     assert error(post(data={"train": chat, "eval": chat}), 422)["code"] == "same_rows"

@@ -127,7 +127,7 @@ def test_it_says_what_there_is(here: World) -> None:
     seen = scraped(here)
     assert value(seen, "eft_jobs", project="lab", status="succeeded") == 1
     assert value(seen, "eft_jobs", project="lab", status="running") == 1
-    assert value(seen, "eft_jobs", project="rivals") == 1
+    assert value(seen, "eft_jobs", project="rivals", status="succeeded") == 1
     assert value(seen, "eft_queue_jobs", project="lab", phase="prepare") == 2
     busy = seen["eft_gpu_utilization_ratio"][1]["eft_gpu_utilization_ratio"]
     assert busy == {(("gpu", "box/0"), ("node", "box")): 0.97}
