@@ -17,18 +17,18 @@ from core.hardware.device_mask import Gpu
 from core.hardware.selftest import Choice, Part, Verdict, choose
 from core.hardware.tables import faults
 from core.hardware.tables.faults import Limits
-from core.spec.load import parse_job
-from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.attention.backends import choose_attention
+from core.train.base.events import EventWriter
 from core.train.kernels import interface
 from core.train.kernels.padded import PaddedA, PaddedB, operand
 from core.train.model import build
 from core.train.model.load import load_model
 from core.train.model.placement import DeviceRefused, place
 from core.train.recipe import run
+from core.train.run import Run
 from tests.support.selftest import verdict as this_machines
 from tests.support.service import wait_for
 from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
@@ -160,7 +160,7 @@ def test_what_could_not_be_tried_is_tried_again_while_the_worker_serves(
     keeper = threading.Thread(target=tests.keep, args=(lambda: told.append(tests.offered("slot-0")),), daemon=True)
     keeper.start()
     wait_for(lambda: told, 60, "the first answer")
-    assert not tests.offered("slot-0") and "could not be made" in (tests.choice("slot-0").refused or "")
+    assert not tests.offered("slot-0") and "could not run" in (tests.choice("slot-0").refused or "")
     selftest.folder(tmp_path).unlink()
     wait_for(lambda: tests.offered("slot-0"), 60, "the verdict")
     keeper.join(250)
@@ -297,15 +297,17 @@ def test_a_run_keeps_to_the_verdict_and_says_so(tiny_dir: Path, tmp_path: Path) 
     assert "fp32 on cpu (bf16 failed this device's self-test" in (run_dir / "artifacts/adapter/README.md").read_text()
 
 
-def test_limits_of_the_verdict_reach_the_model(tiny_dir: Path) -> None:
+def test_limits_of_the_verdict_reach_the_model(tiny_dir: Path, tmp_path: Path) -> None:
     """Narrow products failed: every LoRA operand of the built model is as wide as what passed."""
     choice = choose(changed(lora_r16_fp32=CRASHED, rows_fp32=WRONG))
-    spec = resolve(parse_job({"model": str(tiny_dir), "data": "rows.jsonl", "training": {"precision": "fp32"}}))
+    run_dir = write_run(tmp_path / "run", tiny_dir, tmp_path / "rows.jsonl", training={"precision": "fp32"})
+    order = RunOrder.model_validate_json((run_dir / ORDER_FILE).read_bytes())
+    spec, here = order.spec, Run(order, run_dir, EventWriter(run_dir / "events.jsonl"))
     before = torch.are_deterministic_algorithms_enabled()
     placement = place(spec.resources, spec.training, spec.method, choice)
     assert placement.limits == Limits(fp32_rows=1 << 19, rank_multiple=64)
     assert torch.are_deterministic_algorithms_enabled() == before, "on a CPU nothing of the process has changed"
-    model, _ = build._adapt(load_model(tiny_dir, torch.float32), spec, placement)
+    model, _ = build._adapt(load_model(tiny_dir, torch.float32), here, placement)
     narrow = [module for module in model.modules() if isinstance(module, (PaddedA, PaddedB))]
     assert len(narrow) == 28 and {module.padded_rank for module in narrow} == {64}
     assert {operand(module).shape[0] for module in narrow if isinstance(module, PaddedA)} == {64}

@@ -64,8 +64,9 @@ def unlock(buffer: Tensor) -> None:
 def _forget_error() -> None:
     """Clear the last error of the runtime, which keeps it for this thread: torch asks for it after every kernel, and
     would raise it as the next one's."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def refused(nbytes: int, why: str, field: str = FIELD) -> PinnedRefused:
