@@ -127,7 +127,7 @@ def test_a_worker_lost_while_pausing_leaves_a_paused_job(database: Database, mak
 
 def test_retry_makes_a_new_job_once(database: Database, make_job: Make, row: Row) -> None:
     job_id = make_job()
-    with pytest.raises(Conflict, match="only a failed or cancelled one"):
+    with pytest.raises(Conflict, match="only a failed or cancelled job"):
         wish(database, retry, job_id)
     end(database, won(database), Failed("user", "bad_row", "line 3"))
     again = wish(database, retry, job_id)

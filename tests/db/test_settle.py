@@ -223,7 +223,7 @@ def test_a_model_without_a_shape_is_planned_by_nobody(box: Box) -> None:
     assert box.prepare(job_id, **{SHAPE: None}) is Status.QUEUED
     won = box.claim("small", SMALL)
     assert won is not None and won.settled is not None and method_of(won) == "lora"
-    assert "not known" in won.settled["reason"]
+    assert "unknown" in won.settled["reason"]
 
 
 def test_a_shape_is_kept_by_how_jobs_name_the_model(box: Box) -> None:
