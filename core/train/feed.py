@@ -206,7 +206,8 @@ def build_loader(
         assert training.max_steps is not None  # the spec sees to it
         data.stream.shares, data.stream.pad_token_id, data.stream.prelude = shares, pad_token_id, prelude
         return data.stream, training.max_steps
-    sizes = data.train.sizes(packed=isinstance(batching, Packed))
+    packed = isinstance(batching, Packed)
+    sizes = data.train.sizes(packed=packed)
     order = build_order(run.spec, sizes, rank=run.ranks.rank, world=run.ranks.world)
     match batching:
         case Rows():
@@ -217,7 +218,6 @@ def build_loader(
                 run.notice("rows_over_budget", message)
         case _ as never:
             assert_never(never)
-    packed = isinstance(batching, Packed)
     loader = RowLoader(data.train, order, shares, packed=packed, pad_token_id=pad_token_id, prelude=prelude)
     steps = order.total_steps(training.num_train_epochs, training.max_steps)
     if run.order.fence_seconds is None:  # started by hand: no service has advised its owner at submit
