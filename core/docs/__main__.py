@@ -139,9 +139,9 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated from `core/settings.py` by `make docs`. All settings are environment variables. The defaults are",
-        "right for a single machine. `EFT_NAME_FILE=path` instead of `EFT_NAME=value` reads the value from a file and",
-        "strips surrounding white space; use it for secrets. Setting both is an error.",
+        "Generated from `core/settings/fields.py` by `make docs`. All settings are environment variables. The defaults",
+        "are right for a single machine. `EFT_NAME_FILE=path` instead of `EFT_NAME=value` reads the value from a file",
+        "and strips surrounding white space; use it for secrets. Setting both is an error.",
         "",
         "| variable | type | default | |",
         "|---|---|---|---|",
