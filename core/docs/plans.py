@@ -27,6 +27,7 @@ _PAGES = (
     ("batching", "truncation"),
     ("truncation", "streaming"),
     ("method", "batching"),
+    ("batching", "noise"),
     ("precision", "accelerator"),
     ("precision", "method"),
     ("precision", "quantization"),

@@ -21,7 +21,7 @@ from core.spec.axes.method import Full
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
 from core.spec.axes.runtime import Evaluation, HeldOut, Resident, SingleDevice
-from core.spec.axes.stage import DPO, KTO, Stage, loss_on
+from core.spec.axes.stage import CPT, DPO, KTO, SFT, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -53,6 +53,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "batching": tuple(_batching(arm) for arm in (Rows(), Rows(group_by_length=True), Tokens(), Packed())),
     "truncation": get_args(Training.model_fields["truncation"].annotation),
     "streaming": ("no", "yes"),
+    "noise": ("no", "yes"),
     "precision": get_args(Training.model_fields["precision"].annotation),
     "memory": _field("memory"),
     "checkpointing": ("default", "no", "yes", "selective"),
@@ -183,6 +184,13 @@ RULES: tuple[Rule, ...] = (
         "set `training.truncation` to cut or split rows, or remove `data.streaming`",
     ),
     Rule(
+        "noise_in_packed_rows",
+        {"noise": ("yes",), "batching": ("packed",)},
+        "training.neftune_noise_alpha",
+        "the noise on embeddings is scaled by the length of a row, and packed rows have no length of their own",
+        "use `batching: rows` or `tokens`, or remove `training.neftune_noise_alpha`",
+    ),
+    Rule(
         "adapter_not_trained",
         {"method": ("full",), "adapter": ("continue",)},
         "model.adapter",
@@ -271,6 +279,7 @@ def values_of(spec: JobSpec) -> dict[str, str]:
         "batching": _batching(spec.batching),
         "truncation": spec.training.truncation,
         "streaming": "yes" if spec.data.streaming else "no",
+        "noise": "no" if spec.training.neftune_noise_alpha is None else "yes",
         "precision": spec.training.precision,
         "memory": spec.memory.type,
         "checkpointing": _checkpointing(spec.memory.gradient_checkpointing),
@@ -325,6 +334,13 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
         )
     if preview:
         return
+    if spec.training.neftune_noise_alpha is not None and not isinstance(stage, SFT | CPT):
+        yield Fault(
+            "noise_of_another_stage",
+            f"`stage: {stage.type}` compares log-probabilities, and is trained without dropout and without noise; "
+            "remove `training.neftune_noise_alpha`",
+            "training.neftune_noise_alpha",
+        )
     if isinstance(stage, DPO | KTO) and isinstance(spec.method, Full) and spec.data.streaming:
         yield Fault(
             "reference_is_trained",

@@ -278,7 +278,7 @@ class _Kept:
 def _kept(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, what: Pass, *, streams: bool) -> _Kept:
     one = work = everything = chosen = 0
     cached: dict[tuple[int, frozenset[str]], tuple[int, int, int]] = {}
-    for number, names in zip(shape.order, held.adapted, strict=True):
+    for at, (number, names) in enumerate(zip(shape.order, held.adapted, strict=True)):
         if (number, names) not in cached:
             block, numbers = shape.patterns[number], _numbers(spec, shape, device, names)
             cached[number, names] = (
@@ -287,7 +287,10 @@ def _kept(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, what: 
                 selected(shape, block, numbers, what),
             )
         whole, beside, some = cached[number, names]
-        one, work = max(one, whole), max(work, beside)
+        work = max(work, beside)
+        if at < held.first:  # frozen, and nothing below it is trained
+            continue
+        one = max(one, whole)
         everything, chosen = everything + whole, chosen + some
     how = spec.memory.gradient_checkpointing
     offloads = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
@@ -344,7 +347,8 @@ def _casts(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     if not numbers.trained:
         return 0 if numbers.fused else held.adapter // 2
     head = 0 if chunked(shape, numbers, 0) else shape.vocab * shape.hidden
-    return 2 * (head + sum(weight.numel for block in shape.blocks for weight in block if len(weight.shape) >= 2))
+    blocks = shape.blocks[held.first :]
+    return 2 * (head + sum(weight.numel for block in blocks for weight in block if len(weight.shape) >= 2))
 
 
 def _travelling(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import assert_never
 
-from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, AdEMAMix, Lion, Muon
+from core.errors import SpecError
+from core.spec.axes.optim.optimizers import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    AdEMAMix,
+    GroupFactors,
+    Lion,
+    Muon,
+)
 from core.spec.axes.optimizer import Optimizer
 
 TRAINED_BYTES = 8
@@ -27,6 +39,8 @@ class TrainedTensor:
     shape: tuple[int, ...]
     hidden: bool
     """A matrix of a hidden layer: neither embedding nor output head."""
+    name: str = ""
+    """Name as `saved_name` gives it."""
 
     @property
     def numel(self) -> int:
@@ -84,6 +98,30 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
             )
         case _ as never:
             assert_never(never)
+
+
+def saved_name(parameter: str) -> str:
+    """The name of a trained parameter as files have it, without what PEFT puts around it."""
+    return parameter.removeprefix("base_model.model.").replace(".default", "")
+
+
+def group_of(parameter: str, groups: Sequence[GroupFactors]) -> int | None:
+    """Number of the first group whose pattern the parameter's name matches; None: it is in none."""
+    name = saved_name(parameter)
+    return next((at for at, group in enumerate(groups) if fnmatchcase(name, group.pattern)), None)
+
+
+def check_groups(groups: Sequence[GroupFactors], parameters: Iterable[str]) -> None:
+    """SpecError for a group without a parameter."""
+    names = list(parameters)
+    found = {group_of(name, groups) for name in names}
+    for at, group in enumerate(groups):
+        if at in found:
+            continue
+        taken = any(fnmatchcase(saved_name(name), group.pattern) for name in names)
+        why = "only matches parameters of groups before it" if taken else "matches no trained parameter"
+        example = f"; a trained parameter is `{saved_name(names[0])}`" if names else ""
+        raise SpecError(f"`{group.pattern}` {why}{example}", field=f"optimizer.parameter_groups[{at}].pattern")
 
 
 def _never(tensor: TrainedTensor) -> bool:

@@ -124,6 +124,8 @@ class Engine:
         self.policy = PolicyModel(model, infer, autocast=autocast, scaler=scaler)
         """The model as stages see it."""
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._peak = float(optimizer.defaults.get("lr", self._base_learning_rates[0]))
+        """Learning rate of parameters without a factor of their own."""
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
 
@@ -179,14 +181,14 @@ class Engine:
         if self.scaler is not None and self._overflowed(norm, watch, self.scaler):
             self.zero_grad()
             self.steps += 1
-            return StepResult(norm, self._base_learning_rates[0] * factor, skipped=True)
+            return StepResult(norm, self._peak * factor, skipped=True)
         self._note(norm if watch is None else norm + watch.detach())
         for group, base in zip(self.optimizer.param_groups, self._base_learning_rates, strict=True):
             optimizer_state.set_learning_rate(group, base * factor)
         self.updates.update(self.optimizer, norm, self.max_grad_norm)
         self.micro_steps = 0
         self.steps += 1
-        return StepResult(norm, self._base_learning_rates[0] * factor)
+        return StepResult(norm, self._peak * factor)
 
     def _overflowed(self, norm: Tensor, watch: Tensor | None, scaler: LossScaler) -> bool:
         """Whether this step is to be skipped, and tell the scaler how it went. With a scale as low as it goes, or one

@@ -62,7 +62,7 @@ def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
     assert spec.quantization is not None
     packing, method = options[spec.quantization.type], method_of(spec)
     if isinstance(method, Full):
-        return adapt_full(load_model(folder, torch.float32))
+        return adapt_full(load_model(folder, torch.float32), method)
     if packing is None:
         return adapt_lora(load_model(folder, torch.bfloat16), method, autocast=True)
     load_quantized(folder, torch.bfloat16, packing, cache)
@@ -73,6 +73,7 @@ def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
 
 METHODS = [
     {"method": "full"},
+    {"method": {"type": "full", "train": {"layers": "last 1", "head": True}}},
     {"method": {"type": "lora", "r": 4}},
     {"method": {"type": "lora", "r": 4, "target_modules": "attention"}},
     {"method": {"type": "lora", "r": 4, "lora_dropout": 0.5}},
@@ -81,7 +82,7 @@ METHODS = [
     {"method": {"type": "qlora", "r": 4, "use_dora": True}},
     {"method": {"type": "qlora", "r": 4}, "quantization": "int8"},
 ]
-NAMES = ["full", "lora", "attention", "dropout", "dora", "nf4", "qdora", "int8"]
+NAMES = ["full", "last layer", "lora", "attention", "dropout", "dora", "nf4", "qdora", "int8"]
 
 
 @pytest.mark.parametrize("axes", METHODS, ids=NAMES)

@@ -19,7 +19,7 @@ from core.spec.job import JobSpec
 TRAIN, EVAL = "file-" + "0" * 26, "file-" + "1" * 26
 
 
-OF_A_STAGE = {"pairs_are_not_split", "reference_is_trained", "metric_of_another_stage"}
+OF_A_STAGE = {"pairs_are_not_split", "reference_is_trained", "metric_of_another_stage", "noise_of_another_stage"}
 
 
 def has_loss_on(values: dict[str, str]) -> bool:
@@ -68,7 +68,8 @@ def spec_at(values: dict[str, str]) -> JobSpec:
             "export": ["merged"] if values["merged"] == "yes" else [],
             "optimizer": values["optimizer"],
             "schedule": values["schedule"],
-            "training": {"precision": values["precision"], "truncation": values["truncation"], "max_steps": 2},
+            "training": {"precision": values["precision"], "truncation": values["truncation"], "max_steps": 2}
+            | ({"neftune_noise_alpha": 5.0} if values["noise"] == "yes" else {}),
             "batching": (
                 {"type": "rows", "group_by_length": True}
                 if values["batching"] == "rows by length"

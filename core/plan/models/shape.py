@@ -39,8 +39,8 @@ FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 OF_BLOCK = re.compile(r"^(?P<list>.*?)\.(?P<number>\d{1,9})\.")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"\.(gate|router)\.(weight|linear\.weight)$")
-_EMBEDDING = re.compile(r"(embed|\bwte\b|\bwpe\b)")
-_HEAD = re.compile(r"^(.*\.)?(lm_head|embed_out|output)\.weight$")
+EMBEDDING = re.compile(r"(embed|\bwte\b|\bwpe\b)")
+HEAD = re.compile(r"^(.*\.)?(lm_head|embed_out|output)\.weight$")
 _CONV1D = frozenset({"gpt2", "imagegpt", "openai-gpt"})
 """Families whose linear layers are transposed (transformers' Conv1D)."""
 
@@ -324,9 +324,9 @@ def _kind(name: str, tensor: Tensor, outside: bool) -> Kind:
         return "experts"
     if len(tensor.shape) != 2 or not name.endswith(".weight") or _ROUTER.search(name):
         return "other"
-    if outside and _HEAD.match(name):
+    if outside and HEAD.match(name):
         return "head"
-    return "embedding" if outside and _EMBEDDING.search(name) else "linear"
+    return "embedding" if outside and EMBEDDING.search(name) else "linear"
 
 
 def hold_against_files(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, field: str) -> None:

@@ -8,8 +8,9 @@ from typing import assert_never
 
 from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK, aligned
 from core.plan.device import Device
+from core.plan.models.freeze import layers_of, trained_names
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
-from core.plan.optimizers import TrainedTensor
+from core.plan.optimizers import TrainedTensor, check_groups
 from core.spec.axes.method import Full, LowRank
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
@@ -42,6 +43,8 @@ class WeightBytes:
     """Names of the linear layers with an adapter, for each block."""
     head: bool
     """The output head has an adapter: its logits are made whole."""
+    first: int
+    """Number of the first block that has a gradient."""
 
     @property
     def gradients(self) -> int:
@@ -82,22 +85,35 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     halved = full and isinstance(spec.memory.offload_optimizer, HostOffload) and spec.training.precision != "fp8"
     linear = 2 if halved and device.precision(spec.training) != "fp32" else width
     outside = _measure(shape.outside, packed[0], pack, width, width)
-    blocks = [_measure(block, names, pack, width, linear) for block, names in zip(shape.blocks, packed[1], strict=True)]
+    chosen_part = method.train if isinstance(method, Full) else None
+    whole = range(shape.layers) if chosen_part is None else layers_of(chosen_part, shape.layers)
+    blocks = [
+        _measure(block, names, pack, width, linear if number in whole else width)
+        for number, (block, names) in enumerate(zip(shape.blocks, packed[1], strict=True))
+    ]
     targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
     tensors: list[TrainedTensor] = []
+    first = 0
     if not isinstance(method, Full):
         targets = shape.targets(method)
-        for part, names in zip((shape.outside, *shape.blocks), (targets[0], *targets[1]), strict=True):
+        for prefix, part, names in _parts(shape, targets):
             for weight in part:
                 if weight.kind in ADAPTABLE and weight.module in names:
-                    tensors += _adapter(method, weight)
+                    tensors += _adapter(method, weight, prefix)
     else:
-        parts = (shape.outside, *shape.blocks)
         tensors = [
-            TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"))
-            for part in parts
+            TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), f"{prefix}{w.name}")
+            for prefix, part, _ in _parts(shape, targets)
             for w in part
         ]
+        if method.train is not None:
+            every = (tensor.name for tensor in tensors)
+            chosen = trained_names(method.train, every, shape.list_name, shape.layers, tied=shape.tied)
+            tensors = [tensor for tensor in tensors if tensor.name in chosen]
+            if not (method.train.embeddings or method.train.norms):
+                first = min(layers_of(method.train, shape.layers), default=shape.layers)
+    if not shape.experts:  # their parameters have other names in memory
+        check_groups(spec.optimizer.parameter_groups, (tensor.name for tensor in tensors))
     count = sum(tensor.numel for tensor in tensors)
     return WeightBytes(
         outside=outside.frozen + outside.still,
@@ -106,20 +122,32 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         still=sum(block.still for block in blocks),
         adapter=0 if full else 4 * count,
         trained_tensors=tuple(tensors),
-        trained=shape.parameters if full else count,
+        trained=count,
         dense=sum(part.dense for part in (outside, *blocks)),
         largest_dense=max(part.largest_dense for part in (outside, *blocks)),
         adapted=targets[1],
         head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
+        first=first,
     )
 
 
-def _adapter(method: LowRank, weight: Weight) -> Iterator[TrainedTensor]:
-    """The tensors of an adapter on a weight."""
-    yield TrainedTensor((method.r, weight.inputs), True)
-    yield TrainedTensor((weight.outputs, method.r), True)
+def _parts(shape: Shape, selected: Selected) -> Iterator[tuple[str, tuple[Weight, ...], frozenset[str]]]:
+    """What is outside of the blocks, then each block: beginning of its names, weights, selected modules."""
+    yield "", shape.outside, selected[0]
+    for number, (block, names) in enumerate(zip(shape.blocks, selected[1], strict=True)):
+        yield f"{shape.list_name}.{number}.", block, names
+
+
+def _adapter(method: LowRank, weight: Weight, prefix: str) -> Iterator[TrainedTensor]:
+    """The tensors of an adapter on a weight, by PEFT's names."""
+    module = f"{prefix}{weight.module}"
+    a, b = "lora_A.weight", "lora_B.weight"
+    if weight.kind == "embedding":
+        a, b = "lora_embedding_A", "lora_embedding_B"
+    yield TrainedTensor((method.r, weight.inputs), True, f"{module}.{a}")
+    yield TrainedTensor((weight.outputs, method.r), True, f"{module}.{b}")
     if method.use_dora:
-        yield TrainedTensor((weight.outputs,), False)
+        yield TrainedTensor((weight.outputs,), False, f"{module}.lora_magnitude_vector.weight")
 
 
 def _measure(

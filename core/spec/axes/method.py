@@ -4,17 +4,44 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from core.spec.base import SpecModel, by_type, short_form
 
 ModuleName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.]{1,128}$")]
 
 
+LayerRange = Annotated[str, StringConstraints(pattern=r"^(first|last) [1-9][0-9]{0,4}$")]
+LayerNumber = Annotated[int, Field(ge=0, le=99_999)]
+
+
+class TrainedPart(SpecModel):
+    """The parameters that full fine-tuning trains; all others are frozen."""
+
+    layers: Literal["all", "none"] | LayerRange | Annotated[list[LayerNumber], Field(min_length=1, max_length=1024)] = (
+        "all"
+    )
+    """`all`, `none`, `first N`, `last N`, or a list of the layers' numbers from 0."""
+    embeddings: bool = False
+    """Train the embeddings too. Of a model whose output head is its embedding, this is the head as well."""
+    head: bool = False
+    """Train the output head too."""
+    norms: bool = False
+    """Train all norms, those of frozen layers and the last one too."""
+
+    @model_validator(mode="after")
+    def _something(self) -> TrainedPart:
+        if self.layers == "none" and not (self.embeddings or self.head or self.norms):
+            raise ValueError("nothing would be trained: name layers, or set `embeddings`, `head` or `norms`")
+        return self
+
+
 class Full(SpecModel):
-    """Full fine-tuning: all parameters are trained."""
+    """Full fine-tuning: all parameters are trained, or those of some layers."""
 
     type: Literal["full"] = "full"
+    train: TrainedPart | None = Field(default=None)
+    """The part of the model to train. Default: all of it."""
 
 
 class LowRank(SpecModel):
@@ -35,6 +62,9 @@ class LowRank(SpecModel):
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
     use_dora: bool = False
     """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353)."""
+    loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1024)] | None = None
+    """LoRA+: factor of the learning rate of the B matrices, with any optimizer (arXiv:2402.12354 recommends 16).
+    Magnitudes of DoRA have it too. Default: 1."""
 
 
 class LoRA(LowRank):

@@ -41,5 +41,8 @@ class Training(SpecModel):
     tf32: bool = False
     """Compute fp32 products with 10 bits of mantissa if the hardware supports it (NVIDIA from Ampere on, gfx942):
     several times faster, with the accuracy of fp16 products."""
+    neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """NEFTune: uniform noise on the embeddings while training, of the size alpha / sqrt(tokens x width) of the padded
+    batch (arXiv:2310.05914 uses 5 to 15). Default: none."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of adapter weights, dropout and the order of rows."""

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import yaml
 
 from core.spec.axes.batching import Packed, Rows, Tokens
-from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.method import Full, LoRA, QLoRA, TrainedPart
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 from core.train.stage import Stage
@@ -49,8 +49,8 @@ def model_card(
                 )
                 how += f"; merged onto {onto}, in {merged['dtype']}"
                 kind, library, relation, load = "model", "transformers", "finetune", _LOAD_MODEL
-        case Full():
-            how, kind = "full fine-tuning", "model"
+        case Full(train=part):
+            how, kind = "full fine-tuning" if part is None else f"fine-tuning of {_part(part)}", "model"
             library, relation, load = "transformers", "finetune", _LOAD_MODEL
         case _ as never:
             assert_never(never)
@@ -109,6 +109,12 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _part(part: TrainedPart) -> str:
+    chosen = {"embeddings": part.embeddings, "the output head": part.head, "norms": part.norms}
+    layers = [] if part.layers == "none" else [f"layers: {part.layers}"]
+    return ", ".join([*layers, *(name for name, on in chosen.items() if on)])
 
 
 def _lineage(ancestors: Sequence[dict[str, Any]]) -> list[str]:

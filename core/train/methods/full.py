@@ -1,17 +1,48 @@
-"""Full fine-tuning: every parameter is trained."""
+"""Full fine-tuning: every parameter is trained, or those of some layers."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
+from core.plan.models.freeze import trained_names
+from core.plan.models.shape import OF_BLOCK
+from core.spec.axes.method import Full
 from core.train.optim.groups import ParameterGroup, decay_groups
 
+_ALL = Full()
 
-def adapt_full(model: nn.Module) -> nn.Module:
-    """Give every parameter a gradient. The weights are expected in float32: in bf16 an update smaller than 1/256 of a
-    weight is lost to rounding, so bf16 runs compute under autocast over float32 weights."""
+
+def adapt_full(model: nn.Module, spec: Full = _ALL) -> nn.Module:
+    """Give every parameter that is trained a gradient. The weights are expected in float32: in bf16 an update smaller
+    than 1/256 of a weight is lost to rounding, so bf16 runs compute under autocast over float32 weights. SpecError for
+    a part of the model that does not exist."""
     model.requires_grad_(True)
+    if spec.train is None:
+        return model
+    list_name, count = _layers(model)
+    names = [name for name, _ in model.named_parameters()]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    tied = head is None or head.weight is embedding.weight
+    chosen = trained_names(spec.train, names, list_name, count, tied=tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
     return model
+
+
+def _layers(model: nn.Module) -> tuple[str, int]:
+    """Path and length of the list of layers: of numbered modules, that with most parameters, as core/plan has it."""
+    sizes: Counter[str] = Counter()
+    numbers: dict[str, set[str]] = {}
+    for name, parameter in model.named_parameters():
+        if (found := OF_BLOCK.match(name)) is not None:
+            sizes[found["list"]] += parameter.numel()
+            numbers.setdefault(found["list"], set()).add(found["number"])
+    if not sizes:
+        return "", 0
+    ((name, _),) = sizes.most_common(1)
+    return name, len(numbers[name])
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:

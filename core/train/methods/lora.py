@@ -3,6 +3,7 @@ made by PEFT."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 from core.errors import SpecError
 from core.plan.models.shape import ATTENTION
 from core.spec.axes.method import LowRank
-from core.train.optim.groups import ParameterGroup, decay_groups
+from core.train.optim.groups import ParameterGroup, decay_groups, split
 
+_B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
 _MERGE = "leave the fields of `method` out to take that job's, or set `model.adapter: merge`"
 
 
@@ -66,9 +68,13 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, saved)
 
 
-def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
-    """The groups of an optimizer over the adapters."""
-    return decay_groups(model)
+def parameter_groups(model: nn.Module, spec: LowRank) -> list[ParameterGroup]:
+    """The groups of an optimizer over the adapters; those of LoRA+ (arXiv:2402.12354) apart."""
+    groups = decay_groups(model)
+    if spec.loraplus_lr_ratio is None:
+        return groups
+    faster = {name for name, p in model.named_parameters() if p.dim() == 1 or _B_MATRIX.search(name)}
+    return split(groups, faster.__contains__, rate_factor=spec.loraplus_lr_ratio)
 
 
 def target_modules(model: nn.Module, spec: LowRank) -> str | list[str]:

@@ -22,6 +22,7 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
 from core.train.memory.checkpointing.policy import checkpoint_blocks
 from core.train.memory.offload.activations import ActivationOffload
+from core.train.methods.neftune import add_noise
 from core.train.model.choose_stream import choose_stream
 from core.train.model.gemm_limits import pad_ranks
 from core.train.model.load import context_length, load_model, packed_as
@@ -104,6 +105,8 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
     model, groups = _adapt(model, run, placement)
+    if (alpha := spec.training.neftune_noise_alpha) is not None:
+        add_noise(model, alpha)
     if packed is not None:
         packed |= _fuse(model, placement.device)
         run.close_at_end(clear_scratch)
@@ -279,11 +282,11 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
                 lora.load_adapter(adapted, run.adapter_dir)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
-            return adapted, lora.parameter_groups(adapted)
+            return adapted, lora.parameter_groups(adapted, method)
         case Full():
             from core.train.methods import full
 
-            adapted = full.adapt_full(model)
+            adapted = full.adapt_full(model, method)
             return adapted, full.parameter_groups(adapted)
         case _ as unknown:
             assert_never(unknown)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+
+from core.plan.optimizers import check_groups, group_of
+from core.spec.axes.optim.optimizers import GroupFactors
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names exempt from weight decay, as `transformers.Trainer.get_decay_parameter_names` has them."""
@@ -19,6 +23,10 @@ class ParameterGroup:
     """The optimizer's weight decay acts on it."""
     hidden: frozenset[str] = frozenset()
     """Those of `names` that are matrices of hidden layers."""
+    rate_factor: float = 1.0
+    """Factor of the learning rate."""
+    decay_factor: float = 1.0
+    """Factor of the weight decay."""
 
 
 def decay_groups(model: nn.Module) -> list[ParameterGroup]:
@@ -29,6 +37,35 @@ def decay_groups(model: nn.Module) -> list[ParameterGroup]:
         ParameterGroup(trained - spared, decays=True, hidden=hidden & (trained - spared)),
         ParameterGroup(trained & spared, decays=False, hidden=hidden & trained & spared),
     ]
+
+
+def split(groups: Sequence[ParameterGroup], chosen: Callable[[str], bool], **factors: float) -> list[ParameterGroup]:
+    """The groups without the chosen names, and beside them groups of the chosen ones, whose factors are multiplied."""
+    found: list[ParameterGroup] = []
+    for group in groups:
+        inside = frozenset(filter(chosen, group.names))
+        found.append(replace(group, names=group.names - inside, hidden=group.hidden - inside))
+        scaled = {name: getattr(group, name) * factor for name, factor in factors.items()}
+        found.append(replace(group, names=inside, hidden=group.hidden & inside, **scaled))
+    return sorted((group for group in found if group.names), key=lambda group: group.rate_factor != 1.0)
+
+
+def with_factors(groups: Sequence[ParameterGroup], asked: Sequence[GroupFactors]) -> list[ParameterGroup]:
+    """The groups with the factors of `optimizer.parameter_groups`. SpecError where one of those has no parameter."""
+    if not asked:
+        return list(groups)
+    names = sorted(name for group in groups for name in group.names)
+    check_groups(asked, names)
+    of = {name: group_of(name, asked) for name in names}
+    found = list(groups)
+    for at, one in enumerate(asked):
+        found = split(
+            found,
+            {name for name in names if of[name] == at}.__contains__,
+            rate_factor=one.learning_rate_factor,
+            decay_factor=one.weight_decay_factor,
+        )
+    return found
 
 
 def hidden_matrices(model: Any) -> frozenset[str]:

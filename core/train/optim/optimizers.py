@@ -15,7 +15,7 @@ from torch import nn
 from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT
 from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, AdEMAMix, Lion, Muon
 from core.spec.axes.optimizer import Optimizer
-from core.train.optim.groups import ParameterGroup
+from core.train.optim.groups import ParameterGroup, with_factors
 from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW
 from core.train.optim.pair import OptimizerPair
 from core.train.optim.quantised import QuantisedAdamW, maps_4bit, maps_8bit
@@ -30,9 +30,10 @@ def build_optimizer(
     members = [
         {
             "params": [p for name, p in parameters.items() if name in group.names],
-            "weight_decay": spec.weight_decay if group.decays else 0.0,
+            "weight_decay": spec.weight_decay * group.decay_factor if group.decays else 0.0,
+            "lr": spec.learning_rate * group.rate_factor,
         }
-        for group in groups
+        for group in with_factors(groups, spec.parameter_groups)
     ]
     members, rate = [group for group in members if group["params"]], spec.learning_rate
     match spec:

@@ -14,7 +14,9 @@ class OptimizerPair(torch.optim.Optimizer):
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self.parts = (first, second)
-        super().__init__([{"params": group["params"]} for part in self.parts for group in part.param_groups], {})
+        super().__init__(
+            [{"params": group["params"]} for part in self.parts for group in part.param_groups], first.defaults
+        )
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         for part in self.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from core.spec.base import SpecModel
 
@@ -12,6 +12,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, le=10)]
+
+
+class GroupFactors(SpecModel):
+    """Parameters that share factors of the learning rate and of the weight decay."""
+
+    pattern: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.*?\[\]!-]{1,256}$")]
+    """Shell pattern of names as the model's files have them, e.g. `*.embed_tokens.*`, or as an adapter's has them, e.g.
+    `*.lora_B.weight`. It must match a trained parameter."""
+    learning_rate_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of the learning rate."""
+    weight_decay_factor: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Factor of the weight decay."""
+
+
+ParameterGroups = Annotated[list[GroupFactors], Field(max_length=64)]
 
 
 class Decoupled(SpecModel):
@@ -23,6 +38,8 @@ class Decoupled(SpecModel):
     chosen method)."""
     weight_decay: Decay = 0.0
     """Decoupled decay; biases and norms are exempt."""
+    parameter_groups: ParameterGroups = Field(default=[])
+    """Groups with a learning rate and weight decay of their own. A parameter is in the first one that matches."""
 
 
 class AdamW(Decoupled):
@@ -120,6 +137,8 @@ class SGD(SpecModel):
     """Decay of the momentum; 0 keeps none."""
     nesterov: bool = False
     """Nesterov momentum; needs `momentum`."""
+    parameter_groups: ParameterGroups = Field(default=[])
+    """Groups with a learning rate and weight decay of their own. A parameter is in the first one that matches."""
 
     @model_validator(mode="after")
     def _has_momentum(self) -> SGD:

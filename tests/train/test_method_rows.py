@@ -1,0 +1,103 @@
+"""Every way to train some of a model's parameters, as whole runs: stopped and resumed to the bit, read again by plain
+PEFT or transformers, and counted by the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from core.plan.device import Device
+from core.plan.memory import plan
+from core.plan.models.shape import Shape
+from core.spec.load import parse_job
+from core.spec.resolve import resolve
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.train.base.stop import Stop
+from core.train.recipe import run
+from tests.support.trainer import events, pairs, weights, write_rows, write_run
+
+AXES: dict[str, Any] = {
+    "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1},
+    "training": {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "precision": "fp32",
+        "max_length": 64,
+    },
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "rslora": {"method": {"type": "lora", "r": 4, "use_rslora": True}},
+    "rank 1": {"method": {"type": "lora", "r": 1, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}},
+    "lora+": {"method": {"type": "lora", "r": 4, "loraplus_lr_ratio": 16}},
+    "lora+ with dora": {"method": {"type": "qlora", "r": 4, "loraplus_lr_ratio": 4, "use_dora": True}},
+    "neftune": {"method": {"type": "lora", "r": 4}, "training": AXES["training"] | {"neftune_noise_alpha": 5}},
+    "last layer": {"method": {"type": "full", "train": {"layers": "last 1"}}},
+    "listed layer and norms": {"method": {"type": "full", "train": {"layers": [0], "norms": True}}},
+    "head": {"method": {"type": "full", "train": {"layers": "none", "head": True, "embeddings": True}}},
+    "groups": {
+        "method": {"type": "lora", "r": 4},
+        "optimizer": AXES["optimizer"]
+        | {
+            "parameter_groups": [
+                {"pattern": "*.mlp.*lora_A.weight", "learning_rate_factor": 0.1},
+                {"pattern": "model.layers.0.*", "weight_decay_factor": 0.0},
+            ]
+        },
+    },
+}
+
+
+class StopInside(Stop):
+    """Asked to leave at the n-th place of training where the run looks whether it should."""
+
+    def __init__(self, run_dir: Path, place: int) -> None:
+        self.run_dir, self.left = run_dir, place
+
+    @property  # type: ignore[override]
+    def requested(self) -> bool:
+        if not any(event["phase"] == "training" for event in events(self.run_dir, "phase")):
+            return False
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", pairs(12))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_resumes_to_the_bit_and_is_read_again(tiny_dir: Path, rows: Path, tmp_path: Path, name: str) -> None:
+    axes = AXES | METHODS[name]
+    calm = write_run(tmp_path / "calm", tiny_dir, rows, **axes)
+    assert run(calm) == EXIT_OK, events(calm, "error")
+    first = write_run(tmp_path / "first", tiny_dir, rows, **axes)
+    assert run(first, StopInside(first, 4)) == EXIT_CHECKPOINTED, events(first)[-1]
+    (left,) = events(first, "checkpoint")
+    assert left["micro_step"] == 1, "not inside a window"
+    second = write_run(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
+    assert run(second) == EXIT_OK, events(second, "error")
+    assert weights(second) == weights(calm)
+
+    record = events(calm, "run_record")[0]["record"]
+    job = parse_job({"model": str(tiny_dir), "data": "/rows.jsonl", **axes})
+    planned = plan(resolve(job), Shape.of_folder(tiny_dir), longest=64, device=Device("cpu", products="fp32"))
+    assert planned.trained == record["parameters"]["trained"]
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    ids = torch.arange(3, 20)[None]
+    before = base(ids).logits.detach()
+    adapter = calm / "artifacts" / "adapter"
+    if adapter.is_dir():
+        again: Any = PeftModel.from_pretrained(base, str(adapter))
+    else:
+        again = AutoModelForCausalLM.from_pretrained(calm / "artifacts" / "model")
+        same = {n for n, p in again.named_parameters() if torch.equal(p, base.get_parameter(n))}
+        assert sum(base.get_parameter(n).numel() for n in same) == planned.parameters - planned.trained
+    assert not torch.equal(again(ids).logits, before)

@@ -1,0 +1,147 @@
+"""Methods alone: each against PEFT's or transformers' own, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from core.errors import SpecError
+from core.plan.models.freeze import trained_names
+from core.spec.axes.method import Full, LoRA, TrainedPart
+from core.spec.axes.optimizer import AdamW
+from core.spec.load import parse_job
+from core.train.base.rng import seed_all
+from core.train.methods.full import adapt_full
+from core.train.methods.lora import adapt_lora, parameter_groups
+from core.train.methods.neftune import add_noise
+from core.train.model.load import load_model
+from core.train.optim.groups import decay_groups
+from core.train.optim.optimizers import build_optimizer
+
+
+def adapted(tiny: Path, spec: LoRA) -> Any:
+    seed_all(3)
+    return adapt_lora(load_model(tiny, torch.float32), spec)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_lora_plus_is_pefts_to_the_bit(tiny_dir: Path, dora: bool) -> None:
+    spec = LoRA(r=4, lora_alpha=8, loraplus_lr_ratio=8.0, use_dora=dora)
+    ours, theirs = adapted(tiny_dir, spec), adapted(tiny_dir, spec)
+    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    groups = parameter_groups(ours, spec)
+    one = build_optimizer(AdamW(learning_rate=1e-2), groups, trained)
+    other = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=8.0, fused=True)
+    ids = torch.arange(2, 26).view(2, 12)
+    for _ in range(3):
+        for model, optimizer in ((ours, one), (theirs, other)):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in trained.items())
+    assert one.param_groups[0]["lr"] == 1e-2, "the rate of a step is that of A"
+
+
+def test_noise_is_that_of_transformers_and_only_while_training() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeddings = nn.Embedding(9, 8)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embeddings
+
+    model, ids = Model(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    plain = model.embeddings(ids)
+    add_noise(model, 5.0)
+    seed_all(1)
+    noisy = model.embeddings(ids)
+    seed_all(1)
+    model.embeddings.neftune_noise_alpha = 5.0  # type: ignore[assignment]
+    assert torch.equal(noisy, neftune_post_forward_hook(model.embeddings, None, plain))
+    assert not torch.equal(noisy, plain)
+    model.eval()
+    assert torch.equal(model.embeddings(ids), plain)
+
+
+@pytest.mark.parametrize(
+    ("part", "first"),
+    [
+        ({"layers": "last 1"}, ["model.layers.1"]),
+        ({"layers": "first 1", "embeddings": True, "head": True}, ["model.embed_tokens", "model.layers.0"]),
+        ({"layers": [0, 1], "embeddings": True}, ["model.embed_tokens", "model.layers.0", "model.layers.1"]),
+        ({"layers": "none", "norms": True}, ["model.layers.0", "model.layers.1", "model.norm.weight"]),
+    ],
+)
+def test_the_layers_that_are_trained(tiny_dir: Path, part: dict[str, Any], first: list[str]) -> None:
+    model = adapt_full(load_model(tiny_dir, torch.float32), Full(train=TrainedPart(**part)))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert (
+        sorted(
+            {
+                ".".join(name.split(".")[:3])
+                if "layers" in name
+                else name.removesuffix(".weight") + (".weight" if "norm" in name else "")
+                for name in trained
+            }
+        )
+        == first
+    )
+    if part["layers"] == "none":
+        assert all("norm" in name for name in trained)
+
+
+NAMES = ["model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("part", "tied", "field", "words"),
+    [
+        ({"layers": "last 3"}, True, "method.train.layers", "2 layers"),
+        ({"layers": [0, 2]}, True, "method.train.layers", "2 layers"),
+        ({"layers": "none", "head": True}, True, "method.train.head", "embeddings"),
+        ({"layers": "none", "head": True}, False, "method.train.head", "no head"),
+    ],
+)
+def test_layers_that_do_not_exist(part: dict[str, Any], tied: bool, field: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as refused:
+        trained_names(TrainedPart(**part), NAMES, "model.layers", 2, tied=tied)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[{"pattern": "*.attention.*"}], [{"pattern": "*"}, {"pattern": "*.mlp.*"}]],
+    ids=["nothing", "all taken before"],
+)
+def test_a_pattern_without_parameters(tiny_dir: Path, groups: list[dict[str, Any]]) -> None:
+    job = parse_job({"model": "a/b", "data": "/r.jsonl", "optimizer": {"parameter_groups": groups}})
+    model = adapted(tiny_dir, LoRA(r=4, lora_alpha=8))
+    spec = job.optimizer.model_copy(update={"learning_rate": 1e-3})
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(SpecError) as refused:
+        build_optimizer(spec, decay_groups(model), trained)
+    assert refused.value.field == f"optimizer.parameter_groups[{len(groups) - 1}].pattern"
+
+
+@pytest.mark.parametrize(
+    ("axes", "field"),
+    [
+        ({"method": {"type": "full", "train": {"layers": "none"}}}, "method.train"),
+        ({"method": {"type": "full", "train": {"layers": "middle 2"}}}, "method.train.layers"),
+        ({"method": {"type": "lora", "loraplus_lr_ratio": 0.5}}, "method.loraplus_lr_ratio"),
+        ({"method": {"type": "full", "loraplus_lr_ratio": 4}}, "method.loraplus_lr_ratio"),
+        ({"training": {"neftune_noise_alpha": 0}}, "training.neftune_noise_alpha"),
+        ({"optimizer": {"parameter_groups": [{"pattern": "a b"}]}}, "optimizer.parameter_groups[0].pattern"),
+    ],
+)
+def test_bad_input_names_its_field(axes: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_job({"model": "a/b", "data": "/rows.jsonl", **axes})
+    assert any(fault.field.startswith(field) for fault in refused.value.faults), refused.value.faults
