@@ -259,6 +259,10 @@ FAILURES: dict[str, Code] = {
         "The checkpoint does not match the job.",
         "Submit the job again; the message says what differs.",
     ),
+    "noise_of_another_stage": (
+        "Noise on embeddings is for `sft` and `cpt`.",
+        "Remove `training.neftune_noise_alpha`.",
+    ),
     "pairs_are_not_split": ("Rows of two answers cannot be split.", "Set `training.truncation` to cut them."),
     "reference_is_trained": (
         "A full fine-tuning over a stream has no reference left for later rows.",

@@ -12,10 +12,14 @@ from core.errors import SpecError
 from core.spec.axes.optim.optimizers import (
     SGD,
     Adafactor,
+    AdaLomo,
     AdamW,
     AdamW4bit,
     AdamW8bit,
     AdEMAMix,
+    Apollo,
+    ApolloMini,
+    GaLore,
     GroupFactors,
     Lion,
     Muon,
@@ -90,6 +94,20 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
             )
         case Adafactor():
             return OptimizerState(_adafactor, "Adafactor: means of squares by rows and columns and a counter a tensor")
+        case AdaLomo():
+            return OptimizerState(_adafactor, "AdaLomo: means of squares by rows and columns and a counter a tensor")
+        case GaLore(rank=rank):
+            return OptimizerState(
+                lambda t: _projected(t, rank, 0), f"GaLore: projections to {rank} dimensions, two means of those"
+            )
+        case Apollo(rank=rank):
+            return OptimizerState(
+                lambda t: _projected(t, rank, 4), f"APOLLO: projections to {rank} dimensions, two means of those"
+            )
+        case ApolloMini():
+            return OptimizerState(
+                lambda t: _projected(t, 1, 4), "APOLLO-Mini: projections to one dimension, two means of those"
+            )
         case SGD(momentum=momentum):
             return OptimizerState(
                 lambda t: 4 * t.numel if momentum else 0,
@@ -98,6 +116,17 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
             )
         case _ as never:
             assert_never(never)
+
+
+def is_projected(shape: Sequence[int], hidden: bool, rank: int) -> bool:
+    """Whether GaLore and APOLLO project a tensor's gradient."""
+    return hidden and len(shape) == 2 and min(shape) > rank
+
+
+def _projected(tensor: TrainedTensor, rank: int, beside: int) -> int:
+    if not is_projected(tensor.shape, tensor.hidden, rank):
+        return _adamw(tensor)
+    return 4 * rank * (2 * max(tensor.shape) + min(tensor.shape)) + beside
 
 
 def saved_name(parameter: str) -> str:

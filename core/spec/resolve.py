@@ -7,7 +7,18 @@ from typing import Any, assert_never
 from core.spec.axes.batching import Packed
 from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
 from core.spec.axes.method import Auto, Full, LoRA, QLoRA
-from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon
+from core.spec.axes.optim.optimizers import (
+    SGD,
+    Adafactor,
+    AdaLomo,
+    AdamW,
+    AdEMAMix,
+    Apollo,
+    ApolloMini,
+    GaLore,
+    Lion,
+    Muon,
+)
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
@@ -102,10 +113,14 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
 def usual_rate(optimizer: Optimizer, adamw: float) -> float:
     """The default learning rate of an optimizer, given that of AdamW."""
     match optimizer:
-        case AdamW() | AdEMAMix() | Muon():
+        case AdamW() | AdEMAMix() | Muon() | Apollo() | ApolloMini():
             return adamw
         case Lion():
             return adamw / 10
+        case GaLore():
+            return 4 * adamw
+        case AdaLomo():
+            return 25 * adamw
         case Adafactor() | SGD():
             return 1e-2
         case _ as never:

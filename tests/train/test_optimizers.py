@@ -35,11 +35,16 @@ from tests.support.losses import summed
 
 READ: TypeAdapter[Any] = TypeAdapter(Optimizer)
 ARMS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
-RATES = {"sgd": 0.1, "adafactor": 0.1, "lion": 1e-3}
+RATES = {"sgd": 0.1, "adafactor": 0.1, "lion": 1e-3, "adalomo": 0.05, "galore": 0.04}
+OPTIONS = {name: {"rank": 16, "update_proj_gap": 2} for name in ("galore", "apollo")} | {
+    "apollo_mini": {"update_proj_gap": 2}
+}
+"""So that the tiny model has matrices to project, and projections change before and after a resume."""
 
 
 def spec_of(name: str, **options: Any) -> Any:
-    return READ.validate_python({"type": name, "learning_rate": RATES.get(name, 1e-2), **options})
+    rate = RATES.get(name, 1e-2)
+    return READ.validate_python({"type": name, "learning_rate": rate, **OPTIONS.get(name, {}), **options})
 
 
 def made(tiny: Path, name: str, *, full: bool = True, offload: bool = False) -> Engine:
@@ -121,6 +126,78 @@ def test_ademamix_is_algorithm_1_of_its_paper(warmup: int) -> None:
     assert slow_mean_decay(0.9, 0.9999, 1.0) == pytest.approx(0.9999)
 
 
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])
+def test_galore_is_algorithm_2_of_its_paper(shape: tuple[int, int]) -> None:
+    """Over a projection that changes at every third step; the means stay."""
+    start, gradients = series(*shape, count=5)
+    x, rate, scale, b1, b2 = start.double(), 4e-2, 0.25, 0.9, 0.999
+    larger = max(shape)
+    mean, square = torch.zeros(larger, 2, dtype=torch.float64), torch.zeros(larger, 2, dtype=torch.float64)
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double() if shape[0] >= shape[1] else gradient.double().t()
+        if (t - 1) % 3 == 0:
+            along = torch.linalg.svd(g)[2][:2]
+        low = g @ along.t()
+        mean, square = b1 * mean + (1 - b1) * low, b2 * square + (1 - b2) * low**2
+        moved = (mean / (1 - b1**t)) / ((square / (1 - b2**t)).sqrt() + 1e-8) @ along * scale
+        x = x - rate * ((moved if shape[0] >= shape[1] else moved.t()) + 0.1 * x)
+    found = alone("galore", start, gradients, weight_decay=0.1, rank=2, update_proj_gap=3)
+    torch.testing.assert_close(found.double(), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo_mini"])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_apollo_is_algorithm_1_of_its_paper(name: str, shape: tuple[int, int]) -> None:
+    """With the same random numbers: of the seed of the first parameter, and of the turn of the projection."""
+    start, gradients = series(*shape, count=5)
+    rank = 2 if name == "apollo" else 1
+    x, rate, b1, b2 = start.double(), 1e-2, 0.9, 0.999
+    scale = 1.0 if name == "apollo" else math.sqrt(128)
+    mean, square = (torch.zeros(9, rank, dtype=torch.float64) for _ in range(2))
+    before = 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double() if shape[0] >= shape[1] else gradient.double().t()
+        if (t - 1) % 2 == 0:
+            drawn = torch.randn(rank, 6, generator=torch.Generator().manual_seed((t - 1) // 2))
+            along = drawn.double() / math.sqrt(rank)
+        low = g @ along.t()
+        mean, square = b1 * mean + (1 - b1) * low, b2 * square + (1 - b2) * low**2
+        moved = (mean / (1 - b1**t)) / ((square / (1 - b2**t)).sqrt() + 1e-8)
+        if name == "apollo":
+            factor = moved.norm(dim=1, keepdim=True) / low.norm(dim=1, keepdim=True)
+        else:
+            factor = moved.norm() / low.norm()
+        update = g * factor * scale
+        if before and float(update.norm()) > 1.01 * before:
+            update = update * (1.01 * before / update.norm())
+        before = float(update.norm())
+        x = x - rate * ((update if shape[0] >= shape[1] else update.t()) + 0.1 * x)
+    options = {"rank": rank} if name == "apollo" else {}
+    found = alone(name, start, gradients, weight_decay=0.1, update_proj_gap=2, **options)
+    torch.testing.assert_close(found.double(), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(9,), (6, 9)])
+def test_adalomo_is_algorithm_1_of_its_paper(shape: tuple[int, ...]) -> None:
+    start, gradients = series(*shape, count=5)
+    x, rate = start.double(), 5e-2
+    rows = columns = whole = torch.zeros(())
+    for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
+        forget = t**-0.8
+        if len(shape) == 1:
+            whole = (1 - forget) * whole + forget * g**2
+            u = g / whole.sqrt()
+        else:
+            rows = (1 - forget) * rows + forget * (g**2).mean(1)
+            columns = (1 - forget) * columns + forget * (g**2).mean(0)
+            u = g / (torch.outer(rows, columns) / rows.mean()).sqrt()
+        u = u / max(1.0, float(u.square().mean().sqrt()))
+        size = max(1e-3, float(x.square().mean().sqrt()))
+        x = x * (1 - rate * 0.1) - rate * size * u
+    found = alone("adalomo", start, gradients, weight_decay=0.1)
+    torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-6)
+
+
 def test_muon_is_torchs_for_hidden_matrices_and_adamw_elsewhere(tiny_dir: Path) -> None:
     engine = made(tiny_dir, "muon")
     hidden = hidden_matrices(engine.model)
@@ -187,6 +264,8 @@ def test_resumes_to_the_bit_with_the_state_that_was_planned(
     assert losses[-1] < losses[0]
     if name in ("adamw_8bit", "adamw_4bit") and full:
         assert any("exp_avg_q" in state for state in whole.optimizer.state.values()), "nothing was large enough"
+    if name in OPTIONS and full:
+        assert any("projection" in state for state in whole.optimizer.state.values()), "nothing was projected"
     assert planned(whole, name) == sum(t.nbytes for state in whole.optimizer.state.values() for t in state.values())
     whole.save(tmp_path)
     steps(whole, 2, 3)

@@ -9,10 +9,14 @@ from pydantic import Field
 from core.spec.axes.optim.optimizers import (
     SGD,
     Adafactor,
+    AdaLomo,
     AdamW,
     AdamW4bit,
     AdamW8bit,
     AdEMAMix,
+    Apollo,
+    ApolloMini,
+    GaLore,
     Lion,
     Muon,
 )
@@ -20,7 +24,7 @@ from core.spec.axes.optim.schedules import Adaptive, Cosine, Linear, Steady
 from core.spec.base import by_type, short_form
 
 Optimizer = Annotated[
-    AdamW | AdamW8bit | AdamW4bit | AdEMAMix | Lion | Muon | Adafactor | SGD,
+    AdamW | AdamW8bit | AdamW4bit | AdEMAMix | Lion | Muon | Adafactor | AdaLomo | GaLore | Apollo | ApolloMini | SGD,
     Field(discriminator="type"),
     short_form(by_type),
 ]

@@ -12,12 +12,27 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT
-from core.spec.axes.optim.optimizers import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, AdEMAMix, Lion, Muon
+from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT, is_projected
+from core.spec.axes.optim.optimizers import (
+    SGD,
+    Adafactor,
+    AdaLomo,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    AdEMAMix,
+    Apollo,
+    ApolloMini,
+    GaLore,
+    Lion,
+    Muon,
+)
 from core.spec.axes.optimizer import Optimizer
+from core.train.optim.adalomo import FactoredOptimizer
 from core.train.optim.groups import ParameterGroup, with_factors
 from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW
 from core.train.optim.pair import OptimizerPair
+from core.train.optim.projected import Kind, ProjectedAdamW
 from core.train.optim.quantised import QuantisedAdamW, maps_4bit, maps_8bit
 
 
@@ -50,8 +65,7 @@ def build_optimizer(
         case Lion():
             return LionOptimizer(members, rate, spec.betas)
         case Muon():
-            hidden = {p for name, p in parameters.items() if any(name in group.hidden for group in groups)}
-            matrices, rest = _split(members, hidden)
+            matrices, rest = _split(members, _hidden(groups, parameters))
             if not matrices:
                 return _adamw(rest, rate, spec)
             muon = torch.optim.Muon(
@@ -63,6 +77,16 @@ def build_optimizer(
                 adjust_lr_fn=spec.adjust_lr_fn,
             )
             return OptimizerPair(muon, _adamw(rest, rate, spec)) if rest else muon
+        case AdaLomo():
+            return FactoredOptimizer(
+                members, rate, decay=spec.decay_rate, eps=spec.eps, clip_threshold=spec.clip_threshold
+            )
+        case GaLore(rank=rank):
+            return _projected(members, rate, spec, "galore", rank, _hidden(groups, parameters))
+        case Apollo(rank=rank):
+            return _projected(members, rate, spec, "apollo", rank, _hidden(groups, parameters))
+        case ApolloMini():
+            return _projected(members, rate, spec, "apollo_mini", 1, _hidden(groups, parameters))
         case Adafactor():
             return torch.optim.Adafactor(
                 members, lr=rate, beta2_decay=spec.beta2_decay, eps=spec.eps, d=spec.clip_threshold
@@ -76,6 +100,26 @@ def build_optimizer(
 def _adamw(members: list[dict[str, Any]], rate: float, spec: AdamW | Muon) -> torch.optim.AdamW:
     # fused: one kernel over all tensors, on CPU as on GPU
     return torch.optim.AdamW(members, lr=rate, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def _projected(
+    members: list[dict[str, Any]],
+    rate: float,
+    spec: GaLore | Apollo | ApolloMini,
+    kind: Kind,
+    rank: int,
+    hidden: set[nn.Parameter],
+) -> ProjectedAdamW:
+    matrices, rest = _split(members, {p for p in hidden if is_projected(p.shape, True, rank)})
+    marked = [group | {"rank": rank} for group in matrices]
+    return ProjectedAdamW(
+        [*marked, *rest], rate, spec.betas, spec.eps, kind=kind, gap=spec.update_proj_gap, scale=spec.scale
+    )
+
+
+def _hidden(groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """Matrices of hidden layers."""
+    return {p for name, p in parameters.items() if any(name in group.hidden for group in groups)}
 
 
 def _split(

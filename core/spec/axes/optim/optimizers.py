@@ -125,6 +125,65 @@ class Adafactor(Decoupled):
     """Maximum root mean square of an update before the learning rate."""
 
 
+class AdaLomo(Decoupled):
+    """AdaLomo: means of squares by rows and columns, and updates of the size of what they change (Lv et al. 2023,
+    arXiv:2310.10195). The step follows the backward and is not part of it, so that clipping and accumulation work."""
+
+    type: Literal["adalomo"] = "adalomo"
+    learning_rate: Rate | None = None
+    """Peak learning rate relative to the size of each parameter. Default: 5e-4 for full fine-tuning, 5e-3 with
+    adapters."""
+    decay_rate: Annotated[float, Field(ge=-10, lt=0)] = -0.8
+    """Exponent of the step by which the means forget."""
+    eps: Epsilon = 1e-3
+    """Least size of a parameter."""
+    clip_threshold: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Maximum root mean square of an update before the learning rate."""
+
+
+class Projected(Decoupled):
+    """Common fields of AdamW over projected gradients; not an arm."""
+
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Epsilon = 1e-8
+    """Added to the denominator."""
+    update_proj_gap: Annotated[int, Field(ge=1, le=1_000_000)] = 200
+    """Steps between two projections."""
+
+
+class GaLore(Projected):
+    """GaLore: AdamW's means of the gradient's largest singular directions (Zhao et al. 2024, arXiv:2403.03507), for
+    matrices of hidden layers that are wider than `rank`; AdamW for the rest."""
+
+    type: Literal["galore"] = "galore"
+    learning_rate: Rate | None = None
+    """Peak learning rate. Default: four times that of `adamw`, which `scale` takes back."""
+    rank: Annotated[int, Field(ge=1, le=8192)] = 128
+    """Singular directions that are kept."""
+    scale: Annotated[float, Field(gt=0, le=1000)] = 0.25
+    """Factor of the updates of projected matrices."""
+
+
+class Apollo(Projected):
+    """APOLLO: each column of the gradient scaled as AdamW scales its random projection (Zhu et al. 2024,
+    arXiv:2412.05270), for matrices of hidden layers that are wider than `rank`; AdamW for the rest."""
+
+    type: Literal["apollo"] = "apollo"
+    rank: Annotated[int, Field(ge=1, le=8192)] = 256
+    """Dimensions of the projection."""
+    scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of the updates of projected matrices."""
+
+
+class ApolloMini(Projected):
+    """APOLLO-Mini: one scale for each matrix, from a projection of one dimension (arXiv:2412.05270)."""
+
+    type: Literal["apollo_mini"] = "apollo_mini"
+    scale: Annotated[float, Field(gt=0, le=1000)] = 11.313708498984761
+    """Factor of the updates of projected matrices. Default: the square root of 128."""
+
+
 class SGD(SpecModel):
     """Stochastic gradient descent with momentum (torch.optim.SGD)."""
 

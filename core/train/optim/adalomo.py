@@ -1,0 +1,60 @@
+"""AdaLomo (arXiv:2310.10195, algorithm 1): the mean of the squared gradient by rows and columns, and updates of the
+size of what they change. The step is made when all gradients are there, not inside the backward: then clipping and
+accumulation work as with any other optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.train.optim.momentum import Groups, with_gradient
+
+TINY = 1e-30
+"""Added to squared gradients."""
+
+
+class FactoredOptimizer(torch.optim.Optimizer):
+    """See the module. `decay`: exponent of the step by which the means forget; `eps`: least size of a parameter."""
+
+    def __init__(self, groups: Groups, lr: float, *, decay: float, eps: float, clip_threshold: float) -> None:
+        defaults = {"lr": lr, "weight_decay": 0.0, "decay": decay, "eps": eps, "clip_threshold": clip_threshold}
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter, gradient in zip(*with_gradient(group), strict=True):
+                state = self._state(parameter)
+                state["step"] += 1
+                forget = float(state["step"]) ** group["decay"]
+                squares = gradient.square().add_(TINY)
+                if "exp_avg_sq" in state:
+                    scale = state["exp_avg_sq"].lerp_(squares, forget).rsqrt()
+                else:
+                    rows = state["exp_avg_sq_row"].lerp_(squares.mean(-1), forget)
+                    columns = state["exp_avg_sq_col"].lerp_(squares.mean(-2), forget)
+                    of_rows = (rows / rows.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
+                    scale = of_rows * columns.rsqrt().unsqueeze(-2)
+                update = gradient * scale
+                update /= (_rms(update) / group["clip_threshold"]).clamp(min=1.0)
+                size = _rms(parameter).clamp(min=group["eps"])
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(update * (size * group["lr"]))
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if state:
+            return state
+        state["step"] = torch.tensor(0.0)
+        if parameter.dim() < 2:
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            return state
+        state["exp_avg_sq_row"] = torch.zeros(parameter.shape[:-1], device=parameter.device)
+        state["exp_avg_sq_col"] = torch.zeros((*parameter.shape[:-2], parameter.shape[-1]), device=parameter.device)
+        return state
+
+
+def _rms(values: Tensor) -> Tensor:
+    size: Tensor = values.norm() / values.numel() ** 0.5
+    return size
