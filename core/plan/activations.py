@@ -11,6 +11,8 @@ D = heads · head width, K the same of keys, I the feed-forward's inner width; c
     … in plain operations, or by torch's math: 4 (+ c) heads · rows · T², the scores, and q, k, v of D each
     feed-forward        c H n + c 3 I n + c I n            its input; gate, its activation, up; their product
     adapters            c r n each; with dropout what is left of their own input and its mask, in place of the input
+    OFT                 c in n + 7 c in b each             the input as the rotation takes it; with blocks of b, the
+                                                           powers of the rotation's series (4 in fp32)
     DoRA                2 c out n each                     the results of base and adapter; packed, their sum alone
 
 tests/train/test_plan_bytes.py holds it to what autograd keeps, and bench/plan.py to what a process takes.
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.plan.models.shape import Shape, Weight
+from core.spec.axes.method import OFT
 
 Attention = Literal["flash", "math", "eager"]
 Role = Literal["attention in", "attention out", "inner in", "inner out"]
@@ -62,6 +65,8 @@ class Numbers:
     dora: bool = False
     fused: bool = False
     """Base and adapter in one operator (packed weights)."""
+    rotation: OFT | None = None
+    """Adapters rotate the inputs of their layers, each its own copy."""
     attention: Attention = "flash"
     cpu: bool = False
     whole: bool = False
@@ -114,6 +119,8 @@ def worked(shape: Shape, block: Collection[Weight], numbers: Numbers, what: Pass
         inner += max((8 * w.outputs * n for w in block if w.module in numbers.adapted), default=0)
     elif numbers.dora:  # an identity, its product with both factors, and base plus that, in the weights' own dtype
         inner += max((c * w.inputs**2 + 3 * c * w.numel for w in block if w.module in numbers.adapted), default=0)
+    if numbers.rotation is not None:  # an input and its gradient in float32, beside those of the products
+        inner += max((8 * w.inputs * n for w in block if w.module in numbers.adapted), default=0)
     return numbers.residual * shape.hidden * n + inner
 
 
@@ -158,6 +165,8 @@ def _inputs(fed: Collection[Weight], numbers: Numbers, n: int) -> int:
     if numbers.trained:
         apart = numbers.residual != c and role(first) != "inner out"
         return (len(fed) if apart else 1) * c * first.inputs * n
+    if numbers.rotation is not None:
+        return c * first.inputs * n * sum(weight.module in numbers.adapted for weight in fed)
     wanted = any(weight.module in numbers.adapted for weight in fed)
     return c * first.inputs * n if wanted and (numbers.dropout == 0) else 0
 
@@ -189,6 +198,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
 def _adapter(weight: Weight, numbers: Numbers, n: int) -> int:
     c = numbers.computed
     total = c * numbers.rank * n
+    if numbers.rotation is not None:
+        total += (7 if c < 4 else 4) * c * weight.inputs * (numbers.rotation.block_of(weight.inputs) or 0)
     if numbers.dropout:
         total += (c + numbers.dropout) * weight.inputs * n
     if numbers.dora:

@@ -212,6 +212,13 @@ RULES: tuple[Rule, ...] = (
         "remove `quantization` (nf4), or use `method: lora`",
     ),
     Rule(
+        "fp8_with_oft",
+        {"precision": ("fp8",), "method": ("oft",)},
+        "training.precision",
+        "a rotation changes the input of a layer after its scale for 8-bit floats was chosen",
+        "use `method: lora`, or another precision",
+    ),
+    Rule(
         "fp8_with_qlora",
         {"precision": ("fp8",), "method": ("qlora",)},
         "training.precision",

@@ -27,7 +27,7 @@ from core.plan.models.weights import WeightBytes, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
-from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import (
     ActivationsOnHost,
@@ -323,6 +323,8 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
     match method_of(spec):
         case Full():
             return Numbers(computed, 4, True, adapted, attention=attention, cpu=cpu)
+        case OFT() as rotation:
+            return Numbers(computed, computed, False, adapted, rotation=rotation, attention=attention, cpu=cpu)
         case LoRA() | QLoRA() as method:
             return Numbers(
                 computed,
@@ -343,6 +345,8 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
 def _casts(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     """Bytes of the rounded copies of trained matrices that autocast keeps during a forward."""
     if numbers.computed == 4:
+        return 0
+    if numbers.rotation is not None:  # its powers are counted with what blocks keep
         return 0
     if not numbers.trained:
         return 0 if numbers.fused else held.adapter // 2

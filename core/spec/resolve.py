@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from core.spec.axes.batching import Packed
 from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
-from core.spec.axes.method import Auto, Full, LoRA, QLoRA
+from core.spec.axes.method import OFT, Auto, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import (
     SGD,
     Adafactor,
@@ -43,6 +43,8 @@ def resolve(spec: JobSpec) -> JobSpec:
             learning_rate = None if isinstance(spec.method, Auto) else adapters
             alpha = spec.method.lora_alpha if spec.method.lora_alpha is not None else 2.0 * spec.method.r
             updates["method"] = spec.method.model_copy(update={"lora_alpha": alpha})
+        case OFT():
+            learning_rate = adapters
         case Full():
             learning_rate = full
         case _ as never:

@@ -37,6 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora+": {"method": {"type": "lora", "r": 4, "loraplus_lr_ratio": 16}},
     "lora+ with dora": {"method": {"type": "qlora", "r": 4, "loraplus_lr_ratio": 4, "use_dora": True}},
     "neftune": {"method": {"type": "lora", "r": 4}, "training": AXES["training"] | {"neftune_noise_alpha": 5}},
+    "oft": {"method": {"type": "oft", "oft_block_size": 8}},
+    "oft over nf4": {"method": {"type": "oft", "r": 4, "use_cayley_neumann": False}, "quantization": "nf4"},
     "last layer": {"method": {"type": "full", "train": {"layers": "last 1"}}},
     "listed layer and norms": {"method": {"type": "full", "train": {"layers": [0], "norms": True}}},
     "head": {"method": {"type": "full", "train": {"layers": "none", "head": True, "embeddings": True}}},

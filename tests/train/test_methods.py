@@ -12,14 +12,20 @@ from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from core.errors import SpecError
+from core.plan.device import Device
+from core.plan.memory import plan
 from core.plan.models.freeze import trained_names
-from core.spec.axes.method import Full, LoRA, TrainedPart
+from core.plan.models.shape import Shape
+from core.spec.axes.method import OFT, Full, LoRA, TrainedPart
 from core.spec.axes.optimizer import AdamW
 from core.spec.load import parse_job
+from core.spec.resolve import resolve
 from core.train.base.rng import seed_all
+from core.train.export.merge import write_merged
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora, parameter_groups
 from core.train.methods.neftune import add_noise
+from core.train.methods.oft import adapt_oft
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
@@ -97,6 +103,41 @@ def test_the_layers_that_are_trained(tiny_dir: Path, part: dict[str, Any], first
         assert all("norm" in name for name in trained)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_oft_rotates_and_is_merged(tiny_dir: Path, tmp_path: Path, exact: bool) -> None:
+    spec = OFT(oft_block_size=8, use_cayley_neumann=not exact)
+    model: Any = adapt_oft(load_model(tiny_dir, torch.float32), spec)
+    ids = torch.arange(3, 20)[None]
+    with model.disable_adapter():
+        before = model(ids).logits
+    assert torch.equal(model(ids).logits, before), "rotations begin as none"
+    seed_all(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.02)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    turned = layer.get_delta_weight("default")
+    eye = torch.eye(turned.shape[0])
+    torch.testing.assert_close(turned @ turned.t(), eye, rtol=0, atol=1e-5 if exact else 1e-3)
+    x = torch.randn(3, turned.shape[0])
+    torch.testing.assert_close(layer(x), layer.base_layer(x @ turned))
+    write_merged(model, tmp_path / "merged", model_dir=tiny_dir, dtype=torch.float32)
+    merged = load_model(tmp_path / "merged", torch.float32)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "field"), [({"oft_block_size": 7}, "oft_block_size"), ({"r": 7}, "r")])
+def test_blocks_that_do_not_divide_a_layer(tiny_dir: Path, size: dict[str, int], field: str) -> None:
+    spec = OFT(**size)
+    with pytest.raises(SpecError, match="inputs") as refused:
+        adapt_oft(load_model(tiny_dir, torch.float32), spec)
+    assert refused.value.field == f"method.{field}"
+    job = parse_job({"model": str(tiny_dir), "data": "/rows.jsonl", "method": {"type": "oft", **size}})
+    with pytest.raises(SpecError, match="inputs") as refused:
+        plan(resolve(job), Shape.of_folder(tiny_dir), longest=64, device=Device("cpu"))
+    assert refused.value.field == f"method.{field}"
+
+
 NAMES = ["model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight", "model.norm.weight"]
 
 
@@ -137,6 +178,7 @@ def test_a_pattern_without_parameters(tiny_dir: Path, groups: list[dict[str, Any
         ({"method": {"type": "full", "train": {"layers": "middle 2"}}}, "method.train.layers"),
         ({"method": {"type": "lora", "loraplus_lr_ratio": 0.5}}, "method.loraplus_lr_ratio"),
         ({"method": {"type": "full", "loraplus_lr_ratio": 4}}, "method.loraplus_lr_ratio"),
+        ({"method": {"type": "oft", "r": 4, "oft_block_size": 8}}, "method"),
         ({"training": {"neftune_noise_alpha": 0}}, "training.neftune_noise_alpha"),
         ({"optimizer": {"parameter_groups": [{"pattern": "a b"}]}}, "optimizer.parameter_groups[0].pattern"),
     ],

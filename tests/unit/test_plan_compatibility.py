@@ -161,7 +161,7 @@ def test_codes_are_unique() -> None:
 
 
 def test_axes_follow_the_spec() -> None:
-    assert AXES["method"] == ("full", "lora", "qlora", "auto")
+    assert AXES["method"] == ("full", "lora", "qlora", "oft", "auto")
     assert AXES["quantization"] == ("default", "none", "nf4", "int8")
     assert AXES["evaluation"] == ("default", "none", "held_out", "held_out in steps")
     assert AXES["precision"] == ("auto", "bf16", "fp16", "fp32", "fp8")

@@ -14,13 +14,14 @@ from core.errors import Fault, NotFound, SpecError
 from core.jobs.admission import lineage
 from core.jobs.admission.auto_method import effective
 from core.jobs.base.states import FINAL, Status
-from core.spec.axes.method import Auto, LowRank
+from core.spec.axes.method import OFT, Adapter, Auto
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, SourceModel
 from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 
 INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann")
 """Fields of a method that an adapter has from its making on."""
 
 
@@ -114,34 +115,38 @@ def _require_succeeded(job: Job) -> None:
 
 
 def _trains_adapter(spec: JobSpec) -> bool:
-    return isinstance(spec.method, LowRank)
+    return isinstance(spec.method, Adapter)
 
 
 def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
     method, adapter = spec.method, model.adapter
     if isinstance(parent.method, Auto):
         return spec  # settled when the job before has started; this one is looked at again once that has succeeded
-    if not isinstance(parent.method, LowRank):
+    if not isinstance(parent.method, Adapter):
         if adapter is not None:
             words = "that job trained all parameters, so it has no adapter to continue or merge: remove the field"
             raise _refused(Fault("model_without_adapter", words, "model.adapter"))
         return spec
     named = "method" in spec.model_fields_set
     if adapter is None:
-        adapter = "merge" if named and not isinstance(method, LowRank) else "continue"
+        adapter = "merge" if named and not isinstance(method, Adapter) else "continue"
     updates: dict[str, Any] = {"model": model.model_copy(update={"adapter": adapter})}
     if adapter == "continue":
-        if isinstance(method, LowRank):  # of others the table of compatibility says why not
+        if isinstance(method, Adapter):  # of others the table of compatibility says why not
             updates["method"] = _continued(method, parent.method) if named else parent.method
         if not named and spec.quantization is None:
             updates["quantization"] = parent.quantization
     return spec.model_copy(update=updates)
 
 
-def _continued(method: LowRank, parent: LowRank) -> LowRank:
+def _continued(method: Adapter, parent: Adapter) -> Adapter:
     """The method with the fields that the adapter has. SpecError, with a fault for each that says otherwise."""
+    inherited = INHERITED_OFT if isinstance(parent, OFT) else INHERITED
+    if isinstance(method, OFT) is not isinstance(parent, OFT):
+        words = f"the adapter to continue is one of `{parent.type}`: remove `method`, or set `model.adapter: merge`"
+        raise _refused(Fault("adapter_differs", words, "method"))
     faults = []
-    for name in INHERITED:
+    for name in inherited:
         has, asked = getattr(parent, name), getattr(method, name)
         if name in method.model_fields_set and asked is not None and asked != has:
             words = f"the adapter to continue has `{has}`: remove it, or set `model.adapter: merge` for a new adapter"
@@ -149,7 +154,7 @@ def _continued(method: LowRank, parent: LowRank) -> LowRank:
     if faults:
         first = faults[0]
         raise SpecError(f"{first.field}: {first.message}", field=first.field, faults=tuple(faults), code=first.code)
-    return method.model_copy(update={name: getattr(parent, name) for name in INHERITED})
+    return method.model_copy(update={name: getattr(parent, name) for name in inherited})
 
 
 def _chain(session: Session, parent: Job, adapter: str | None) -> ModelChain:

@@ -29,7 +29,7 @@ from core.plan.models.headers import (
     unreadable,
     weight_files,
 )
-from core.spec.axes.method import LowRank
+from core.spec.axes.method import Adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj", "dense"]
 """Names of attention projections over the model families; those that a model has are taken."""
@@ -245,7 +245,7 @@ class Shape:
                     bits[32 if weight.dtype in ("F32", "F64") else 16] += weight.numel
         return max(bits, key=lambda size: bits[size])
 
-    def targets(self, method: LowRank) -> Selected:
+    def targets(self, method: Adapter) -> Selected:
         """The linear layers that get an adapter. SpecError when there are none."""
         match method.target_modules:
             case "all-linear":

@@ -6,16 +6,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+from core.errors import SpecError
 from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK, aligned
 from core.plan.device import Device
 from core.plan.models.freeze import layers_of, trained_names
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
 from core.plan.optimizers import TrainedTensor, check_groups
-from core.spec.axes.method import Full, LowRank
+from core.spec.axes.method import OFT, Full, LowRank
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
+
+TARGETS = "method.target_modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,11 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         for prefix, part, names in _parts(shape, targets):
             for weight in part:
                 if weight.kind in ADAPTABLE and weight.module in names:
-                    tensors += _adapter(method, weight, prefix)
+                    tensors += (
+                        _rotation(method, weight, prefix)
+                        if isinstance(method, OFT)
+                        else _adapter(method, weight, prefix)
+                    )
     else:
         tensors = [
             TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), f"{prefix}{w.name}")
@@ -120,7 +127,7 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
         still=sum(block.still for block in blocks),
-        adapter=0 if full else 4 * count,
+        adapter=0 if full else 4 * count + (_places(tensors) if isinstance(method, OFT) else 0),
         trained_tensors=tuple(tensors),
         trained=count,
         dense=sum(part.dense for part in (outside, *blocks)),
@@ -148,6 +155,22 @@ def _adapter(method: LowRank, weight: Weight, prefix: str) -> Iterator[TrainedTe
     yield TrainedTensor((weight.outputs, method.r), True, f"{module}.{b}")
     if method.use_dora:
         yield TrainedTensor((weight.outputs,), False, f"{module}.lora_magnitude_vector.weight")
+
+
+def _rotation(method: OFT, weight: Weight, prefix: str) -> Iterator[TrainedTensor]:
+    """The tensor of a rotation on a weight. SpecError where its inputs cannot be divided into blocks."""
+    module = f"{prefix}{weight.module}"
+    if weight.kind != "linear":
+        raise SpecError(f"`method: oft` rotates the inputs of linear layers, and {module} is none", field=TARGETS)
+    if (size := method.block_of(weight.inputs)) is None:
+        field = "method.r" if method.r is not None else "method.oft_block_size"
+        raise SpecError(f"{module} has {weight.inputs} inputs, which this does not divide", field=field)
+    yield TrainedTensor((weight.inputs // size, size * (size - 1) // 2), True, f"{module}.oft_R.weight")
+
+
+def _places(rotations: Collection[TrainedTensor]) -> int:
+    """Bytes of the numbers of rows and columns that PEFT keeps for each rotation."""
+    return sum(2 * 8 * tensor.shape[1] for tensor in rotations)
 
 
 def _measure(

@@ -44,20 +44,26 @@ class Full(SpecModel):
     """The part of the model to train. Default: all of it."""
 
 
-class LowRank(SpecModel):
-    """Common fields of LoRA and QLoRA; not an arm."""
+Targets = Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)]
+
+
+class Adapter(SpecModel):
+    """Common fields of adapters; not an arm."""
 
     type: str
+    target_modules: Targets = "all-linear"
+    """`all-linear` (every linear layer except the head), `attention` (its projections), or a list of module names."""
+
+
+class LowRank(Adapter):
+    """Common fields of LoRA and QLoRA; not an arm."""
+
     r: Annotated[int, Field(ge=1, le=256)] = 32
     """Rank of the update."""
     lora_alpha: Annotated[float, Field(gt=0, le=4096)] | None = None
     """The update is scaled by lora_alpha / r. Default: 2 r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
-    target_modules: (
-        Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)]
-    ) = "all-linear"
-    """`all-linear` (every linear layer except the head), `attention` (its projections), or a list of module names."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
     use_dora: bool = False
@@ -79,6 +85,32 @@ class QLoRA(LowRank):
     type: Literal["qlora"] = "qlora"
 
 
+class OFT(Adapter):
+    """Orthogonal fine-tuning: the input of each linear layer is rotated, block by block (Qiu et al. 2023,
+    arXiv:2306.07280; with rotated inputs arXiv:2506.19847). The base may be packed."""
+
+    type: Literal["oft"] = "oft"
+    oft_block_size: Annotated[int, Field(ge=2, le=4096)] | None = None
+    """Width of a block; it must divide the inputs of each layer. Default: 32, unless `r` is given."""
+    r: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Number of blocks of each layer, in place of `oft_block_size`."""
+    use_cayley_neumann: bool = True
+    """Approximate the rotation by five terms of a series. `false`: the exact Cayley transform, which solves a system
+    for each block."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> OFT:
+        if self.oft_block_size is not None and self.r is not None:
+            raise ValueError("`oft_block_size` and `r` are two ways to say one thing: give one of them")
+        return self
+
+    def block_of(self, inputs: int) -> int | None:
+        """Width of the blocks of a layer with so many inputs; None: they cannot be divided so."""
+        size = self.oft_block_size or 32 if self.r is None else inputs // self.r
+        count = inputs // size if size else 0
+        return size if size > 1 and count * size == inputs and self.r in (None, count) else None
+
+
 class Auto(LowRank):
     """The first of these methods that fits the slot on which the job starts: `full`, `lora`, `lora` over int8, `qlora`,
     and `qlora` with streamed blocks. It is chosen once, at the job's first start, from its memory plan (docs/plans.md),
@@ -88,6 +120,6 @@ class Auto(LowRank):
     type: Literal["auto"] = "auto"
 
 
-Method = Annotated[Full | LoRA | QLoRA | Auto, Field(discriminator="type"), short_form(by_type)]
-SettledMethod = Full | LoRA | QLoRA
+Method = Annotated[Full | LoRA | QLoRA | OFT | Auto, Field(discriminator="type"), short_form(by_type)]
+SettledMethod = Full | LoRA | QLoRA | OFT
 """What a run has."""

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import yaml
 
 from core.spec.axes.batching import Packed, Rows, Tokens
-from core.spec.axes.method import Full, LoRA, QLoRA, TrainedPart
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA, TrainedPart
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 from core.train.stage import Stage
@@ -37,11 +37,10 @@ def model_card(
     what `merged` says was made of both."""
     method = method_of(spec)
     match method:
-        case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
-            name = "DoRA" if method.use_dora else "LoRA"
+        case LoRA() | QLoRA() | OFT():
             packed = record["quantization"]
             over = f" over {packed['format']} weights" if packed else ""
-            how, kind = f"{name}, rank {r}, alpha {alpha:g}{over}", "adapter"
+            how, kind = f"{_adapter_words(method)}{over}", "adapter"
             library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
             if merged is not None:
                 onto = (
@@ -58,7 +57,7 @@ def model_card(
         "library_name": library,
         "pipeline_tag": "text-generation",
         "base_model_relation": relation,
-        "tags": ["eft", stage.name, *(["lora"] if library == "peft" else [])],
+        "tags": ["eft", stage.name, *(["oft" if isinstance(method, OFT) else "lora"] if library == "peft" else [])],
     }
     if not base.startswith(("/", ".")):
         meta["base_model"] = base
@@ -109,6 +108,18 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _adapter_words(method: LoRA | QLoRA | OFT) -> str:
+    match method:
+        case OFT(r=None):
+            return f"OFT, blocks of {method.oft_block_size or 32}"
+        case OFT(r=r):
+            return f"OFT, {r} blocks"
+        case LoRA(r=r, lora_alpha=alpha) | QLoRA(r=r, lora_alpha=alpha):
+            return f"{'DoRA' if method.use_dora else 'LoRA'}, rank {r}, alpha {alpha:g}"
+        case _ as never:
+            assert_never(never)
 
 
 def _part(part: TrainedPart) -> str:

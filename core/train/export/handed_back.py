@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from core.errors import EftError
-from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.model.load import load_model
@@ -26,7 +26,7 @@ def check_saved(model: nn.Module, method: SettledMethod, folder: Path) -> str:
     where this machine's memory does not hold the model a second time. Raises ArtifactsDiffer."""
     try:
         match method:
-            case LoRA() | QLoRA():
+            case LoRA() | QLoRA() | OFT():
                 return _check_adapter(model, folder)
             case Full():
                 return _check_model(model, folder)

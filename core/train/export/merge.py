@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
@@ -53,7 +53,7 @@ def write_merged(
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if any(isinstance(layer, LoraLayer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())):
+    if any(isinstance(layer, BaseTunerLayer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())):
         # Two matrices from here on: an adapter changed one of them alone, and tying would undo it without a word.
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.dtype = dtype
@@ -74,14 +74,14 @@ def merged_tensors(
         if any(prefix.startswith(f"{name}.") for name in adapters[-1:]):
             continue  # inside of the layer just merged
         match module:
-            case LoraLayer():
+            case BaseTunerLayer():
                 adapters.append(prefix)
                 values = _merged(module, prefix, originals)
             case QuantLinear():
                 values = _parameters(_dense(module, prefix, originals))
             case _:
                 values = _parameters(module, seen)
-        made = isinstance(module, LoraLayer | QuantLinear)  # copies; the others are weights as they lie
+        made = isinstance(module, BaseTunerLayer | QuantLinear)  # copies; the others are weights as they lie
         with on_device(module) if made else nullcontext():
             for name, tensor in values:
                 to = dtype if tensor.is_floating_point() else tensor.dtype
@@ -97,7 +97,7 @@ def _merged(layer: Any, prefix: str, originals: Path | None) -> Iterator[tuple[s
     finally:
         layer.base_layer = base
         layer.merged_adapters.clear()
-        layer._caches.clear()  # what DoRA keeps for an unmerge
+        getattr(layer, "_caches", {}).clear()  # what DoRA keeps for an unmerge
 
 
 def _dense(base: nn.Module, prefix: str, originals: Path | None) -> nn.Module:

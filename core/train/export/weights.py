@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 
 
 def save_weights(
@@ -26,7 +26,7 @@ def save_weights(
     model is written in (training keeps float32)."""
     target: Any = model
     match method:
-        case LoRA() | QLoRA():
+        case LoRA() | QLoRA() | OFT():
             folder = artifacts / "adapter"
             for config in target.peft_config.values():
                 config.base_model_name_or_path = base

@@ -4,21 +4,18 @@ made by PEFT."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import nn
 
 from core.errors import SpecError
-from core.plan.models.shape import ATTENTION
 from core.spec.axes.method import LowRank
+from core.train.adapters import target_modules
 from core.train.optim.groups import ParameterGroup, decay_groups, split
 
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
-_MERGE = "leave the fields of `method` out to take that job's, or set `model.adapter: merge`"
 
 
 def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
@@ -53,21 +50,6 @@ def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn
     return adapted
 
 
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. SpecError where the two
-    have other tensors or shapes."""
-    saved = load_file(folder / "adapter_model.safetensors")
-    made = get_peft_model_state_dict(model)
-    if odd := sorted(name for name in saved.keys() | made.keys() if name not in saved or name not in made):
-        where = "the adapter to continue lacks" if odd[0] in made else "this job's method has no place for"
-        raise SpecError(f"{where} {odd[0]}, and {len(odd) - 1} more tensors differ; {_MERGE}", field="model.adapter")
-    for name, tensor in saved.items():
-        if tensor.shape != made[name].shape:
-            shapes = f"{list(tensor.shape)} in the adapter to continue and {list(made[name].shape)} in this job"
-            raise SpecError(f"{name} is {shapes}; {_MERGE}", field="model.adapter")
-    set_peft_model_state_dict(model, saved)
-
-
 def parameter_groups(model: nn.Module, spec: LowRank) -> list[ParameterGroup]:
     """The groups of an optimizer over the adapters; those of LoRA+ (arXiv:2402.12354) apart."""
     groups = decay_groups(model)
@@ -75,29 +57,3 @@ def parameter_groups(model: nn.Module, spec: LowRank) -> list[ParameterGroup]:
         return groups
     faster = {name for name, p in model.named_parameters() if p.dim() == 1 or _B_MATRIX.search(name)}
     return split(groups, faster.__contains__, rate_factor=spec.loraplus_lr_ratio)
-
-
-def target_modules(model: nn.Module, spec: LowRank) -> str | list[str]:
-    """What PEFT takes as `target_modules`."""
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    match spec.target_modules:
-        case "all-linear":
-            return "all-linear"
-        case "attention":
-            here = [name for name in ATTENTION if name in linear]
-            if not here:
-                raise SpecError(
-                    "this model has no attention projections with a known name; list the module names instead: "
-                    + ", ".join(sorted(linear)),
-                    field="method.target_modules",
-                )
-            return here
-        case names:
-            known = {name for name, _ in model.named_modules()}
-            for name in names:
-                if not any(full == name or full.endswith("." + name) for full in known):
-                    raise SpecError(
-                        f"the model has no module `{name}`; its linear layers are {', '.join(sorted(linear))}",
-                        field="method.target_modules",
-                    )
-            return names

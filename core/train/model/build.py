@@ -13,10 +13,11 @@ from torch import nn
 from core.base.files import remembered_sha256
 from core.errors import SpecError
 from core.plan.stream import Decision
-from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
+from core.train.adapters import load_adapter
 from core.train.base.rng import seed_all
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.checkpointing.checkpointed_block import CheckpointPolicy
@@ -279,10 +280,17 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
 
             adapted = lora.adapt_lora(model, method, autocast=placement.autocast is not None)
             if run.adapter_dir is not None:
-                lora.load_adapter(adapted, run.adapter_dir)
+                load_adapter(adapted, run.adapter_dir)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
             return adapted, lora.parameter_groups(adapted, method)
+        case OFT():
+            from core.train.methods import oft
+
+            rotated = oft.adapt_oft(model, method)
+            if run.adapter_dir is not None:
+                load_adapter(rotated, run.adapter_dir)
+            return rotated, oft.parameter_groups(rotated)
         case Full():
             from core.train.methods import full
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.oft.layer import Linear as OftLinear
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
@@ -62,6 +63,8 @@ def split_matmuls(model: nn.Module, limits: Limits) -> None:
         match module:
             case QuantLoraLinear():  # its products are an operator's, not those of layers of its own
                 module.row_split = RowSplit(limits, _larger_side(module))
+            case OftLinear():  # the rotation is a product of its own
+                _in_parts(module, RowSplit(limits, _larger_side(module)))
             case PeftLinear() if module.lora_variant:  # DoRA multiplies with its base's weight by itself
                 _in_parts(module, RowSplit(limits, _larger_side(module)))
             case nn.Linear():

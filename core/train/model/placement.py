@@ -14,7 +14,7 @@ from core.hardware.precision import TF32, against_fp8, choose_precision
 from core.hardware.selftest import Choice, Dtype
 from core.hardware.tables import faults
 from core.hardware.tables.faults import Limits
-from core.spec.axes.method import Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
 from core.train.attention.backends import Attention, choose_attention
@@ -95,7 +95,7 @@ def place(
     match method:
         case Full():
             weights = torch.float32
-        case LoRA() | QLoRA():
+        case LoRA() | QLoRA() | OFT():
             weights = COMPUTE[precision] or torch.float32
         case _ as never:
             assert_never(never)

@@ -13,18 +13,20 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.batching import Packed
-from core.spec.axes.method import Full, LoRA, QLoRA
+from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.optimizer import AdamW
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
+from core.train.adapters import load_adapter
 from core.train.base.events import NullEventWriter
 from core.train.base.rng import seed_all
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import StepOrder, build_order
 from core.train.feed import read_data
 from core.train.methods.full import adapt_full
-from core.train.methods.lora import adapt_lora, load_adapter
+from core.train.methods.lora import adapt_lora
+from core.train.methods.oft import adapt_oft
 from core.train.model.compute import prepare_compute
 from core.train.model.load import load_model, load_tokenizer
 from core.train.run import Run
@@ -109,12 +111,14 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
     return ReadyReplay(found, model, tokenizer, differing)
 
 
-def start_of(model_dir: Path, method: Full | LoRA | QLoRA, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+def start_of(model_dir: Path, method: SettledMethod, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
     """The model and its new adapters as a run begins with them, if the random numbers are seeded as there; 4-bit
     weights by bitsandbytes."""
     match method:
         case Full():
-            return adapt_full(load_model(model_dir, torch.float32)).to(device)
+            return adapt_full(load_model(model_dir, torch.float32), method).to(device)
+        case OFT():
+            return adapt_oft(load_model(model_dir, dtype), method).to(device)
         case LoRA():
             return adapt_lora(load_model(model_dir, dtype), method).to(device)
         case QLoRA():
