@@ -53,6 +53,7 @@ $(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt
 	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
 	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
 	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/aot -r locks/aot.txt
+	@$(BIN)/python -m tests.support.tools > /dev/null
 	@touch $@
 
 install: $(VENV)/.app ## what the service needs into .venv, and nothing is started: TORCH=rocm, cuda or cpu

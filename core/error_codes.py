@@ -180,6 +180,14 @@ MODELS: dict[str, Code] = {
         "Weights of an earlier job, or its base model, have changed since.",
         "Restore them from a backup, or train that job again.",
     ),
+    "gguf_refused": (
+        "llama.cpp cannot hold this model.",
+        "Export it as `merged`, or remove `gguf` from `export`.",
+    ),
+    "tools_missing": (
+        "An export needs libraries that are not installed and cannot be.",
+        "Prepare such a job once with network (docs/exports.md).",
+    ),
     "model_needs_service": ("Only a service knows jobs.", "Give the folder of a model, e.g. a `merged` export."),
     "model_without_adapter": ("That job trained all parameters.", "Remove `model.adapter`."),
     "adapter_differs": (
@@ -354,6 +362,14 @@ NOTICES: dict[str, Code] = {
     "best_missing": ("The best checkpoint is missing; the last weights are exported.", "Raise `keep_last`."),
     "already_quantized": ("The model's files are already quantised.", "Nothing: training uses them unchanged."),
     "quantization_cache": ("Packed weights could not be cached or read; they are rebuilt.", "Check the disk."),
+    "merged_withheld": (
+        "The merged model is not what was trained, or has kept too little of it.",
+        "Read the job's result; take another `dtype`, or set `min_retention` (docs/exports.md).",
+    ),
+    "gguf_withheld": (
+        "The GGUF file is not what was trained, or has kept too little of it.",
+        "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
+    ),
     "token_cache": ("Tokens could not be cached or read; they are rebuilt.", "Check the disk."),
     "method": ("The choice of `method: auto`, and why each earlier candidate was rejected.", "Nothing: docs/plans.md."),
     "stream": ("Where the streamed weights are kept, and why.", "Nothing: docs/memory.md."),

@@ -41,12 +41,13 @@ class ModelGone(EftError):
 
 def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: float) -> PrepareOrder:
     """`held_at`: see PrepareOrder."""
-    data = JobSpec.model_validate(claim.spec).data
+    spec = JobSpec.model_validate(claim.spec)
+    data = spec.data
     named = singles(data.train, "data.train") + (singles(data.eval, "data.eval") if data.eval is not None else [])
     return PrepareOrder(
         job_id=claim.token.job_id,
         attempt=claim.token.attempt,
-        model=JobSpec.model_validate(claim.spec).model,
+        model=spec.model,
         chain=None if claim.chain is None else ModelChain.model_validate(claim.chain),
         runs_dir=str(layout.runs),
         models_dir=str(layout.models),
@@ -54,6 +55,8 @@ def prepare_order(claim: Claim, settings: Settings, layout: Layout, held_at: flo
         offline=settings.offline,
         datasets=[DatasetOrder(field=field, source=one) for field, one in named if isinstance(one, HubDataset)],
         weights=claim.slot.kind != "preview",
+        exports=spec.export if claim.slot.kind != "preview" else [],
+        cache_dir=str(layout.cache),
         memory_limit=_prepare_limit(settings),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,

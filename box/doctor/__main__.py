@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import get_args
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -30,8 +31,10 @@ from core.hardware.recording import render
 from core.hardware.sources import tools
 from core.jobs import installation
 from core.settings import Settings, SettingsError, read_settings
+from core.storage.layout import Layout
 from core.storage.open import open_store
 from core.storage.store import StoreAway
+from core.tools import ToolSet, place
 
 PART_SECONDS = 120.0
 """No part of the examination may take longer: a database behind a dead network, a driver that hangs."""
@@ -52,6 +55,7 @@ def examine(environ: Mapping[str, str] = os.environ, seconds: float = tools.SECO
             ("data", lambda part: _data(part, settings)),
             ("database", lambda part: _database(part, settings)),
             ("disk", lambda part: disk.look(part, settings)),
+            ("exports", lambda part: _exports(part, settings)),
             ("broker", lambda part: _broker(part, settings)),
         ]
     for what, look in parts:
@@ -123,6 +127,22 @@ def _data(report: Report, settings: Settings) -> None:
     mode = root.stat().st_mode & 0o777
     if mode & private.OTHERS:
         report.add("note", "data", f"{root} is open to others on this box (mode {mode:o}); the next start closes it")
+
+
+def _exports(report: Report, settings: Settings) -> None:
+    """Whether libraries that exports need are there (docs/exports.md)."""
+    if not settings.root.is_dir():
+        return
+    cache = Layout(settings.root).cache
+    for name in get_args(ToolSet):
+        folder = place(name, cache)
+        if folder.is_dir():
+            report.add("ok", "exports", f"libraries of `{name}`: {folder}")
+        elif settings.offline:
+            way = f"copy {folder.name} from another data root to {folder.parent}"
+            report.add("note", "exports", f"no libraries of `{name}`, and no network (EFT_OFFLINE): {way}")
+        else:
+            report.add("note", "exports", f"no libraries of `{name}` yet: the first job that needs them installs them")
 
 
 def _database(report: Report, settings: Settings) -> None:

@@ -62,3 +62,8 @@ BUCKET_BYTES = 32 * MIB
 """Size of a bucket of gradients that ranks sum at once: small tensors travel together. torch's DDP takes 25 MiB."""
 BUCKETS_IN_FLIGHT = 2
 """Buckets on their way at once. Their content is a copy, so this bounds the memory."""
+
+# --- exports ---------------------------------------------------------------------------------------------
+
+GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5}
+"""Bits of a weight in a GGUF file: scales included."""

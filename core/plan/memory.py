@@ -16,6 +16,7 @@ from core.plan.activations import Numbers, Pass, ended, kept, passed, selected, 
 from core.plan.constants import (
     BUCKET_BYTES,
     BUCKETS_IN_FLIGHT,
+    GGUF_BITS,
     INPUTS_IN_FLIGHT,
     PIECE_BYTES,
     SCRATCH_BYTES,
@@ -27,6 +28,7 @@ from core.plan.models.weights import WeightBytes, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.export import GGUF, Merged
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import (
@@ -423,5 +425,16 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
     size = shape.parameters * shape.file_bits // 8
     yield Item("result", size if isinstance(method_of(spec), Full) else 4 * held.trained, "what the job hands back")
     for export in spec.export:
-        wide = export.dtype == "fp32"
-        yield Item("export", shape.parameters * (4 if wide else 2), f"`{export.type}`: the whole model")
+        match export:
+            case Merged(dtype=dtype):
+                yield Item("export", shape.parameters * (4 if dtype == "fp32" else 2), "`merged`: the whole model")
+            case GGUF(quantization=quantization):
+                size = int(GGUF_BITS[quantization] * shape.parameters / 8)
+                yield Item("export", size, f"`gguf`: the whole model in {quantization}")
+            case _ as never:
+                assert_never(never)
+    onto = {export.merge_onto for export in spec.export if isinstance(export, GGUF)}
+    if onto:
+        merged = 0 if isinstance(method_of(spec), Full) else 4
+        size = (merged + 2) * shape.parameters * len(onto)
+        yield Item("conversion", size, "the model as it is converted to GGUF: merged in float32, and in 16 bits")

@@ -209,6 +209,7 @@ FIELDS: dict[str, str] = {
     "gpu": "resources.gpus",
     "job_name": "name",
     "max_runtime": "resources.max_runtime_seconds",
+    "gguf": "export = gguf",
     "merge": "export = merged",
     "merge_adapter": "export = merged",
     "merge_lora": "export = merged",

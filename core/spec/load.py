@@ -230,6 +230,8 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], list[type[BaseMod
         if isinstance(step, int):
             if parts:
                 parts[-1] += f"[{step}]"
+            if model not in arms and position < len(loc) and (chosen := _arm(arms, loc[position])) is not None:
+                model, position = chosen, position + 1  # an entry of a list of unions
             continue
         if isinstance(model, type) and issubclass(model, BaseModel):
             known = list(model.model_fields)

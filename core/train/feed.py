@@ -57,8 +57,9 @@ class RunData:
 
     @property
     def first_rows(self) -> list[Tensor]:
-        """Ids of the first training rows."""
-        return [self.train[row][0] for row in range(min(len(self.train), FIRST_ROWS))]
+        """Ids of the first held-out rows; of the first training rows where none are held out."""
+        dataset = self.train if self.eval is None else self.eval
+        return [dataset[row][0] for row in range(min(len(dataset), FIRST_ROWS))]
 
     @property
     def completions(self) -> bool:

@@ -27,6 +27,7 @@ from core.train.evaluation.best import load_best_model
 from core.train.evaluation.held_out import build_evaluator
 from core.train.evaluation.reference import prepare_reference
 from core.train.export.artifacts import Trained, write_artifacts
+from core.train.export.retention import RowsOf
 from core.train.failures import describe
 from core.train.feed import RunData, build_loader, read_data
 from core.train.loop import Loop
@@ -192,6 +193,7 @@ def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[s
         result["notices"] = [rose.as_dict()]
         run.notice(rose.code, rose.message)
     built.hand_back()
-    trained = Trained(engine.model, tokenizer, loop.stage, record, result, state, data.first_rows)
+    rows_of: RowsOf = "training" if data.eval is None else "held_out"
+    trained = Trained(engine.model, tokenizer, loop.stage, record, result, state, data.first_rows, rows_of)
     result, artifacts = write_artifacts(run, trained)
     run.events.write("result", result=result, artifacts=artifacts)

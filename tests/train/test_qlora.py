@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from core.errors import ModelError
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
 from core.train.base.stop import Stop
-from core.train.export.formats import Withheld, check_memory
+from core.train.export.formats.subject import Withheld, check_memory
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.recipe import run

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from core.spec.base import SpecModel, by_type, short_form
+
+MergeOnto = Literal["trained", "original"]
+Retention = Annotated[float, Field(ge=0, le=1)]
 
 
 class Merged(SpecModel):
@@ -15,20 +18,65 @@ class Merged(SpecModel):
     the job says so."""
 
     type: Literal["merged"] = "merged"
-    merge_onto: Literal["trained", "original"] = "trained"
+    merge_onto: MergeOnto = "trained"
     """`trained`: the weights over which the adapter was trained (dequantised if packed), so that the merged model is
     the one that was evaluated. `original`: the weights of the model's files before packing."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Dtype of the weights; `auto`: fp16 if the base model's files are fp16, otherwise bf16."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the model is released. Default: 0.999."""
 
 
-Export = Annotated[Merged, short_form(by_type)]
+GGUF_RETENTION = {"F16": 0.999, "Q8_0": 0.99}
+"""Least retention of a GGUF file by its type."""
+
+
+class GGUF(SpecModel):
+    """A GGUF file for llama.cpp and the programs built on it (Ollama, LM Studio). An adapter is merged into the weights
+    first. llama.cpp's engine reads the written file: tokens, chat template and logits are compared with those of the
+    trained model."""
+
+    type: Literal["gguf"] = "gguf"
+    quantization: Literal["F16", "Q8_0"] = "Q8_0"
+    """File type, by llama.cpp's names."""
+    merge_onto: MergeOnto = "trained"
+    """Weights that the adapter is merged into; see `merged`."""
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the file is released. Default: 0.999 for F16, 0.99 for Q8_0."""
+
+
+Export = Annotated[Merged | GGUF, Field(discriminator="type"), short_form(by_type, otherwise="merged")]
+
+
+def folder_of(export: Export) -> str:
+    """Name of the folder below the artifacts that the export is written into; no two exports of a job share one."""
+    match export:
+        case Merged():
+            return "merged"
+        case GGUF(quantization=quantization):
+            return f"gguf-{quantization}"
+        case _ as never:
+            assert_never(never)
+
+
+def required_retention(export: Export) -> float:
+    """Least retention with which the export is released."""
+    if export.min_retention is not None:
+        return export.min_retention
+    match export:
+        case Merged():
+            return 0.999
+        case GGUF(quantization=quantization):
+            return GGUF_RETENTION[quantization]
+        case _ as never:
+            assert_never(never)
 
 
 def _once(exports: list[Export]) -> list[Export]:
-    if len({item.type for item in exports}) < len(exports):
+    if len({folder_of(item) for item in exports}) < len(exports):
         raise ValueError("each format may occur only once")
     return exports
 
 
 Exports = Annotated[list[Export], AfterValidator(_once), short_form(lambda value: [value], "merged")]
+"""What a job hands back."""

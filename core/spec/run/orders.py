@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from core.spec.axes.data import Columns, Format, HashSplit, HubDataset
+from core.spec.axes.export import Export
 from core.spec.axes.model import Model
 from core.spec.base import SpecModel
 from core.spec.job import JobSpec
@@ -121,6 +122,9 @@ class PrepareOrder(SpecModel):
     datasets: list[DatasetOrder] = Field(default_factory=list)
     weights: bool = True
     """False: tokenizer and configuration are enough, for a preview."""
+    exports: list[Export] = Field(default=[])
+    """Formats of the job: the libraries that write them are installed below `cache_dir`."""
+    cache_dir: str | None = None
     memory_limit: MemoryLimit | None = None
     """Beyond which allocations fail; null: no limit."""
     fence_seconds: float | None = None

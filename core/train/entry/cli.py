@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrder:
     from core.train.entry.prepare import prepare_model  # reads models: seconds
+    from core.train.export.prepare import prepare_exports
     from core.train.hub.datasets import prepare_dataset
     from core.train.hub.model_cache import ModelCache
 
@@ -94,6 +95,8 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
 
         train, held_out = data_orders(spec.data, found)
         prepared = prepare_model(spec.model, args.models_dir.absolute(), None, args.offline, told)
+        cache_dir = args.models_dir.absolute().parent / "cache"
+        prepare_exports(spec.export, prepared.model_dir, cache_dir, offline=args.offline)
     return RunOrder(
         job_id=args.output.absolute().name,
         attempt=1,
@@ -102,7 +105,7 @@ def _order(spec: JobSpec, args: argparse.Namespace, console: Console) -> RunOrde
         model_source=prepared.source,
         train=train,
         eval=held_out,
-        cache_dir=str(args.models_dir.absolute().parent / "cache"),
+        cache_dir=str(cache_dir),
         world_size=spec.resources.gpus,
     )
 

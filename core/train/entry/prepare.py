@@ -32,6 +32,7 @@ from core.train.base.events import EventWriter
 from core.train.base.log_lines import LogLines
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
+from core.train.export.prepare import prepare_exports
 from core.train.hub import download, gguf, model_files
 from core.train.hub.datasets import prepare_dataset
 from core.train.hub.handed_back_files import checked_folder
@@ -374,6 +375,9 @@ def main(arguments: list[str]) -> int:
             prepare = prepare_model if order.weights else prepare_tokenizer
             prepared = prepare(order.model, models_dir, roots, order.offline, progress)
         cache = ModelCache(Path(order.models_dir))
+        if order.exports and order.cache_dir is not None:
+            progress("installing", 0, None)
+            prepare_exports(order.exports, prepared.model_dir, Path(order.cache_dir), offline=order.offline)
         datasets = []
         for one in order.datasets:
             paths, origin = prepare_dataset(one.source, one.field, cache, order.offline, progress)

@@ -16,10 +16,11 @@ from core.base.files import sha256, sync
 from core.spec.run.folder import ARTIFACTS
 from core.spec.settled import method_of
 from core.train.export.card import base_name, model_card
-from core.train.export.compare import probes
-from core.train.export.formats import write_formats
+from core.train.export.formats.subject import Subject
+from core.train.export.formats.write import WITHHELD, write_formats
 from core.train.export.handed_back import check_saved
 from core.train.export.plot import plot_loss
+from core.train.export.retention import RowsOf, probes
 from core.train.export.weights import save_weights
 from core.train.model.load import saved_dtype
 from core.train.run import Run
@@ -38,12 +39,14 @@ class Trained:
     result: dict[str, Any]
     state: TrainerState
     rows: Sequence[Tensor]
-    """Some of the rows it was trained on, as ids: exported formats are compared on them."""
+    """Rows of ids on which exported formats are compared."""
+    rows_of: RowsOf
+    """Whether these rows are held out."""
 
 
 def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write everything the job hands back, synced: its result, with what became of each format of `spec.export` (see
-    core/train/export/formats.py), and the list of files: path below artifacts/, bytes, sha256, kind."""
+    core/train/export/formats/write.py), and the list of files: path below artifacts/, bytes, sha256, kind."""
     spec, model, tokenizer = run.spec, trained.model, trained.tokenizer
     record, result, state = trained.record, trained.result, trained.state
     folder = run.folder / ARTIFACTS
@@ -56,21 +59,29 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     revision = source.get("commit") if source.get("type") == "hub" else None
     weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, revision=revision, dtype=dtype)
     record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
-    (weights / "README.md").write_text(card(), encoding="utf-8")
     if spec.export:
-        outcomes = write_formats(
-            spec,
-            model,
+        whole: Any = model
+        vocabulary = whole.get_input_embeddings().weight.shape[0]
+        subject = Subject(
+            whole,
+            method_of(spec),
             tokenizer,
-            folder,
             model_dir=run.model_dir,
-            probes=probes(trained.rows),
-            events=run.events,
+            artifacts=folder,
+            cache_dir=run.cache_dir,
+            rows=probes(trained.rows, vocabulary),
+            rows_of=trained.rows_of,
+            name=spec.name or f"{base} tuned",
             between=run.check_stop,
         )
+        outcomes = write_formats(spec, subject, run.events)
         result = result | {"export": outcomes}
-        for outcome in (one for one in outcomes if one["released"]):
-            (folder / outcome["folder"] / "README.md").write_text(card(merged=outcome), encoding="utf-8")
+        for outcome in outcomes:
+            if (folder / outcome["folder"]).is_dir():
+                (folder / outcome["folder"] / "README.md").write_text(card(exported=outcome), encoding="utf-8")
+    (weights / "README.md").write_text(
+        model_card(spec, record, result, trained.stage, base=base, samples=state.samples), encoding="utf-8"
+    )
     lines = [json.dumps(m) for m in (*state.metrics, *state.evaluations)]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if state.samples:
@@ -91,11 +102,13 @@ def _entry(folder: Path, path: Path) -> dict[str, Any]:
         "path": path.relative_to(folder).as_posix(),
         "bytes": path.stat().st_size,
         "sha256": sha256(path),
-        "kind": _kind(path),
+        "kind": _kind(path.relative_to(folder)),
     }
 
 
 def _kind(path: Path) -> str:
+    if path.parts[0] == WITHHELD:
+        return "withheld"
     match path.parent.name, path.name:
         case _, "loss.png":
             return "plot"
@@ -109,6 +122,8 @@ def _kind(path: Path) -> str:
             return "card"
         case "adapter", name if name.startswith("adapter_"):
             return "adapter"
+        case _, name if name.endswith(".gguf"):
+            return "gguf"
         case "model" | "merged", name if name.startswith("model") or name in ("config.json", "generation_config.json"):
             return "model"
         case _:

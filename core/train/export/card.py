@@ -31,10 +31,10 @@ def model_card(
     *,
     base: str,
     samples: Sequence[dict[str, Any]] = (),
-    merged: dict[str, Any] | None = None,
+    exported: dict[str, Any] | None = None,
 ) -> str:
     """README.md with metadata the hub understands, and code that loads what lies beside it: the adapter, the model, or
-    what `merged` says was made of both."""
+    the format that `exported` (an entry of the result's `export`) says was made of them."""
     method = method_of(spec)
     match method:
         case LoRA() | QLoRA() | OFT():
@@ -42,17 +42,20 @@ def model_card(
             over = f" over {packed['format']} weights" if packed else ""
             how, kind = f"{_adapter_words(method)}{over}", "adapter"
             library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
-            if merged is not None:
-                onto = (
-                    "its original weights" if merged["merge_onto"] == "original" else "the weights it was trained over"
-                )
-                how += f"; merged onto {onto}, in {merged['dtype']}"
+            if exported is not None:
+                original = exported["merge_onto"] == "original"
+                how += f"; merged onto {'its original weights' if original else 'the weights it was trained over'}"
+                how += f", in {exported['dtype']}" if "dtype" in exported else ""
                 kind, library, relation, load = "model", "transformers", "finetune", _LOAD_MODEL
         case Full(train=part):
             how, kind = "full fine-tuning" if part is None else f"fine-tuning of {_part(part)}", "model"
             library, relation, load = "transformers", "finetune", _LOAD_MODEL
         case _ as never:
             assert_never(never)
+    if exported is not None and exported["type"] == "gguf":
+        how += f"; GGUF, {exported['quantization']}"
+        library, relation = "llama.cpp", "quantized"
+        load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
     meta: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": "text-generation",
@@ -78,6 +81,7 @@ def model_card(
         load,
         "",
         *_how_to_ask(record["data"]["rendering"]),
+        *_exported(result.get("export", ()) if exported is None else [exported]),
         "## How it was trained",
         "",
         "| | |",
@@ -147,6 +151,35 @@ def _lineage(ancestors: Sequence[dict[str, Any]]) -> list[str]:
             f"| `{one['job']}` | {one['stage']} | {one['method']} | {data} | `{one['spec_sha256'][:12]}…` | {weights} |"
         )
     return [*lines, ""]
+
+
+def _exported(outcomes: Sequence[dict[str, Any]]) -> list[str]:
+    """How much of the tuning each format has kept, as its own reader found it."""
+    measured = [one for one in outcomes if one.get("retention")]
+    if not measured:
+        return []
+    lines = [
+        "## What the exported formats have kept",
+        "",
+        "| format | retention | required | same choice | KL to the tuned model | rows | reader | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in measured:
+        found = one["retention"]
+        kept = "–" if found["retention"] is None else f"{found['retention']:.4f}"
+        apart = "–" if found["kl_exported"] is None else f"{found['kl_exported']:.2g}"
+        state = "" if one["released"] else "**not released**"
+        lines.append(
+            f"| {one['folder']} | {kept} | {found['required']:g} | {found['same_choice']:.1%} | {apart} | "
+            f"{found['rows']} {found['rows_of'].replace('_', ' ')} | {found['reader']} | {state} |"
+        )
+    return [
+        *lines,
+        "",
+        "Retention is 1 − KL(tuned‖exported) / KL(tuned‖base): 1 is the tuned model itself, 0 is as far from it as the "
+        "base model. Where the tuning has changed too little to tell, there is no figure.",
+        "",
+    ]
 
 
 def _how_to_ask(rendering: dict[str, Any]) -> list[str]:
@@ -252,6 +285,12 @@ folder = "."  # this folder
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ```"""
+
+_LOAD_GGUF = """```sh
+llama-server -m {file}
+```
+
+Ollama takes it as well: `FROM ./{file}` in a Modelfile. The file has the tokenizer and the chat template."""
 
 _LOAD_MODEL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

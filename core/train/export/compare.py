@@ -23,7 +23,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 that was written."""
 LEAST_KEPT = 0.5
 """Share of the adapter's effect that must have survived."""
-ROWS, TOKENS = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,6 @@ def compare(with_adapter: Tensor, without: Tensor, merged: Tensor, rows: int, dt
         adapter_effect=effect / max(scale, 1e-30),
         adapter_kept=kept,
     )
-
-
-def probes(rows: Sequence[Tensor]) -> list[Tensor]:
-    """A few rows of ids, spread over those given and cut to TOKENS."""
-    step = max(1, len(rows) // ROWS)
-    return [rows[index][:TOKENS] for index in range(0, len(rows), step)][:ROWS]
 
 
 def logits_of(model: Any, rows: Sequence[Tensor], between: Callable[[], None]) -> Tensor:

@@ -1,0 +1,103 @@
+"""What a job hands back beside what it trained: one arm of `export` after the other, each proven before it is released.
+
+A format that cannot be made, or is not what was trained, is withheld: its files are removed, the job says so in a
+notice and in its result, and what was trained is handed back all the same. A format that works but has kept too little
+of the tuning is put below WITHHELD, with its figures.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, assert_never
+
+from core.spec.axes.export import GGUF, Export, Merged, folder_of
+from core.spec.axes.method import Full
+from core.spec.job import JobSpec
+from core.train.base.disk import disk_full
+from core.train.base.events import EventWriter
+from core.train.base.out_of_memory import is_out_of_memory
+from core.train.base.stop import StopRequested
+from core.train.export.formats.subject import Subject, Withheld
+
+WITHHELD = "withheld"
+"""Folder below the artifacts of what was made and is not released."""
+
+
+def write_formats(spec: JobSpec, subject: Subject, events: EventWriter) -> list[dict[str, Any]]:
+    """Write each format of `spec.export` into a folder below the artifacts; what became of each, for the job's result.
+    StopRequested from `subject.between`, and a full disk, go through."""
+    outcomes: list[dict[str, Any]] = []
+    try:
+        for item in spec.export:
+            name = folder_of(item)
+            folder = subject.artifacts / name
+            about: dict[str, Any] = item.model_dump() | {"folder": name}
+            try:
+                outcomes.append(about | _written(item, subject, folder) | {"released": True})
+            except Exception as error:
+                if isinstance(error, StopRequested) or disk_full(error):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
+                outcome = about | _withheld(error, folder, name)
+                outcomes.append(outcome | {"released": False})
+                own = "the model itself" if isinstance(subject.method, Full) else "the adapter"
+                message = f"{_title(item)} is not released: {outcome['reason']}; {own} is, as it was trained"
+                events.write(
+                    "notice",
+                    code="merged_withheld" if isinstance(item, Merged) else "gguf_withheld",
+                    message=message,
+                )
+    finally:
+        subject.close()
+    return outcomes
+
+
+def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
+    match item:
+        case Merged():
+            from core.train.export.formats.merged import write_merged_format
+
+            return write_merged_format(item, subject, folder)
+        case GGUF():
+            from core.train.export.formats.gguf import write_gguf
+
+            return write_gguf(item, subject, folder)
+        case _ as never:
+            assert_never(never)
+
+
+def _title(item: Export) -> str:
+    match item:
+        case Merged():
+            return "the merged model"
+        case GGUF(quantization=quantization):
+            return f"the GGUF file ({quantization})"
+        case _ as never:
+            assert_never(never)
+
+
+def _withheld(error: Exception, folder: Path, name: str) -> dict[str, Any]:
+    """Put the files apart, or remove them; why, and what was measured."""
+    about: dict[str, Any] = {"reason": _reason(error), "check": None, "retention": None}
+    if isinstance(error, Withheld):
+        about["check"] = None if error.check is None else error.check.as_dict()
+        about["retention"] = None if error.retention is None else error.retention.as_dict()
+        if error.kept_apart:
+            apart = folder.parent / WITHHELD / name
+            apart.parent.mkdir(exist_ok=True)
+            folder.rename(apart)
+            return about | {"folder": f"{WITHHELD}/{name}"}
+    shutil.rmtree(folder, ignore_errors=True)
+    return about
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Withheld):
+        return str(error)
+    traceback.print_exception(error, file=sys.stderr)
+    if is_out_of_memory(error):
+        return "there was not enough memory to make it and to compare it"
+    return f"it could not be made ({type(error).__name__}: {error})"

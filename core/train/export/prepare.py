@@ -1,0 +1,16 @@
+"""What the formats of a job need before a GPU is held: libraries, and a model that they can hold. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.spec.axes.export import GGUF, Export
+from core.train.export.gguf.fits import refuse_gguf
+from core.train.tools.install import install
+
+
+def prepare_exports(exports: Sequence[Export], model_dir: Path, cache_dir: Path, *, offline: bool) -> None:
+    """Install what the formats need and check the model. ToolsMissing or ModelError."""
+    if any(isinstance(item, GGUF) for item in exports):
+        refuse_gguf(model_dir, install("gguf", cache_dir, offline=offline, field="export"))

@@ -1,0 +1,1 @@
+"""Sets of libraries of their own (core/tools), installed and run."""

@@ -1,0 +1,20 @@
+"""The libraries that exports need, installed once a machine: `python -m tests.support.tools`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core.train.tools.install import Tools, install
+from tests.support.models import HOME
+
+CACHE = HOME / "cache"
+"""Stands for the cache of a data root. It is everybody's: nothing but tools is written there."""
+
+
+def gguf_tools() -> Tools:
+    """Install what writes and reads GGUF files, or answer what is there."""
+    return install("gguf", Path(CACHE), offline=False, field="export")
+
+
+if __name__ == "__main__":
+    print(gguf_tools().folder)
