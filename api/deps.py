@@ -6,12 +6,11 @@ Those that ask no database are coroutines: a plain function would cost a request
 from __future__ import annotations
 
 import logging
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.auth import families, service
@@ -26,7 +25,7 @@ from api.http.body_limits import RequestLimits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
 from core.db.engine import Database
-from core.errors import NotFound, Unauthorized
+from core.errors import Unauthorized
 from core.settings import Settings
 from core.storage.layout import Layout
 from core.storage.store import Store
@@ -35,9 +34,6 @@ log = logging.getLogger("eft.api.auth")
 
 UPLOADS_AT_ONCE = 4
 """Uploads of one API process whose bytes are being checked and written; others wait, however many there are."""
-_JOB_ID = re.compile(r"job-[0-9a-z]{26}")
-_FILE_ID = re.compile(r"file-[0-9a-z]{26}")
-_PIPELINE_ID = re.compile(r"pipe-[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +136,6 @@ def identify(app: AppState, credentials: str, address: str) -> Principal:
         raise Unauthorized("this API key is not known here or has been revoked")
     return found
 
-
-async def _job_id(
-    job_id: Annotated[str, Path(description="Id of a job.", examples=["job-01kar3v8x5m2h6n9qst4wyz0bc"])],
-) -> str:
-    if not _JOB_ID.fullmatch(job_id):
-        raise NotFound(f"there is no job `{printable(job_id)}` in this project", field="job_id")
-    return job_id
-
-
-async def _file_id(
-    file_id: Annotated[str, Path(description="Id of a file.", examples=["file-01kar3v8x5m2h6n9qst4wyz0bc"])],
-) -> str:
-    if not _FILE_ID.fullmatch(file_id):
-        raise NotFound(f"there is no file `{printable(file_id)}` in this project", field="file_id")
-    return file_id
-
-
-async def _pipeline_id(
-    pipeline_id: Annotated[str, Path(description="Id of a pipeline.", examples=["pipe-01kar3v8x5m2h6n9qst4wyz0bc"])],
-) -> str:
-    if not _PIPELINE_ID.fullmatch(pipeline_id):
-        raise NotFound(f"there is no pipeline `{printable(pipeline_id)}` in this project", field="pipeline_id")
-    return pipeline_id
-
-
-JobId = Annotated[str, Depends(_job_id)]
-FileId = Annotated[str, Depends(_file_id)]
-PipelineId = Annotated[str, Depends(_pipeline_id)]
 
 Limit = Annotated[int, Query(ge=1, le=200, description="Rows of a page.")]
 After = Annotated[

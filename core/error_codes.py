@@ -39,6 +39,10 @@ REQUESTS: dict[str, Code] = {
         "The object does not exist, or is another project's.",
         "Check the id and your project (`eft whoami`).",
     ),
+    "ambiguous_handle": (
+        "Several objects have this name, or ids that begin so.",
+        "The message lists them; give more of the id.",
+    ),
     "conflict": ("The object's state does not allow this operation.", "The message names the allowed operations."),
     "gone": ("The object was deleted by a retention rule or a user.", "`eft audit` (admins) shows when and by whom."),
     "internal": ("eft has a bug.", "Report the request id, or the job's log, and what you did."),

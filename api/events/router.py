@@ -18,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from api.auth import service
 from api.auth.policy import Principal, Reading
-from api.deps import App, AppState, JobId
+from api.deps import App, AppState
 from api.errors import BadRequest
 from api.events.hub import view
+from api.handles import JobId
 from api.http.errors import responses
 from core.jobs.lifecycle.submit import Actor, find
 from core.jobs.views import queries

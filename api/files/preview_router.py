@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
-from api.deps import App, AppState, FileId
+from api.deps import App, AppState
 from api.errors import printable
+from api.handles import FileId
 from api.http.body import read_body
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier

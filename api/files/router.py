@@ -13,11 +13,12 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, App, AppState, FileId, Limit
+from api.deps import After, App, AppState, Limit
 from api.errors import BadRequest, RequestTimeout, UnsupportedMediaType, nearest, printable
 from api.files import budget, schemas, service
 from api.files.form import UploadForm
 from api.files.upload import FORMATS, Upload, checked_filename
+from api.handles import FileId
 from api.http.errors import responses
 from api.http.once import Asked, answer
 from api.http.ranges import FileReply

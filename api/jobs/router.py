@@ -12,9 +12,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Reading, Writing
-from api.deps import After, App, JobId, Limit
+from api.deps import After, App, Limit
 from api.errors import BadRequest, nearest, printable
 from api.fields import QueryMoment, cell
+from api.handles import JobId
 from api.http.body import json_body, read_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, answer, earlier

@@ -9,7 +9,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from api.auth.policy import Reading
-from api.deps import App, JobId
+from api.deps import App
+from api.handles import JobId
 from api.http.errors import responses
 from core.db.tables import Job
 from core.errors import NotFound

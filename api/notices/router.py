@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from api.auth.policy import Managing, Principal, Reading
 from api.deps import After, App, AppState, Limit
 from api.errors import printable
+from api.handles import WebhookId
 from api.http.body import json_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier
@@ -22,16 +23,7 @@ from core.errors import NotFound
 router = APIRouter(tags=["webhooks"])
 NO_STORE = {"cache-control": "no-store"}
 
-_WEBHOOK_ID = re.compile(r"hook-[0-9a-z]{26}")
 _DELIVERY_ID = re.compile(r"msg-[0-9a-z]{26}")
-
-
-async def _webhook_id(
-    webhook_id: Annotated[str, Path(description="Id of a webhook.", examples=["hook-01kar3v8x5m2h6n9qst4wyz0bc"])],
-) -> str:
-    if not _WEBHOOK_ID.fullmatch(webhook_id):
-        raise service.missing(printable(webhook_id))
-    return webhook_id
 
 
 async def _delivery_id(
@@ -42,7 +34,6 @@ async def _delivery_id(
     return delivery_id
 
 
-WebhookId = Annotated[str, Depends(_webhook_id)]
 DeliveryId = Annotated[str, Depends(_delivery_id)]
 
 

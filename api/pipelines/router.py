@@ -9,8 +9,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from api.auth.policy import Principal, Reading, Writing
-from api.deps import After, App, AppState, Limit, PipelineId
+from api.deps import After, App, AppState, Limit
 from api.events.router import EventStream, last_seen, while_allowed
+from api.handles import PipelineId
 from api.http.body import json_body, read_body, read_json
 from api.http.errors import responses
 from api.http.once import Asked, Once, answer, earlier

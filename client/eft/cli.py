@@ -50,6 +50,8 @@ for verb in (
     pipelines.lineage,
 ):
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
+app.command("jobs", hidden=True)(jobs.ls)
+app.command("status", hidden=True)(jobs.status)
 app.add_typer(pipelines.app, name="pipelines", rich_help_panel=JOBS)
 app.add_typer(files.app, name="files", rich_help_panel=DATA)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)

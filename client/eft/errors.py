@@ -20,6 +20,8 @@ class ExitCode(IntEnum):
     NOT_FOUND = 6
     LOCAL = 7
     CONDITION = 8
+    TIMEOUT = 124
+    """As timeout(1) ends."""
     INTERRUPTED = 130
 
 
@@ -33,6 +35,7 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.NOT_FOUND: "no such job, file or artifact in this project (404)",
     ExitCode.LOCAL: "a local problem: a file cannot be read or written, a download is damaged",
     ExitCode.CONDITION: "the job has succeeded and a condition of --fail-if holds",
+    ExitCode.TIMEOUT: "the wait took longer than --timeout; the job continues",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C); a submitted job continues",
 }
 

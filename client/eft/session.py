@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eft.http import paths
 from eft.terminal.output import Output
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="Address of the server. Default: EFT_URL, the login, or this machine.")
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
+HANDLE = "id, beginning of an id, name, or `last`, your newest"
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help=f"A job: {HANDLE}.")]
+JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help=f"Jobs: {HANDLE}.")]
 
 
 @contextmanager
@@ -32,3 +35,8 @@ def session(as_json: bool, url: str | None) -> Generator[tuple[Client, Output], 
 
     with outputs(as_json) as output, Client(url) as client:
         yield client, output
+
+
+def job_id_of(client: Client, handle: str) -> str:
+    """The id that `handle` means now. What asks several times must keep to one job, also when another gets its name."""
+    return handle if paths.is_id(handle) else client.get(handle).id

@@ -27,6 +27,14 @@ def point(text: str, now: datetime | None = None, *, option: str = "") -> str:
         raise UsageFault(f"{where}{text!r} is not a time; write 18:00, 2h, 3d or 2026-11-22T08:00") from None
 
 
+def seconds(text: str, *, option: str) -> float:
+    """`90`, `90s`, `30m`, `2h` or `1d` in seconds. Raises UsageFault, which names the `option` that it was given to."""
+    span = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)", text.strip(), re.ASCII)
+    if span is None:
+        raise UsageFault(f"{option}: {text!r} is not a length of time; write 90s, 30m or 2h")
+    return float(span[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[span[2]]
+
+
 def shown(time: str | None) -> str:
     """A time of the server for people: UTC, to the second; "" for None."""
     if not time:

@@ -8,6 +8,7 @@ from typing import Any
 from eft.errors import ExitCode
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
+UNFINISHED = ("queued", "preparing", "starting", "running", "pausing", "paused", "stopping")
 
 
 @dataclass(frozen=True, slots=True)

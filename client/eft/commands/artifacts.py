@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from eft.errors import UsageFault
 from eft.manual.source import manual
-from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.session import HANDLE, JobArgument, JsonOption, UrlOption, job_id_of, session
 from eft.types import Artifact
 
 SHOWN_FIRST = ("loss.png", "README.md", "run_record.json")
@@ -36,7 +36,7 @@ def download(
         list[str] | None, typer.Argument(metavar="[ARTIFACT]...", help="Artifacts or folders. Default: all.")
     ] = None,
     into: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Target folder. Default: the name of the job.")
+        Path | None, typer.Option("--output", "-o", help="Target folder. Default: the id of the job.")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the artifacts.")] = False,
     url: UrlOption = None,
@@ -44,6 +44,7 @@ def download(
 ) -> None:
     """Download a job's artifacts: verified, resumable, complete or absent."""
     with session(as_json, url) as (client, output):
+        job_id = job_id_of(client, job_id)
         chosen = _chosen(client.artifacts(job_id), paths or [])
         if listing:
             if as_json:
@@ -81,7 +82,9 @@ def download(
     ]
 )
 def open_it(
-    job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id. Default: the server.")] = None,
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help=f"A job: {HANDLE}. Default: the server.")
+    ] = None,
     path: Annotated[
         str | None, typer.Argument(metavar="[ARTIFACT]", help="One of its artifacts. Default: its loss curve.")
     ] = None,
@@ -92,6 +95,8 @@ def open_it(
     """Open an artifact of a job, or the server's pages, on the desktop. The artifact is first downloaded to a
     temporary folder, because its URL requires the key."""
     with session(as_json, url) as (client, output):
+        if job_id is not None:
+            job_id = job_id_of(client, job_id)
         if job_id is None:
             target = f"{client.config.url}/docs"
         else:

@@ -15,14 +15,14 @@ from eft.commands.data import SetOption
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings, read_job
 from eft.manual.source import manual
-from eft.session import JsonOption, UrlOption, session
+from eft.session import HANDLE, JsonOption, UrlOption, session
 from eft.terminal.app import App
 from eft.terminal.datasheet import print_notices, print_preview
 from eft.terminal.output import files_table
 
 app = App(no_args_is_help=True, help="Training data on the server.")
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help="A file's id.")]
+FileArgument = Annotated[str, typer.Argument(metavar="FILE_ID", help=f"A file: {HANDLE}.")]
 
 
 @app.command()
@@ -75,7 +75,7 @@ def ls(url: UrlOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 @manual(examples=[("eft files rm file-01kar3v8x5m2h6n9qst4wyz0bc", "Delete a file that no job needs.")])
 def rm(
-    file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...", help="Files' ids.")],
+    file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...", help=f"Files: {HANDLE}.")],
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,16 +10,24 @@ import typer
 
 from eft.commands.pipelines import refuse_job_options, submit_pipeline
 from eft.commands.plan import tell_notices
-from eft.commands.waiting import ENDS, FailIfOption, PatienceOption, conditions, end, follow, tell
+from eft.commands.waiting import (
+    ENDS,
+    Deadline,
+    FailIfOption,
+    PatienceOption,
+    TimeoutOption,
+    conditions,
+    end,
+    follow,
+    tell,
+)
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import StandIns, apply_settings, checked_first, read_job, upload_data, uploader
 from eft.manual.source import manual
-from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.session import HANDLE, JobArgument, JobArguments, JsonOption, UrlOption, job_id_of, session
 from eft.terminal.datasheet import print_notices
 from eft.terminal.output import Output, jobs_table, size
-from eft.types import File, Job
-
-JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs' ids.")]
+from eft.types import UNFINISHED, File, Job
 
 
 @manual(
@@ -36,7 +44,7 @@ JobArguments = Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs'
         ("eft submit job.yaml --dry-run", "Show all defaults without queueing."),
         ("eft submit pipeline.yaml --wait", "Submit jobs one after another, to the end of the last."),
     ],
-    exits=(*ENDS, ExitCode.CONDITION),
+    exits=(*ENDS, ExitCode.CONDITION, ExitCode.TIMEOUT),
 )
 def submit(
     source: Annotated[str, typer.Argument(metavar="FILE", help="Job file, YAML or JSON; - reads stdin.")],
@@ -57,6 +65,7 @@ def submit(
     ] = None,
     fail_if: FailIfOption = None,
     patience: PatienceOption = 300.0,
+    timeout: TimeoutOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,10 +73,10 @@ def submit(
     file; the data files are uploaded unless the project already has them. With --wait (implied by --fail-if) follow the
     job to its end."""
     with session(as_json, url) as (client, output):
-        asked = conditions(fail_if)
+        asked, deadline = conditions(fail_if), Deadline(timeout)
         job_spec, folder = read_job(source)
         if "steps" in job_spec:
-            refuse_job_options(set=settings, data=data, eval=evaluation, **{"fail-if": fail_if})
+            refuse_job_options(set=settings, data=data, eval=evaluation, **{"fail-if": fail_if, "timeout": timeout})
             submit_pipeline(
                 client,
                 output,
@@ -108,7 +117,7 @@ def submit(
                 output.note(f"it waits: {place['reason']}")
             return
         output.note(f"job {job.id}")
-        job = follow(client, output, job.id, patience)
+        job = follow(client, output, job.id, patience, deadline)
         end(client, output, job, asked, patience)
 
 
@@ -160,6 +169,26 @@ def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False
 
 @manual(
     examples=[
+        ("eft status", "List the jobs that have not ended."),
+        ("eft status last", "Show your newest job."),
+    ]
+)
+def status(
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help=f"A job: {HANDLE}. Default: all that have not ended.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a job, or list the jobs that have not ended."""
+    if job_id is not None:
+        show(job_id, url=url, as_json=as_json)
+    else:
+        ls(status=",".join(UNFINISHED), limit=1000, url=url, as_json=as_json)
+
+
+@manual(
+    examples=[
         (
             "eft check job-01kar3v8x5m2h6n9qst4wyz0bc --fail-if 'eval_loss > 1.2'",
             "Fail if the result is not good enough.",
@@ -169,21 +198,22 @@ def show(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False
             "Wait for a running job, as a second step of a pipeline.",
         ),
     ],
-    exits=(*ENDS, ExitCode.CONDITION),
+    exits=(*ENDS, ExitCode.CONDITION, ExitCode.TIMEOUT),
 )
 def check(
     job_id: JobArgument,
     fail_if: FailIfOption = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end first.")] = False,
     patience: PatienceOption = 300.0,
+    timeout: TimeoutOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Report how a job ended, with an exit code for pipelines. Without --wait, a job that has not ended is a usage
     error; so is a metric that the job does not have."""
     with session(as_json, url) as (client, output):
-        asked = conditions(fail_if)
-        job = follow(client, output, job_id, patience) if wait else client.get(job_id)
+        asked, deadline = conditions(fail_if), Deadline(timeout)
+        job = follow(client, output, job_id_of(client, job_id), patience, deadline) if wait else client.get(job_id)
         if not job.finished:
             raise UsageFault(f"the job is {job.status}; --wait waits for its end")
         end(client, output, job, asked, patience)
@@ -243,7 +273,7 @@ def cancel(
         for job_id in job_ids:
             job = client.cancel(job_id)
             if wait and not job.finished:
-                job = client.wait(job_id)
+                job = client.wait(job.id)
             _tell_status(output, job)
 
 
@@ -258,7 +288,9 @@ def delete(job_ids: JobArguments, url: UrlOption = None, as_json: JsonOption = F
     them. Uploaded files and the record of GPU time stay. Retries are deleted before the jobs that they retry, in
     whatever order they are named."""
     with session(as_json, url) as (client, output):
-        for job_id in sorted(job_ids, reverse=True):  # ids grow with time, and a retry is younger
+        for job_id in sorted(
+            {job_id_of(client, job_id) for job_id in job_ids}, reverse=True
+        ):  # ids grow with time, and a retry is younger
             answer = client.delete(job_id)
             if as_json:
                 output.json(answer)

@@ -16,7 +16,7 @@ from eft.conditions import figures
 from eft.errors import ApiError, ExitCode, UsageFault
 from eft.jobfile import read_job
 from eft.manual.source import manual
-from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.session import HANDLE, JobArgument, JobArguments, JsonOption, UrlOption, job_id_of, session
 from eft.terminal.comparison import ABSENT, Comparison, differences, words, written
 from eft.terminal.output import Output, number, status_markup
 from eft.terminal.progress import Away
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     exits=ENDS,
 )
 def watch(
-    job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id. Default: all jobs.")] = None,
+    job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help=f"A job: {HANDLE}. Default: all jobs.")] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two requests to the server.", min=0.2)] = 1.0,
     patience: PatienceOption = 300.0,
     url: UrlOption = None,
@@ -48,6 +48,8 @@ def watch(
     suspends. With --json: the events of one job, or a snapshot of all jobs, as JSON lines.
     """
     with session(as_json, url) as (client, output):
+        if job_id is not None:
+            job_id = job_id_of(client, job_id)
         if job_id is not None and as_json:
             with going_on(output, job_id):
                 job = client.wait(job_id, patience=patience, on_event=lambda event: output.json(event.raw))
@@ -132,6 +134,7 @@ def logs(
     """Print the log of a job's trainer. --follow continues with new output, across attempts; no line is lost or
     repeated when the server restarts. Without --follow at most the last MiB. With --json: one object per chunk."""
     with session(as_json, url) as (client, output):
+        job_id = job_id_of(client, job_id)
 
         def put(text: str, of: int) -> None:
             if as_json:
@@ -180,6 +183,7 @@ def metrics(
         chosen = [name.strip() for name in names.split(",")] if names else None
         if csv and as_json:
             raise UsageFault("--csv or --json, not both")
+        job_id = job_id_of(client, job_id)
         curves = client.metrics(job_id, names=chosen, points=points)
         _check_names(client, job_id, chosen, curves)
         if csv:
@@ -223,7 +227,7 @@ def _check_names(client: Client, job_id: str, chosen: list[str] | None, curves: 
     ]
 )
 def compare(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Two or more jobs.")],
+    job_ids: JobArguments,
     names: NamesOption = None,
     csv: CsvOption = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for a pull request or a CI summary.")] = False,
@@ -234,7 +238,7 @@ def compare(
     metric."""
     with session(as_json, url) as (client, output):
         if len(job_ids) < 2:
-            raise UsageFault("two jobs at least are compared")
+            raise UsageFault("give at least two jobs")
         if csv + markdown + as_json > 1:
             raise UsageFault("one of --csv, --markdown and --json")
         jobs = [client.get(job_id) for job_id in job_ids]
@@ -310,7 +314,7 @@ def _side_by_side(told: Comparison, output: Output) -> None:
     ]
 )
 def diff(
-    one: Annotated[str, typer.Argument(metavar="JOB|FILE", help="A job's id, or a job file.")],
+    one: Annotated[str, typer.Argument(metavar="JOB|FILE", help=f"A job ({HANDLE}), or a job file.")],
     other: Annotated[str, typer.Argument(metavar="JOB|FILE", help="The job or job file to compare with.")],
     url: UrlOption = None,
     as_json: JsonOption = False,

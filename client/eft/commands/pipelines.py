@@ -14,7 +14,7 @@ from eft.commands.waiting import ENDS, PatienceOption, going_on
 from eft.errors import UsageFault
 from eft.jobfile import StandIns, Uploader, upload_data
 from eft.manual.source import manual
-from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.session import HANDLE, JobArgument, JsonOption, UrlOption, session
 from eft.terminal.app import App
 from eft.terminal.output import Output, age, status_markup
 from eft.types import Pipeline
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = App(no_args_is_help=True, help="Jobs one after another (docs/pipelines.md).")
 
-PipelineArgument = Annotated[str, typer.Argument(metavar="PIPELINE", help="A pipeline's id.")]
+PipelineArgument = Annotated[str, typer.Argument(metavar="PIPELINE", help=f"A pipeline: {HANDLE}.")]
 
 
 def submit_pipeline(
@@ -142,7 +142,7 @@ def wait_for_pipeline(
 ) -> None:
     """Wait until a pipeline has ended, and exit as it did."""
     with session(as_json, url) as (client, output):
-        _follow(client, output, pipeline, patience)
+        _follow(client, output, client.pipelines.get(pipeline).id, patience)
 
 
 @app.command("cancel")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +15,7 @@ from eft.conditions import Condition, figures, look_up
 from eft.errors import ExitCode, UsageFault
 from eft.terminal.output import Output, job_lines, number
 from eft.terminal.progress import Follower
+from eft.times import seconds
 from eft.types import FINAL, Job
 
 if TYPE_CHECKING:
@@ -30,8 +33,31 @@ FailIfOption = Annotated[
         "result such as eval_loss, or the last value of a metric; < <= > >= == != compare. Can be repeated.",
     ),
 ]
+TimeoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--timeout",
+        metavar="TIME",
+        help="Longest time to wait, e.g. 90s, 30m or 2h; then exit with 124. The job continues.",
+    ),
+]
 ENDS = (ExitCode.FAILED, ExitCode.CANCELLED)
 """Exit codes of commands that wait for a job."""
+
+
+class Deadline:
+    """The end of a wait that --timeout bounds. Raises UsageFault for what is not a length of time."""
+
+    def __init__(self, timeout: str | None) -> None:
+        self._left = math.inf if timeout is None else seconds(timeout, option="--timeout")
+        self._words = timeout
+        self._ends = time.monotonic() + self._left
+
+    def check(self, output: Output, job_id: str) -> None:
+        """Ends the command when the time is over."""
+        if time.monotonic() > self._ends:
+            output.note(f"still not at its end after {self._words}; come back with: eft watch {job_id}")
+            raise typer.Exit(ExitCode.TIMEOUT)
 
 
 def conditions(texts: Sequence[str] | None) -> list[Condition]:
@@ -39,11 +65,13 @@ def conditions(texts: Sequence[str] | None) -> list[Condition]:
     return [Condition.parse(text) for text in texts or ()]
 
 
-def follow(client: Client, output: Output, job_id: str, patience: float) -> Job:
-    """To its end, with a bar or lines on stderr."""
+def follow(client: Client, output: Output, job_id: str, patience: float, deadline: Deadline | None = None) -> Job:
+    """To its end, with a bar or lines on stderr, or until the deadline."""
     with going_on(output, job_id), Follower(output) as follower:
         for snapshot in client.follow(job_id, patience=patience, on_gap=follower.gap):
             follower.feed(snapshot)
+            if deadline is not None and not snapshot.job.finished:
+                deadline.check(output, job_id)
         return snapshot.job
 
 

@@ -8,6 +8,7 @@ from urllib.parse import quote
 from eft.errors import UsageFault
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FULL_ID = re.compile(r"[a-z]+-[0-9a-z]{26}")
 
 
 def identity(text: str, listed_by: str = "`eft ls` and `eft files ls` list them") -> str:
@@ -17,22 +18,34 @@ def identity(text: str, listed_by: str = "`eft ls` and `eft files ls` list them"
     return text
 
 
+def is_id(text: str) -> bool:
+    """A full id, which means the same object in a year; a name, a beginning and `last` may not."""
+    return _FULL_ID.fullmatch(text) is not None
+
+
 def name(text: str, words: str = "is neither an id nor a name") -> str:
     if not text or text in (".", ".."):
         raise UsageFault(f"{text!r} {words}")
     return quote(text, safe="")
 
 
+def handle(text: str, listed_by: str) -> str:
+    """An id, the beginning of one, a name, or `last`. Raises UsageFault for what is none of them."""
+    if not text.strip() or text in (".", "..") or "/" in text or not text.isprintable():
+        raise UsageFault(f"{text!r} is neither an id nor a name; {listed_by}")
+    return quote(text, safe="")
+
+
 def job(job_id: str) -> str:
-    return f"/jobs/{identity(job_id)}"
+    return f"/jobs/{handle(job_id, '`eft ls` lists them')}"
 
 
 def pipeline(pipeline_id: str) -> str:
-    return f"/pipelines/{identity(pipeline_id, '`eft pipelines ls` lists them')}"
+    return f"/pipelines/{handle(pipeline_id, '`eft pipelines ls` lists them')}"
 
 
 def file(file_id: str) -> str:
-    return f"/files/{identity(file_id)}"
+    return f"/files/{handle(file_id, '`eft files ls` lists them')}"
 
 
 def node(node_name: str) -> str:
@@ -40,4 +53,4 @@ def node(node_name: str) -> str:
 
 
 def webhook(webhook_id: str) -> str:
-    return f"/webhooks/{identity(webhook_id, '`eft webhooks list` and `eft webhooks deliveries` list them')}"
+    return f"/webhooks/{handle(webhook_id, '`eft webhooks list` lists them')}"

@@ -61,13 +61,25 @@ class Root(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["eft.json"] = "--json" in args
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, _common_options_last(args))
 
     def invoke(self, ctx: Any) -> Any:
         from eft.runner import told
 
         with told(ctx.meta["eft.json"]):
             return super().invoke(ctx)
+
+
+def _common_options_last(args: list[str]) -> list[str]:
+    """`eft --url U ls` as `eft ls --url U`: the options that every command has may stand before it."""
+    moved: list[str] = []
+    rest = list(args)
+    while rest and (rest[0] == "--json" or rest[0].partition("=")[0] == "--url"):
+        count = 2 if rest[0] == "--url" and len(rest) > 1 else 1
+        moved += rest[:count]
+        del rest[:count]
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *moved, *rest[end:]]
 
 
 @contextmanager

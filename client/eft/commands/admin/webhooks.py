@@ -9,14 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from eft.manual.source import manual
-from eft.session import JsonOption, UrlOption, session
+from eft.session import HANDLE, JsonOption, UrlOption, session
 from eft.terminal.app import App
 from eft.terminal.output import Output
 from eft.times import shown
 
 app = App(no_args_is_help=True, help="Notifications about a project's jobs.")
 
-HookArgument = Annotated[str, typer.Argument(metavar="HOOK", help="A webhook's id.")]
+HookArgument = Annotated[str, typer.Argument(metavar="HOOK", help=f"A webhook: {HANDLE}.")]
 STATE_STYLE = {"delivered": "green", "pending": "cyan", "dead": "red"}
 
 

@@ -1,0 +1,97 @@
+"""What people call a job, a file, a pipeline or a webhook: its id, the beginning of its id, or its name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, false, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from core.db.tables import File, Job, Pipeline, Webhook
+from core.errors import Conflict, NotFound
+from core.jobs.base.transitions import Actor
+
+LAST = "last"
+"""The newest one that the caller made."""
+SHORTEST = 4
+"""Characters of an id, behind its kind, from which a beginning is looked up. The first ones are the time in about 400
+days, 12 days and 10 hours: fewer would never be unique."""
+SHOWN = 5
+"""Candidates that an ambiguous handle lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """A kind of object that has handles."""
+
+    word: str
+    prefix: str
+    id: InstrumentedAttribute[str]
+    name: InstrumentedAttribute[Any]
+    project: InstrumentedAttribute[str]
+    owner: InstrumentedAttribute[str]
+    others: tuple[ColumnElement[bool], ...] = ()
+    """What else a row of the table must be."""
+
+    @property
+    def field(self) -> str:
+        return f"{self.word}_id"
+
+    def is_id(self, handle: str) -> bool:
+        return re.fullmatch(rf"{self.prefix}-[0-9a-z]{{26}}", handle) is not None
+
+
+JOB = Handled("job", "job", Job.id, Job.name, Job.project_id, Job.owner_id, (Job.kind == "train",))
+FILE = Handled("file", "file", File.id, File.filename, File.project_id, File.owner_id)
+PIPELINE = Handled("pipeline", "pipe", Pipeline.id, Pipeline.name, Pipeline.project_id, Pipeline.owner_id)
+WEBHOOK = Handled("webhook", "hook", Webhook.id, Webhook.name, Webhook.project_id, Webhook.owner_id)
+
+
+def resolve(session: Session, actor: Actor, kind: Handled, handle: str) -> str:
+    """The id of the object that `handle` means, among those of the actor's project.
+
+    An id is returned as it is, whether or not it exists. Raises NotFound where nothing has this name or beginning, and
+    Conflict with the candidates where several have.
+    """
+    if kind.is_id(handle):
+        return handle
+    if handle == LAST:
+        return _last(session, actor, kind)
+    query = (
+        select(kind.id, kind.name)
+        .where(kind.project == actor.project_id, *kind.others, or_(kind.name == handle, _begins(kind, handle)))
+        .order_by(kind.id.desc())
+        .limit(SHOWN + 1)
+    )
+    match session.execute(query).all():
+        case []:
+            raise NotFound(f"there is no {kind.word} `{handle[:60]}` in this project", field=kind.field)
+        case [(found, _)]:
+            return str(found)
+        case several:
+            shown = ", ".join(f"`{found}`" + (f" ({name})" if name else "") for found, name in several[:SHOWN])
+            more = ", …" if len(several) > SHOWN else ""
+            raise Conflict(
+                f"`{handle[:60]}` means several {kind.word}s, newest first: {shown}{more}; give more of the id",
+                code="ambiguous_handle",
+                field=kind.field,
+            )
+
+
+def _last(session: Session, actor: Actor, kind: Handled) -> str:
+    mine = select(kind.id).where(kind.project == actor.project_id, kind.owner == actor.user_id, *kind.others)
+    found = session.execute(mine.order_by(kind.id.desc()).limit(1)).scalar_one_or_none()
+    if found is None:
+        raise NotFound(f"`last` is your newest {kind.word}, and you have none in this project", field=kind.field)
+    return found
+
+
+def _begins(kind: Handled, handle: str) -> ColumnElement[bool]:
+    """The id begins so, with or without its kind. A range, since every collation sorts digits before letters."""
+    digits = handle.lower().removeprefix(f"{kind.prefix}-")
+    if not SHORTEST <= len(digits) <= 26 or re.fullmatch(r"[0-9a-z]+", digits) is None:
+        return false()
+    first, last = (f"{kind.prefix}-{digits.ljust(26, filler)}" for filler in "0z")
+    return and_(kind.id >= first, kind.id <= last)
