@@ -117,7 +117,7 @@ def test_members_have_each_what_is_asked_for_and_are_alike(lab: Lab) -> None:
     told = lab.why("theirs")
     assert (told.code, told.position) == ("requirements", None)
     assert told.reason == "needs 2 NVIDIA GPUs of one node; the most that one has is 1 (mixed)"
-    assert lab.why("three").reason.startswith("needs 3 slots; 1 of 3 free"), "the AMD ones of one architecture"
+    assert lab.why("three").reason.startswith("1st in line; 1 of 3 free"), "the AMD ones of one architecture"
 
 
 def test_what_nobody_may_have_is_no_member(lab: Lab) -> None:
@@ -134,7 +134,7 @@ def test_what_nobody_may_have_is_no_member(lab: Lab) -> None:
     )
     told = lab.why("three")
     assert (told.code, told.position) == ("closed", 1)
-    assert told.reason.startswith("needs 3 slots; 0 of 5 free (box-1/0 held for bob (notebook); box-1/1 used by bob")
+    assert told.reason.startswith("1st in line; 0 of 5 free (box-1/0 held for bob (notebook); box-1/1 used by bob")
     with lab.database.write() as session:
         session.execute(update(Node).values(drained_at=db_now()))
     lab.job("again", gpus=2)
@@ -152,9 +152,9 @@ def test_slots_are_kept_for_the_head_of_the_line_and_gaps_filled(lab: Lab) -> No
     lab.job("quick", limit=900, age=60.0)
     lab.job("pair", gpus=2, limit=800, age=50.0)
     assert (
-        lab.why("wide").reason == "needs 4 slots; 2 of 4 free (box-1/2 kept for it; box-1/3 kept for it); 1st in line"
+        lab.why("wide").reason == "1st in line; 2 of 4 free (box-1/2 kept for it; box-1/3 kept for it); needs 4 slots"
     )
-    assert lab.why("open").reason.startswith("needs 1 slot; 2 of 4 free (box-1/2 kept until ")
+    assert lab.why("open").reason.startswith("2nd in line; 2 of 4 free (box-1/2 kept until ")
     assert [lab.why(name).position for name in ("wide", "open", "slow", "quick", "pair")] == [1, 2, 3, 4, 5]
     now = lab.database.now()
     starts = {name: (lab.why(name).estimated_start or 0) - now for name in ("wide", "quick", "pair")}
@@ -244,7 +244,7 @@ def test_the_node_where_they_come_together_soonest(lab: Lab) -> None:
     lab.job("single")
     assert lab.turn("box-2") is None, "kept there"
     assert names(lab, "box-1") == ["single"], "and not here"
-    assert lab.why("wide").reason == "needs 2 slots; 1 of 2 free on box-2 (box-2/1 kept for it); 1st in line"
+    assert lab.why("wide").reason == "1st in line; 1 of 2 free on box-2 (box-2/1 kept for it); needs 2 slots"
     assert (lab.why("wide").estimated_start or 0) - lab.database.now() == pytest.approx(300, abs=15)
 
 

@@ -64,7 +64,7 @@ def test_a_held_gpu_is_not_claimed_until_it_is_over(lab: Lab) -> None:
     assert lab.claim(FIRST, "box-1") is None
     told = lab.why("a")
     assert re.fullmatch(
-        r"needs 1 slot; 1 of 2 free \(box-1/0 held until .* UTC for bob \(notebook\)\); 1st in line", told.reason
+        r"1st in line; 1 of 2 free \(box-1/0 held until .* UTC for bob \(notebook\)\); needs 1 slot", told.reason
     ), told.reason
     with lab.database.write() as session:
         session.execute(update(Hold).values(until=db_now() - 0.01))
@@ -227,11 +227,11 @@ def test_when_it_begins_everybody_leaves_and_nobody_comes(lab: Lab) -> None:
 
 Setup = Callable[[Lab], Any]
 WORDS: dict[str, tuple[Setup, str, str]] = {
-    "its turn": (lambda lab: lab.job("a"), "turn", r"needs 1 slot; 2 of 2 free; 1st in line"),
+    "its turn": (lambda lab: lab.job("a"), "turn", r"1st in line; 2 of 2 free; needs 1 slot"),
     "others first": (
         lambda lab: [lab.job("x", priority=2), lab.job("y", priority=1), lab.job("a", requirements={"bf16": True})],
         "turn",
-        r"needs 1 slot with bf16; 2 of 2 free; 3rd in line",
+        r"3rd in line; 2 of 2 free; needs 1 slot with bf16",
     ),
     "its model": (
         lambda lab: [lab.job("x", prepared=False), lab.job("a", prepared=False)],
@@ -282,12 +282,12 @@ WORDS: dict[str, tuple[Setup, str, str]] = {
     "drained": (
         lambda lab: [lab.job("a"), _drain(lab)],
         "closed",
-        r"needs 1 slot; 0 of 2 free \(box-1/0 the node is drained \(a new fan\); .*\); 1st in line",
+        r"1st in line; 0 of 2 free \(box-1/0 the node is drained \(a new fan\); .*\); needs 1 slot",
     ),
     "somebody's own process": (
         lambda lab: [lab.job("a"), _outside(lab)],
         "turn",
-        r"needs 1 slot; 1 of 2 free \(box-1/0 used by bob, outside eft \(pid 4711, python\)\); 1st in line",
+        r"1st in line; 1 of 2 free \(box-1/0 used by bob, outside eft \(pid 4711, python\)\); needs 1 slot",
     ),
 }
 

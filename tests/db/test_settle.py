@@ -182,7 +182,7 @@ def test_a_job_is_passed_over_where_it_does_not_fit(box: Box) -> None:
     spec = JobSpec.model_validate(box.job(large).spec)
     whole = plan(spec, LLAMA_1B, longest=256, device=fit.device_of(card)).peak
     takes = Key.parse(box.job(large).queue_key).needs.plan
-    assert takes is not None and told.reason.startswith(f"needs 1 slot with {takes.words(card, whole)}; "), told
+    assert takes is not None and told.reason.endswith(f"; needs 1 slot with {takes.words(card, whole)}"), told
     assert fit.gb(whole) in told.reason, "the figure of `eft plan`"
     won = box.claim("large", LARGE)
     assert won is not None and won.token.job_id == large

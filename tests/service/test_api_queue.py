@@ -62,8 +62,8 @@ def test_a_job_and_the_queue_say_the_same(api: Any, box: str) -> None:
     job = api.http.get(f"/jobs/{job_id}").json()
     assert job["priority"] == 0 and job["queue"]["position"] == 2
     assert job["queue"]["reason"] == (
-        "needs 1 slot with bf16 and label fast; 1 of 2 free (qbox/1 used by bob, outside eft (pid 4711, python)); "
-        "2nd in line"
+        "2nd in line; 1 of 2 free (qbox/1 used by bob, outside eft (pid 4711, python)); "
+        "needs 1 slot with bf16 and label fast"
     )
     schemas.PlaceView.model_validate(job["queue"], extra="forbid")
     listed = api.http.get("/queue").json()
@@ -135,7 +135,7 @@ def test_a_job_of_two_gpus_is_seen_on_both(api: Any, box: str) -> None:
         nodes.register(session, "qbox", "worker-of-qbox", "0.1.0", [gpu(0), gpu(1), gpu(2), PREPARE], [], [])
     wide, wider = ready(api, resources={"gpus": 2}), ready(api, resources={"gpus": 3})
     told = api.http.get(f"/jobs/{wider}").json()
-    assert told["queue"]["reason"] == "needs 3 slots; 3 of 3 free; 2nd in line" and told["slots"] == []
+    assert told["queue"]["reason"] == "2nd in line; 3 of 3 free; needs 3 slots" and told["slots"] == []
     three = [Slot(f"GPU-{n}", "gpu", "amd", "gfx942", 192 << 30) for n in range(3)]
     with api.database.write() as session:
         won = claims.claim(session, "worker-of-qbox", "qbox", three[0], 600, beside=three)
@@ -153,7 +153,7 @@ def test_a_job_of_two_gpus_is_seen_on_both(api: Any, box: str) -> None:
     (row,) = [row for row in api.http.get("/nodes").json()["data"] if row["name"] == "qbox"]
     assert [slot["job"] for slot in row["slots"]] == [wide, wide, None, None]
     kept = api.http.get(f"/jobs/{wider}").json()["queue"]["reason"]
-    assert kept == "needs 3 slots; 1 of 3 free (qbox/2 kept for it); 1st in line"
+    assert kept == "1st in line; 1 of 3 free (qbox/2 kept for it); needs 3 slots"
     with api.database.write() as session:
         finish(session, won.token, "train", Succeeded({"ok": True}), 0, RetryPolicy())
 

@@ -192,15 +192,12 @@ def test_every_command_that_is_proposed_exists() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("jobs", "Did you mean 'eft ls'?"),
-        (f"status {JOB}", "Did you mean 'eft show'?"),
         ("list", "Did you mean 'ls'?"),
         ("sumbit", "Did you mean 'submit'?"),
         ("keys ls", "Did you mean 'eft keys list'?"),
         ("files list", "Did you mean 'eft files ls'?"),
         ("files delete x", "Did you mean 'eft files rm'?"),
-        ("--url U ls", "Options follow the command: eft "),
-        ("submit job.yaml --timeout 5", "timeout(1)"),
+        ("plan job.yaml --timeout 5", "`submit --wait`"),
         ("submit job.yaml --epochs 5", "`--set training.num_train_epochs=…`"),
         ("submit job.yaml --wiat", "--wait"),
         ("quota set project default --max-running many", "--max-running: 'many' is not a number"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partial
 from typing import Any
 
 import pytest
+from eft.terminal.output import jobs_table
+from eft.types import Job
+from rich.console import Console
 
 from core.jobs.lifecycle.finish import Succeeded
 from tests.service.conftest import ROWS, Api, jsonl
@@ -106,3 +110,14 @@ def test_waiting_has_an_end(api: Api) -> None:
     assert api.http.get(f"/jobs/{job}").json()["status"] == "queued"
     wrong = eft(api, "check", job, "--wait", "--timeout", "soon")
     assert wrong.returncode == 2 and "--timeout: 'soon' is not a length of time" in wrong.stderr
+
+
+def test_a_terminal_shows_the_beginning_of_an_id_and_the_name(api: Api) -> None:
+    job = api.submit(name="A name that is much longer than a column of a table")
+    for width in (80, 200):
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        console.print(jobs_table([Job.parse(job)], console))
+        (_, line) = console.file.getvalue().splitlines()
+        assert line.startswith(f"{job['id'][4:16]}  A name that is much lo") and len(line.rstrip()) <= width
+    assert api.http.get(f"/jobs/{job['id'][4:16]}").json()["id"] == job["id"]
+    assert job["id"] in eft(api, "ls").stdout and job["name"] in eft(api, "ls").stdout, "a pipe has all of it"

@@ -154,7 +154,7 @@ def ls(
         if as_json:
             output.json({"data": [job.raw for job in jobs], "next": after})
         else:
-            output.data.print(jobs_table(jobs, output.data.width))
+            output.data.print(jobs_table(jobs, output.data))
             if after is not None:
                 output.note(f"there are more than {limit}: --limit")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -112,21 +113,39 @@ def status_markup(status: str) -> str:
     return f"[{STATUS_STYLE.get(status, 'white')}]{escape(status)}[/]"
 
 
-def jobs_table(jobs: list[Job], width: int) -> Table:
+NAME_WIDTH = 24
+"""Characters of a name that a terminal shows in a table."""
+SHORT_ID = 12
+"""Characters of an id that a terminal shows: its time to the millisecond, and two of chance. Commands take them."""
+
+
+def short_id(text: str, console: Console) -> str:
+    """Without its kind, and only its beginning, where a person reads; whole in a pipe, for scripts."""
+    return text.partition("-")[2][:SHORT_ID] if console.is_terminal else text
+
+
+def name_width(console: Console) -> int | None:
+    return NAME_WIDTH if console.is_terminal else None
+
+
+def jobs_table(jobs: list[Job], console: Console) -> Table:
+    width = console.width
+    columns: list[tuple[str, int, Callable[[Job], str]]] = [
+        ("ID", 0, lambda job: short_id(job.id, console)),
+        ("NAME", 60, lambda job: escape(job.name or "")),
+        ("STATUS", 0, lambda job: status_markup(job.status)),
+        ("PROGRESS", 0, progress_words),
+        ("AGE", 70, lambda job: age(job.created_at)),
+        ("REASON", 120, lambda job: escape(job.reason or "")),
+    ]  # each from its width of the terminal on
+    shown = [(name, cell) for name, least, cell in columns if width >= least]
     table = Table(box=None, pad_edge=False)
-    table.add_column("ID", no_wrap=True)
-    table.add_column("STATUS", no_wrap=True)
-    table.add_column("PROGRESS", no_wrap=True)
-    if width >= 70:
-        table.add_column("AGE", no_wrap=True)
-    if width >= 90:
-        table.add_column("NAME", overflow="ellipsis", no_wrap=True)
-    if width >= 120:
-        table.add_column("REASON", overflow="ellipsis", no_wrap=True)
+    for name, _ in shown:
+        table.add_column(
+            name, no_wrap=True, overflow="ellipsis", max_width=name_width(console) if name == "NAME" else None
+        )
     for job in jobs:
-        cells = [job.id, status_markup(job.status), progress_words(job), age(job.created_at)]
-        cells += [escape(job.name or ""), escape(job.reason or "")]
-        table.add_row(*cells[: len(table.columns)])
+        table.add_row(*(cell(job) for _, cell in shown))
     return table
 
 

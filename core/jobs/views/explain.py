@@ -246,18 +246,19 @@ class QueueExplainer:
         held = self._out_of_line(row, key, seats, turn)
         if held is not None:
             return held
-        if position is None:
-            turn = f"; more than {MOST} jobs are before it"
+        place = f"more than {MOST} jobs are before it" if position is None else f"{ordinal(position)} in line"
         where = self._nearest(row, key, seats)
         notes = [f"{seat.label} {seat.closed}" for seat in where if seat.closed is not None]
         closed, free = len(notes), sum(seat.free for seat in where)
         notes += self._reserved(row, where)
-        count = f"needs {key.needs.words(self._memory(row, key))}; {free} of {len(where)} free"
+        count = f"{free} of {len(where)} free"
         if key.needs.gpus > 1 and len({seat.node for seat in seats}) > 1:
             count += f" on {where[0].node}"
         if notes:
             count += f" ({'; '.join(notes[:3])}{f'; {len(notes) - 3} more' if len(notes) > 3 else ''})"
-        return "closed" if closed > len(where) - key.needs.gpus else "turn", count + turn
+        # The news first: a narrow table cuts the end off.
+        reason = f"{place}; {count}; needs {key.needs.words(self._memory(row, key))}"
+        return "closed" if closed > len(where) - key.needs.gpus else "turn", reason
 
     def _nearest(self, row: Job, key: Key, seats: Sequence[SlotState]) -> Sequence[SlotState]:
         """All that could serve it; for a job of several those of the node and kind where the most are open and free, or

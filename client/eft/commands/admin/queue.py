@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -13,7 +13,7 @@ from eft.errors import UsageFault
 from eft.manual.source import manual
 from eft.session import JsonOption, UrlOption, session
 from eft.terminal.app import App
-from eft.terminal.output import Output, age, size
+from eft.terminal.output import Output, age, name_width, short_id, size
 from eft.times import clock, zone
 
 quota = App(no_args_is_help=True, help="Quotas, priorities and shares of projects and owners.")
@@ -34,14 +34,18 @@ def queue(
             output.json({"data": rows, "more": more})
             return
         table = Table(box=None, pad_edge=False)
-        for name in ("", "JOB", "OWNER", "PRIORITY", "WAITS", f"STARTS {zone()}", "WHY"):
-            table.add_column(name, no_wrap=name != "WHY", justify="right" if name in ("", "PRIORITY") else "left")
+        # A line for each job on a terminal; in a pipe nothing is cut.
+        right = ("", "PRIO")
+        for name in ("", "JOB", "NAME", "OWNER", "PRIO", "WAITS", f"STARTS {zone()}", "WHY"):
+            most = name_width(output.data) if name in ("NAME", "OWNER") else None
+            justify: Literal["left", "right"] = "right" if name in right else "left"
+            table.add_column(name, no_wrap=True, overflow="ellipsis", justify=justify, max_width=most)
         for row in rows:
             place = str(row["position"]) if row["position"] is not None else "-"
-            job = row["job"] or "[dim]another project's[/]"
-            starts = clock(row["estimated_start"])
-            cells = [place, job, escape(row["owner"] or ""), str(row["priority"]), age(row["waiting_since"]), starts]
-            table.add_row(*cells, escape(row["reason"]))
+            job = short_id(row["job"], output.data) if row["job"] else "[dim]another's[/]"
+            cells = [place, job, escape(row["name"] or ""), escape(row["owner"] or ""), str(row["priority"])]
+            cells += [age(row["waiting_since"]), clock(row["estimated_start"]), escape(row["reason"])]
+            table.add_row(*cells)
         output.data.print(table)
         if more:
             output.note(f"{more} more wait{'s' if more == 1 else ''}: --limit shows up to 1000")
