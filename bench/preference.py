@@ -183,7 +183,7 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--stage", choices=["dpo", "kto", "simpo", "orpo"], default="dpo")
+    found.add_argument("--stage", choices=["dpo", "kto", "simpo", "orpo", "reward"], default="dpo")
     found.add_argument("--method", choices=["lora", "qlora"], default="lora")
     found.add_argument("--rows", type=Path, help="preference rows (JSON Lines)")
     found.add_argument("--model", type=Path)

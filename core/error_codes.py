@@ -280,6 +280,13 @@ FAILURES: dict[str, Code] = {
         "A full fine-tuning over a stream has no reference left for later rows.",
         "Train adapters, or remove `data.streaming`.",
     ),
+    "solutions_are_not_split": ("A solution in steps cannot be split.", "Set `training.truncation` to cut it."),
+    "no_text_to_sample": ("A reward model writes no text.", "Remove `evaluation.samples`."),
+    "no_gguf_of_a_reward_model": ("A reward model is not exported as a GGUF file.", "Set `export: [merged]`."),
+    "model_of_another_head": (
+        "The model of the earlier job ends in another head than this stage trains.",
+        "Start from a job of a stage that the message names.",
+    ),
     "metric_of_another_stage": (
         "The stage does not measure the metric that chooses the best checkpoint.",
         "Use one of the metrics that the message names.",

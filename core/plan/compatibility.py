@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
-from core.spec.axes.export import Merged
+from core.spec.axes.export import GGUF, Merged
 from core.spec.axes.method import Full
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
-from core.spec.axes.runtime import Evaluation, HeldOut, Resident, SingleDevice
+from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
 from core.spec.axes.stage import CPT, DPO, KTO, SFT, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
@@ -339,6 +339,13 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             "`training.truncation` to `cut_left`, `cut_right` or `refuse`",
             "training.truncation",
         )
+    if stage.head == "labels" and spec.training.truncation == "split":
+        yield Fault(
+            "solutions_are_not_split",
+            f"`stage: {stage.type}` judges a step by all that is before it, so a solution cannot be split; set "
+            "`training.truncation` to `cut_left`, `cut_right` or `refuse`",
+            "training.truncation",
+        )
     if preview:
         return
     if spec.training.neftune_noise_alpha is not None and not isinstance(stage, SFT | CPT):
@@ -361,6 +368,20 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             f"`stage: {stage.type}` compares with the adapter that the job continues, which has changed by the time "
             "later rows of a stream are read; set `model.adapter: merge`, or remove `data.streaming`",
             "data.streaming",
+        )
+    samples = spec.evaluation.samples if isinstance(spec.evaluation, HeldOut) else NoSamples()
+    if stage.head != "tokens" and not isinstance(samples, NoSamples):
+        yield Fault(
+            "no_text_to_sample",
+            f"a model of `stage: {stage.type}` judges text and writes none; remove `evaluation.samples`",
+            "evaluation.samples",
+        )
+    if stage.head != "tokens" and any(isinstance(item, GGUF) for item in spec.export):
+        yield Fault(
+            "no_gguf_of_a_reward_model",
+            f"a model of `stage: {stage.type}` ends in a head that programs which read GGUF files do not have; use "
+            "`export: [merged]`",
+            "export",
         )
     if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in stage.metrics:
         yield Fault(

@@ -24,7 +24,7 @@ from core.plan.constants import (
 from core.plan.device import SLACK_BYTES, Device
 from core.plan.logits import chunked, evaluation_bytes, logits_why, training_bytes
 from core.plan.models.shape import Shape
-from core.plan.models.weights import WeightBytes, weigh
+from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
@@ -130,6 +130,7 @@ def plan(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Plan:
     have been read). The spec's dependent defaults must be filled in (core/spec/resolve.py). `memory.stream: auto` is
     settled by what the device and its host have. SpecError where the spec names modules that the model does not have.
     """
+    shape = headed(spec, shape)
     match spec.memory.stream:
         case AutoStream() as asked:
             resident = _plan(spec, shape, longest, device, Decision("none", 0, False, "all on the device"))
@@ -153,6 +154,7 @@ def need(spec: JobSpec, shape: Shape, *, longest: int, device: Device) -> Need |
     blocks."""
     if isinstance(method_of(spec), Full) or not shape.layers:
         return None
+    shape = headed(spec, shape)
     held = weigh(spec, shape, device)
     resident = _plan(spec, shape, longest, device, Decision("none", 0, False, ""))
     streamed = _plan(spec, shape, longest, device, Decision("host", 1, True, ""))

@@ -131,7 +131,7 @@ def _projected(tensor: TrainedTensor, rank: int, beside: int) -> int:
 
 def saved_name(parameter: str) -> str:
     """The name of a trained parameter as files have it, without what PEFT puts around it."""
-    return parameter.removeprefix("base_model.model.").replace(".default", "")
+    return parameter.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
 
 
 def group_of(parameter: str, groups: Sequence[GroupFactors]) -> int | None:

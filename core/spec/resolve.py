@@ -22,12 +22,17 @@ from core.spec.axes.optim.optimizers import (
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
 LEARNING_RATE_FULL = 2e-5
-LEARNING_RATES = {"dpo": (1e-5, 1e-6), "simpo": (1e-5, 1e-6), "orpo": (8e-6, 8e-6), "kto": (1e-5, 1e-6)}
+LEARNING_RATES = {
+    "dpo": (1e-5, 1e-6),
+    "simpo": (1e-5, 1e-6),
+    "orpo": (8e-6, 8e-6),
+    "kto": (1e-5, 1e-6),
+} | dict.fromkeys(("reward", "process_reward"), (1e-4, 1e-5))
 """Learning rates of stages that need others: of adapters, and of all parameters."""
 
 
@@ -101,6 +106,8 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
     match spec.stage:
         case SFT() | DPO() | KTO() | ORPO() | SimPO():
             pass
+        case Reward() | ProcessReward():
+            training = {"num_train_epochs": 1.0}
         case CPT():
             training = {"num_train_epochs": 1.0, "truncation": "split"}
             if "batching" not in spec.model_fields_set:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from core.errors import SpecError
 from core.plan.models.shape import ATTENTION
@@ -16,10 +17,15 @@ _MERGE = "leave the fields of `method` out to take that job's, or set `model.ada
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. SpecError where the two
-    have other tensors or shapes."""
+    """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. A new head stays where the
+    adapter has none. SpecError where the two have other tensors or shapes."""
     saved = load_file(folder / "adapter_model.safetensors")
-    made = get_peft_model_state_dict(model)
+    made: dict[str, Tensor] = get_peft_model_state_dict(model)
+    configs: Any = model.peft_config
+    heads = {f"base_model.model.{name}." for config in configs.values() for name in config.modules_to_save or ()}
+    fresh = [name for name in made if name.startswith(tuple(heads))]
+    if not any(name in saved for name in fresh):
+        saved |= {name: made[name] for name in fresh}
     if odd := sorted(name for name in saved.keys() | made.keys() if name not in saved or name not in made):
         where = "the adapter to continue lacks" if odd[0] in made else "this job's method has no place for"
         raise SpecError(f"{where} {odd[0]}, and {len(odd) - 1} more tensors differ; {_MERGE}", field="model.adapter")

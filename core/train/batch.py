@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ class Batch:
             return self.before_labels
         row, column = (self.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
         return row * self.labels.shape[1] + column
+
+    def last_positions(self) -> Tensor:
+        """Positions of the last token of each row in the flattened batch."""
+        if self.packed:
+            ends = list(accumulate(self.lengths))
+        else:
+            ends = [row * self.input_ids.shape[1] + length for row, length in enumerate(self.lengths)]
+        return torch.tensor([end - 1 for end in ends]).to(self.input_ids.device, non_blocking=True)
 
     def to(self, device: torch.device) -> Batch:
         """On the device. A GPU's copies are queued; neither side waits for the other."""

@@ -37,7 +37,7 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.optim.updates import DeviceUpdates, UpdateStrategy
 from core.train.policy import PolicyModel
 from core.train.ranks.group import SINGLE_PROCESS, ProcessGroup
-from core.train.stage import Loss, LossFunction, Totals
+from core.train.stage import Loss, LossFunction, Totals, nothing
 
 
 class Diverged(EftError):
@@ -151,7 +151,7 @@ class Engine:
             loss = loss_function(self.policy, batch.to(self.device), totals)
         if batch.label_tokens:
             return loss
-        return Loss(loss.total * 0.0, {name: value * 0.0 for name, value in loss.sums.items()})
+        return Loss(loss.total * 0.0, {name: value * 0.0 + nothing(name) for name, value in loss.sums.items()})
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar to those already there."""

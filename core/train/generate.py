@@ -24,6 +24,9 @@ def main() -> int:
         if folder is not None and not folder.is_dir():
             print(f"error: {folder} is no folder", file=sys.stderr)
             return 1
+    if (task := _judges(args.adapter or args.model_dir)) is not None:
+        print(f"error: this is a reward model ({task}), which writes no text", file=sys.stderr)
+        return 1
     with importing():
         from core.train.entry.ask import ask
         from core.train.model.load import quiet
@@ -39,6 +42,16 @@ def main() -> int:
     )
     print(json.dumps(answer.as_dict(), ensure_ascii=False) if args.json else answer.text)
     return 0
+
+
+def _judges(folder: Path) -> str | None:
+    """Task or class that the files of a reward model name; None for a model that writes text."""
+    adapter, config = folder / "adapter_config.json", folder / "config.json"
+    if adapter.is_file():
+        task = str(json.loads(adapter.read_bytes()).get("task_type"))
+        return task if task in ("SEQ_CLS", "TOKEN_CLS") else None
+    names = json.loads(config.read_bytes()).get("architectures") or [] if config.is_file() else []
+    return next((str(name) for name in names if str(name).endswith("Classification")), None)
 
 
 if __name__ == "__main__":

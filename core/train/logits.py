@@ -14,6 +14,7 @@ from core.train.attention.packed import rows_apart
 from core.train.batch import Batch
 from core.train.loss.head import OutputHead, hidden_states
 from core.train.loss.linear_cross_entropy import TokenFigures, token_figures, token_logprobs
+from core.train.model.heads import backbone_of, has_head, head_of_model
 
 
 def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -56,9 +57,24 @@ def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch) -> Te
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def all_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits [rows, tokens, vocabulary] (packed: [1, tokens, vocabulary]) of the whole batch."""
+def scores_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
+    """Output of a reward model's head at these positions of the flattened batch, float32 [positions, numbers of the
+    head]. The product is in float32 under autocast, too."""
     with rows_apart(batch):
+        states = backbone_of(model)(**batch.inputs(), use_cache=False).last_hidden_state
+    chosen, head = states.flatten(0, 1).index_select(0, positions), head_of_model(model)
+    with torch.autocast(chosen.device.type, enabled=False):
+        found: Tensor = head(chosen.to(head.weight.dtype)).float()
+    return found
+
+
+def all_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits [rows, tokens, vocabulary] (packed: [1, tokens, vocabulary]) of the whole batch; the hidden states for
+    a model with another head."""
+    with rows_apart(batch):
+        if has_head(model):
+            states: Tensor = backbone_of(model)(**batch.inputs(), use_cache=False).last_hidden_state
+            return states
         logits: Tensor = model(**batch.inputs(), use_cache=False).logits
     return logits
 

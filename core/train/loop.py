@@ -26,7 +26,7 @@ from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
 from core.train.evaluation.held_out import Evaluator, Share, prelude
 from core.train.run import Run
-from core.train.stage import Stage, Totals
+from core.train.stage import MAXIMUM, Stage, Totals, joined, nothing
 from core.train.state import TrainerState
 
 PROGRESS_SECONDS = 0.3
@@ -195,7 +195,7 @@ class Loop:
             loss = engine.forward(batch, self.stage.loss, totals)
             engine.backward(loss.total)
             for name, value in loss.sums.items():
-                part.sums[name] = part.sums[name] + value if name in part.sums else value
+                part.sums[name] = joined(name, part.sums[name], value) if name in part.sums else value
             part.tokens += batch.tokens if batch.label_tokens else 0  # a rank without rows computes on some others'
             part.slots += batch.slots
         if self._asked:
@@ -244,7 +244,11 @@ class Loop:
         host = torch.tensor([part.tokens, part.slots, *memory], dtype=torch.float64).to(device)
         names = [*part.sums, "tokens", "slots", *(f"memory_bytes_rank_{rank}" for rank in range(ranks.world))]
         total = ranks.all_reduce(torch.cat([torch.stack(list(part.sums.values())), host]))
-        return dict(zip(names, total.unbind(), strict=True))
+        found = dict(zip(names, total.unbind(), strict=True))
+        if largest := [name for name in part.sums if name.startswith(MAXIMUM)]:
+            most = ranks.all_maximum(torch.stack([part.sums[name] for name in largest]))
+            found |= dict(zip(largest, most.unbind(), strict=True))
+        return found
 
     def _leave(self, part: PartialStep, started: Timestamp) -> NoReturn:
         """Raise StopRequested, with the figures of the unfinished step in the state."""
@@ -254,7 +258,7 @@ class Loop:
             _finite(figures["loss"], "loss", self.engine.steps + 1)
         state.window_loss += figures["loss"]
         for name in part.sums.keys() - {"loss"}:
-            state.window_sums[name] = state.window_sums.get(name, 0.0) + figures[name]
+            state.window_sums[name] = joined(name, state.window_sums.get(name, nothing(name)), figures[name])
         if self.engine.ranks.world > 1:
             state.window_tokens += int(figures["tokens"])
             state.window_slots += int(figures["slots"])
@@ -270,7 +274,8 @@ class Loop:
         """Report a step. Raises Diverged if its figures are not finite; steps queued behind it have changed no weight
         (`Engine.step`)."""
         state = self.state
-        sums = {name: closed.before.get(name, 0.0) + figures.get(name, 0.0) for name in {**figures, **closed.before}}
+        before, names = closed.before, {**figures, **closed.before}
+        sums = {name: joined(name, before.get(name, nothing(name)), figures.get(name, nothing(name))) for name in names}
         found = self.stage.figures(sums, closed.totals)
         loss = found["loss"]
         lost = closed.skipped and not math.isfinite(loss)

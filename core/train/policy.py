@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from core.plan.constants import WHOLE_LOGITS_BYTES
 from core.train.batch import Batch
-from core.train.logits import label_figures, label_hidden, label_logits, label_logprobs
+from core.train.logits import label_figures, label_hidden, label_logits, label_logprobs, scores_at
 from core.train.loss.chunk import loss_backend
 from core.train.loss.head import OutputHead, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures, linear_cross_entropy
+from core.train.model.heads import has_head
 from core.train.model.scaler import LossScaler
 
 
@@ -86,8 +87,19 @@ class PolicyModel:
         parts = torch.split(self.logprobs(batch), batch.label_counts())
         return torch.stack([part.sum() for part in parts]).view(-1, batch.sequences)
 
+    def scores(self, batch: Batch) -> Tensor:
+        """Output of a reward model's head at the last token of each sequence, float32 [examples, sequences]."""
+        return scores_at(self.model, batch, batch.last_positions()).squeeze(-1).view(-1, batch.sequences)
+
+    def label_scores(self, batch: Batch) -> Tensor:
+        """Output of a process reward model's head at each labelled token, float32 [label tokens, labels], row after
+        row."""
+        return scores_at(self.model, batch, batch.label_positions() + 1)
+
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""
+        if has_head(self.model):
+            return {"loss": {"kernel": "scores"}}
         head = self.head()
         if (reason := self.whole_logits) is not None:
             return {"loss": {"kernel": "logits", "reason": reason}}

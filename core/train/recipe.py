@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -34,6 +34,7 @@ from core.train.loop import Loop
 from core.train.model.build import Built, build_model, disable_dropout
 from core.train.model.compute import Compute, prepare_compute
 from core.train.model.gemm_limits import describe_row_splits, split_matmuls
+from core.train.model.heads import has_head
 from core.train.model.load import load_tokenizer, pad_token
 from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
@@ -157,6 +158,14 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
             from core.train.stages.kto import KahnemanTversky
 
             return KahnemanTversky(kto)
+        case Reward() as reward:
+            from core.train.stages.reward import RewardModel
+
+            return RewardModel(reward)
+        case ProcessReward():
+            from core.train.stages.process_reward import ProcessRewardModel
+
+            return ProcessRewardModel()
         case _ as never:
             assert_never(never)
 
@@ -166,7 +175,8 @@ def choose_kernels(run: Run, compute: Compute, engine: Engine, data: RunData) ->
     placement = compute.placement
     packing = prepare_packing(engine) if isinstance(run.spec.batching, Packed) else None
     engine.policy.head(compute.choice.veto.get("chunked"))
-    if (whole := engine.policy.whole_logits) is not None:
+    whole = None if has_head(engine.model) else engine.policy.whole_logits
+    if whole is not None:
         run.notice("whole_logits", describe_whole_logits(whole, engine.model))
     split_matmuls(engine.model, placement.limits)
     computed = placement.autocast or placement.weights

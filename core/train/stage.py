@@ -7,19 +7,37 @@ step, of an evaluation and of several ranks add up in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from core.spec.axes.stage import Head
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
 
 Totals = Mapping[str, float]
 """Divisors of a step's loss, by their name: the label tokens of all ranks, say. With them, the numbers that a stage
 computes before the step (`Stage.totals`)."""
+
+MAXIMUM = "max/"
+"""Prefix of the names of numbers that are joined by their maximum instead of their sum."""
+N = TypeVar("N", float, Tensor)
+
+
+def joined(name: str, one: N, other: N) -> N:
+    """Join a number of two parts of a step: a sum, or a maximum where the name says so."""
+    if not name.startswith(MAXIMUM):
+        return one + other
+    return torch.maximum(one, other) if isinstance(one, Tensor) else max(one, other)
+
+
+def nothing(name: str) -> float:
+    """Return the number of a part without examples."""
+    return -math.inf if name.startswith(MAXIMUM) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +48,8 @@ class Loss:
     """Scalar with gradient, already divided: the totals of a step's batches add up to the step's loss."""
     sums: Mapping[str, Tensor]
     """Float64 sums over the batch, on the device; they add up over batches and ranks. `loss` is always among them: a
-    step is skipped, and a run has diverged, where it is no finite number."""
+    step is skipped, and a run has diverged, where it is no finite number. Numbers whose name begins with MAXIMUM are
+    joined by their maximum instead."""
 
 
 class LossFunction(Protocol):
@@ -47,6 +66,8 @@ class Stage(Protocol):
     """Name of the stage in model cards."""
     loss_unit: str
     """What the loss is a mean over, for people."""
+    head: Head = "tokens"
+    """Output head of the model."""
     reference: bool = False
     """Whether batches have `values["reference"]` [examples, sequences]: the summed log-probability of each sequence's
     labels under the model that training starts from."""

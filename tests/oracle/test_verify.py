@@ -65,7 +65,8 @@ def test_what_cannot_be_verified_is_said(verify: Any) -> None:
     code, out, err = verify("job-01kar3v8x5m2h6n9qst4wyz0bc", "--json")
     assert code == 1 and json.loads(out)["error"]["field"] == "job"
     assert "run this on the box that trained it" in err
-    for stage in ({"type": "dpo", "loss": "kto_pair"},):
+    smoothed = {"type": "dpo", "loss": "sigmoid", "label_smoothing": 0.1}
+    for stage in ({"type": "dpo", "loss": "kto_pair", "label_smoothing": 0}, smoothed, {"type": "process_reward"}):
         with pytest.raises(SpecError, match="nothing to compare with"):
             options_of(stage)
 
@@ -90,10 +91,11 @@ STAGES: list[dict[str, Any]] = [
     {"type": "simpo"},
     {"type": "orpo"},
     {"type": "kto", "undesirable_weight": 1.5},
+    {"type": "reward", "center_rewards_coefficient": 0.01},
 ]
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=["dpo", "robust", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("stage", STAGES, ids=["dpo", "robust", "simpo", "orpo", "kto", "reward"])
 def test_stages_of_pairs_and_labels(tmp_path: Path, tiny_dir: Path, verify: Any, stage: dict[str, Any]) -> None:
     rows: list[Any] = [
         {"prompt": f"count to {n}:", "chosen": " one" * (n % 4 + 1), "rejected": " no" * (n % 3 + 1)} for n in range(12)
@@ -120,7 +122,9 @@ def test_stages_of_pairs_and_labels(tmp_path: Path, tiny_dir: Path, verify: Any,
     document = json.loads(out)
     assert code == 0, document["largest"]["loss"]
     assert len(document["steps"]) == 3 and document["largest"]["grad_norm"]["relative"] < 1e-4
-    assert document["largest"]["rewards/margins"]["absolute"] < 1e-5
+    of_reward = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
+    for figure in of_reward if stage["type"] == "reward" else ("rewards/margins",):
+        assert document["largest"][figure]["absolute"] < 1e-5, figure
 
 
 def test_what_a_template_writes_behind_an_answer_is_left_out() -> None:

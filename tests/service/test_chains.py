@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load
 
 from tests.support.service import Service, running, wait_for
 
@@ -165,18 +166,22 @@ def test_weights_that_have_changed_since_are_not_trained_on(service: Service, co
 def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     service: Service, models: Path, rows: str
 ) -> None:
-    """Between its steps: the second one is there once, whoever comes back first."""
-    path = service.folder / "pairs.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"say {n}", "chosen": " yes", "rejected": " no"}) + "\n" for n in range(4))
-    )
-    pairs = service.upload(path)
+    """Between its steps: the second one is there once, whoever comes back first. The chain is sft, dpo, reward."""
+    pair, files = {"chosen": " yes", "rejected": " no"}, []
+    for name, count in (("pairs", 16), ("held-out", 4)):
+        path = service.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(pair | {"prompt": f"say {count + n}"}) + "\n" for n in range(count)))
+        files.append(service.upload(path))
     plain = {name: value for name, value in spec("", rows, 2).items() if name != "model"}
-    steps = [
+    judged = plain | {"data": {"train": files[0], "eval": files[1]}}
+    steps: list[dict[str, Any]] = [
         {"name": "first", "job": {"model": str(models / "tiny"), "method": LORA, **plain}},
-        {"name": "second", "job": {**plain, "model": {"adapter": "continue"}, "data": pairs, "stage": "dpo"}},
+        {"name": "second", "job": {**judged, "model": {"adapter": "continue"}, "stage": "dpo"}},
+        {"name": "third", "job": {**judged, "stage": "reward"}},
     ]
     steps[0]["gates"] = [{"metric": "train_loss", "max": 100}]
+    steps[1]["gates"] = [{"metric": "eval_rewards/accuracies", "min": 0.9}]
+    steps[2]["gates"] = [{"metric": "eval_accuracy", "min": 0.9}]
     document = {"name": "chain", "steps": steps}
     wrong = {**document, "steps": [steps[0], {"name": "second", "job": {**plain, "method": {"type": "lora", "r": 3}}}]}
     refused = service.client.post("/pipelines", json=wrong)
@@ -185,7 +190,7 @@ def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     refused = service.client.post("/pipelines", json=typo)
     assert refused.status_code == 422 and refused.json()["error"]["code"] == "gate_without_figure", refused.text
     checked = service.client.post("/pipelines", params={"dry_run": "true"}, json=document).json()
-    assert [one["job"]["method"]["r"] for one in checked["steps"]] == [4, 4], "taken over from the step before"
+    assert [one["job"]["method"]["r"] for one in checked["steps"]] == [4, 4, 4], "taken over from the step before"
 
     headers = {"Idempotency-Key": "chain-1"}
     made = service.client.post("/pipelines", json=document, headers=headers)
@@ -208,16 +213,20 @@ def test_a_pipeline_goes_on_by_itself_though_its_worker_and_api_are_killed(
     found = wait_for(ended, 200, "its end", lambda: service.describe(first))
     assert found["status"] == "succeeded", found
     jobs = [step["job"] for step in found["steps"]]
-    assert jobs[0] == first and len(set(jobs)) == 2
-    assert found["steps"][0]["gates"][0]["passed"] is True
+    assert jobs[0] == first and len(set(jobs)) == 3
+    assert [step["gates"][0]["passed"] for step in found["steps"]] == [True] * 3
     assert losses(service, jobs[1])[0] == pytest.approx(math.log(2), abs=1e-3), "its reference is what it continues"
     listed = service.client.get("/jobs", params={"limit": 100}).json()["data"]
-    assert [job["id"] for job in listed if job["id"] > first and job["retry_of"] is None] == [jobs[1]]
+    assert [job["id"] for job in listed if job["id"] > first and job["retry_of"] is None] == jobs[:0:-1]
     told = service.client.get(f"/pipelines/{pipeline_id}/events", params={"format": "json"}).json()["data"]
-    assert [one["type"] for one in told] == ["status", "step", "step", "status"]
+    assert [one["type"] for one in told] == ["status", *["step"] * 3, "status"]
     with service.client.stream("GET", f"/pipelines/{pipeline_id}/events") as stream:
         text = stream.read().decode()
     assert text.endswith('event: end\ndata: {"status":"succeeded"}\n\n')
-    lineage = service.client.get(f"/jobs/{jobs[1]}/lineage").json()["data"]
-    assert [one["job"] for one in lineage] == [jobs[1], first]
+    lineage = service.client.get(f"/jobs/{jobs[2]}/lineage").json()["data"]
+    assert [one["job"] for one in lineage] == jobs[::-1]
     assert {one["pipeline"] for one in lineage} == {pipeline_id}
+    parts = load(adapter(service, jobs[2]))
+    assert {"base_model.model.score.weight"} == {name for name in parts if "lora" not in name}, "a head beside adapters"
+    unlike = load(adapter(service, jobs[1]))
+    assert parts.keys() - unlike.keys() == {"base_model.model.score.weight"}

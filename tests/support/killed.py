@@ -4,7 +4,8 @@
 A place is a function by its module and name, `core.jobs.installation:open_to` or `core.storage.bucket:Bucket.discard`:
 the process gets SIGKILL when that has been called and has come back; with `#2`, the second time. Every try is a process
 of its own, forked from this one, which has imported everything and done nothing. It is made when a line comes on stdin;
-what became of it is a line of JSON: its exit status (-9: killed) and what it wrote.
+what became of it is a line of JSON: its exit status (-9: killed) and what it wrote. `{try}` in an argument is the
+number of the try, from 1; a place that is empty kills nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def main() -> None:
     cut = sys.argv.index("--")
     module, places, arguments = sys.argv[1], sys.argv[2:cut], sys.argv[cut + 1 :]
     command = importlib.import_module(module)
-    for place in [*places, None]:
+    for number, place in enumerate([*places, ""], 1):
         if not sys.stdin.readline():
             return
         with tempfile.TemporaryFile() as output:
             if (pid := os.fork()) == 0:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-                sys.argv = [module, *arguments]
-                if place is not None:
+                sys.argv = [module, *(argument.replace("{try}", str(number)) for argument in arguments)]
+                if place:
                     kill_after(place)
                 code = 99
                 try:

@@ -18,6 +18,7 @@ from core.train.data.streaming import StreamLoader
 from core.train.model.load import load_tokenizer
 from core.train.recipe import run
 from core.train.render.renderer import renderer_of
+from tests.support.rewards import solutions
 from tests.support.trainer import PLAIN, chats, events, pairs, write_rows, write_run
 
 
@@ -165,6 +166,18 @@ def test_preferences_are_pairs_with_their_prompt(tiny_dir: Path, tokenizer: Any,
     assert [sample["sequence"] for sample in found["samples"]] == ["chosen", "rejected"] * 3
     prompt, answer = found["samples"][0]["segments"]
     assert (prompt["text"], prompt["learned"], answer["learned"]) == ("0+1?", False, True)
+
+
+def test_steps_are_shown_with_their_judgements(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    rows = solutions(3)
+    found = look(tmp_path / "all", tiny_dir, tokenizer, rows, stage="process_reward")
+    assert found["ok"] and found["format"] == "stepwise"
+    assert [sample["labels"] for sample in found["samples"]] == [[float(one) for one in row["labels"]] for row in rows]
+    assert [part["text"] for part in found["samples"][2]["segments"] if part["learned"]] == ["\n"] * 3
+    stage = {"type": "process_reward", "last_step_only": True}
+    last = look(tmp_path / "last", tiny_dir, tokenizer, rows, stage=stage)
+    assert [sample["labels"] for sample in last["samples"]] == [[float(row["labels"][-1])] for row in rows]
+    assert last["epoch"]["label_tokens"] == 3
 
 
 def test_a_cut_row_is_held_against_itself_and_not_against_its_line(

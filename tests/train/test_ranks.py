@@ -58,6 +58,7 @@ PREFERENCES = {
         "optimizer": {"learning_rate": 1e-2},
         "batching": {"type": "packed", "tokens_per_batch": 128},
     },
+    "reward": {"stage": "reward", "method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}},
     "kto": {"stage": "kto", "method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}},
 }
 CASES |= PREFERENCES
@@ -90,6 +91,7 @@ def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     train, held = write_rows(base / "train.jsonl", pairs(21)), write_rows(base / "held.jsonl", chats(5))
     judged_rows = {
         "dpo": (write_rows(base / "pairs.jsonl", preferences(21)), "preference"),
+        "reward": (write_rows(base / "margins.jsonl", preferences(21)), "preference"),
         "kto": (write_rows(base / "judged.jsonl", judged(21)), "kto"),
     }
 
@@ -163,7 +165,7 @@ def test_two_ranks_train_what_one_does(ran: Ran, case: str) -> None:
     here, there = events(ran.two[case], "metrics"), events(ran.one[case], "metrics")
     assert len(here) == len(there) == 5
     for two, one in zip(here, there, strict=True):
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", *one["values"].keys() & {"min_reward", "max_reward"}):
             assert two["values"][name] == pytest.approx(one["values"][name], rel=FIGURES), (two["step"], name)
         assert two["values"]["learning_rate"] == one["values"]["learning_rate"]
     results = [events(found[case], "result")[0]["result"] for found in (ran.two, ran.one)]

@@ -8,7 +8,7 @@ has the step's figures; and the first loss is the one that can be computed by ha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import REFERENCE
 from core.train.recipe import run
 from tests.support.preferences import judged, preferences
-from tests.support.trainer import PLAIN, events, weights, write_rows, write_run
+from tests.support.rewards import margins, solutions
+from tests.support.trainer import PLAIN, events, pairs, weights, write_rows, write_run
 from tests.train.test_activations import InWindow
 
 ROWS = 12
@@ -34,25 +35,42 @@ class Case:
     format: str = "preference"
     first_loss: float | None = None
     """Before the first update, whatever the rows are."""
-    not_held_out: frozenset[str] = field(default=frozenset())
-    """Figures of a step that an evaluation has not."""
+    margin: str = "rewards/margins"
+    """A figure of each step beside the loss; a difference where it can be one."""
+    reference: bool = False
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return judged(ROWS) if self.format == "kto" else preferences(ROWS)
+        match self.format:
+            case "kto":
+                return judged(ROWS)
+            case "stepwise":
+                return solutions(ROWS)
+            case "text":
+                return [{"text": row["prompt"] + row["chosen"]} for row in preferences(ROWS)]
+            case "prompt_completion":
+                return pairs(ROWS)
+            case _:
+                return margins(ROWS)
 
 
 STAGES = {
-    "dpo": Case({"type": "dpo"}, first_loss=math.log(2)),
+    "cpt": Case({"type": "cpt"}, format="text", margin="perplexity"),
+    "dft": Case({"type": "sft", "loss": "dft"}, format="prompt_completion", margin="nll_loss"),
+    "reward": Case({"type": "reward", "center_rewards_coefficient": 0.1}, margin="margin"),
+    "process_reward": Case({"type": "process_reward"}, format="stepwise", margin="accuracy"),
+    "last step": Case({"type": "process_reward", "last_step_only": True}, format="stepwise", margin="accuracy"),
+    "dpo": Case({"type": "dpo"}, first_loss=math.log(2), reference=True),
     "dpo with nll": Case({"type": "dpo", "nll_weight": 0.5, "label_smoothing": 0.1}),
     "ipo": Case({"type": "dpo", "loss": "ipo", "beta": 0.5}, first_loss=1 / (4 * 0.5**2)),
     "kto_pair": Case({"type": "dpo", "loss": "kto_pair"}, first_loss=0.5),
     "simpo": Case({"type": "simpo"}),
     "orpo": Case({"type": "orpo"}),
-    "kto": Case({"type": "kto"}, format="kto", first_loss=0.5),
+    "kto": Case({"type": "kto"}, format="kto", first_loss=0.5, reference=True),
 }
+CLOCKS = {"tokens_per_second", "memory_bytes"}
 CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "whole": ({}, {"per_device_train_batch_size": ROWS}),
+    "whole": ({"type": "rows"}, {"per_device_train_batch_size": ROWS}),
     "packed, in parts": ({"type": "packed", "tokens_per_batch": 160}, {"gradient_accumulation_steps": 8}),
 }
 
@@ -88,9 +106,10 @@ def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, na
         found[cut] = folder
     whole = events(found["whole"], "metrics")
     first, held = whole[0]["values"], events(found["whole"], "evaluation")[0]["values"]
-    figures = [figure.removeprefix("eval_") for figure in held]
-    assert len(whole) == 2 and {"loss", "rewards/margins"} <= set(figures)
-    for figure in figures:
+    figures = {figure.removeprefix("eval_") for figure in held}
+    assert len(whole) == 2 and {"loss", case.margin} <= first.keys()
+    assert {"loss", case.margin} <= figures or name == "dft"  # whose held-out cross-entropy is told as a perplexity
+    for figure in figures & first.keys():
         if not figure.endswith("accuracies"):  # equal rewards, but for rounding
             assert held[f"eval_{figure}"] == pytest.approx(first[figure], rel=FIGURES, abs=FIGURES), figure
     if case.first_loss is not None:
@@ -98,8 +117,8 @@ def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, na
     expected = adapter(found["whole"])
     for cut in CUTS.keys() - {"whole"}:
         for here, there in zip(events(found[cut], "metrics"), whole, strict=True):
-            for figure in ("loss", "grad_norm", "rewards/margins"):
-                rel = 10 * FIGURES if figure == "rewards/margins" else FIGURES
+            for figure in ("loss", "grad_norm", case.margin):
+                rel = 10 * FIGURES if figure == case.margin else FIGURES
                 assert here["values"][figure] == pytest.approx(there["values"][figure], rel=rel, abs=1e-5), cut
         for parameter, value in adapter(found[cut]).items():
             torch.testing.assert_close(value, expected[parameter], rtol=0, atol=WEIGHTS, msg=f"{cut}: {parameter}")
@@ -109,29 +128,31 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "artifacts" / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["cpt", "dft", "reward", "process_reward", "dpo", "kto"])
 def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Path, name: str) -> None:
     """The reference is computed once and read by every later attempt; what KTO finds out before a step is in the
     checkpoint."""
     training = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16"}
-    axes: dict[str, Any] = {"training": training}
-    calm = write(tmp_path / "calm", tiny_dir, STAGES[name], **axes)
+    case = STAGES[name]
+    axes: dict[str, Any] = {"training": training, "batching": {"type": "rows"}}
+    calm = write(tmp_path / "calm", tiny_dir, case, **axes)
     assert run(calm) == EXIT_OK, events(calm)[-1]
     attempts: list[Path] = []
     codes = []
     while not codes or codes[-1] == EXIT_CHECKPOINTED:
-        folder = write(tmp_path / f"{len(attempts)}", tiny_dir, STAGES[name], resume_from=attempts[::-1], **axes)
-        codes.append(run(folder, InWindow(folder, 1 if name == "dpo" else 2 + len(attempts) % 3)))
+        folder = write(tmp_path / f"{len(attempts)}", tiny_dir, case, resume_from=attempts[::-1], **axes)
+        codes.append(run(folder, InWindow(folder, 2 + len(attempts) % 3 if name == "kto" else 1)))
         attempts.append(folder)
         assert len(attempts) < 12
     assert codes[-1] == EXIT_OK and len(codes) > 3, codes
     left = [event["micro_step"] for folder in attempts for event in events(folder, "checkpoint")]
     assert {0, 1} <= set(left), left
     phases = [[event["phase"] for event in events(folder, "phase")] for folder in attempts]
-    assert ["reference" in told for told in phases] == [True] + [False] * (len(attempts) - 1)
-    assert {(folder / REFERENCE).read_bytes() for folder in [*attempts, calm]} == {(calm / REFERENCE).read_bytes()}
+    assert ["reference" in told for told in phases] == [case.reference] + [False] * (len(attempts) - 1)
+    if case.reference:
+        assert {(folder / REFERENCE).read_bytes() for folder in [*attempts, calm]} == {(calm / REFERENCE).read_bytes()}
     steps = {event["step"]: event["values"] for folder in attempts for event in events(folder, "metrics")}
     for event in events(calm, "metrics"):
-        for figure in ("loss", "grad_norm", "rewards/margins", *(["kl"] if name == "kto" else [])):
+        for figure in event["values"].keys() - CLOCKS:
             assert steps[event["step"]][figure] == event["values"][figure], figure
     assert weights(attempts[-1]) == weights(calm)

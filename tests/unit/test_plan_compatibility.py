@@ -19,7 +19,15 @@ from core.spec.job import JobSpec
 TRAIN, EVAL = "file-" + "0" * 26, "file-" + "1" * 26
 
 
-OF_A_STAGE = {"pairs_are_not_split", "reference_is_trained", "metric_of_another_stage", "noise_of_another_stage"}
+OF_A_STAGE = {
+    "pairs_are_not_split",
+    "solutions_are_not_split",
+    "reference_is_trained",
+    "metric_of_another_stage",
+    "no_text_to_sample",
+    "no_gguf_of_a_reward_model",
+    "noise_of_another_stage",
+}
 
 
 def has_loss_on(values: dict[str, str]) -> bool:
@@ -42,6 +50,21 @@ def test_the_best_checkpoint_is_chosen_by_what_the_stage_measures(name: str) -> 
         }
         codes = {fault.code for fault in check(JobSpec.model_validate(job))}
         assert ("metric_of_another_stage" in codes) is (metric not in stage.metrics)
+
+
+@pytest.mark.parametrize("name", stage_arms())
+def test_only_a_model_that_writes_is_sampled(name: str) -> None:
+    stage: Any = stage_arms()[name]
+    job = {
+        "model": "a/b",
+        "data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}},
+        "stage": name,
+        "evaluation": {"type": "held_out", "samples": "greedy"},
+    }
+    codes = {fault.code for fault in check(JobSpec.model_validate(job))}
+    assert ("no_text_to_sample" in codes) is (stage.head != "tokens")
+    codes = {fault.code for fault in check(JobSpec.model_validate(job | {"export": ["gguf"]}))}
+    assert ("no_gguf_of_a_reward_model" in codes) is (stage.head != "tokens")
 
 
 PARENT = {"type": "job", "id": "job-01kar3v8x5m2h6n9qst4wyz0bc"}
@@ -136,8 +159,10 @@ def test_every_combination_is_built_and_decided() -> None:
         expected = {rule.code for rule in RULES if rule.refuses(values)}
         found = {fault.code for fault in check(spec)}
         assert found - OF_A_STAGE == expected
-        pairs_split = values["stage"] in ("dpo", "simpo", "orpo") and values["truncation"] == "split"
+        pairs_split = values["stage"] in ("dpo", "simpo", "orpo", "reward") and values["truncation"] == "split"
         assert ("pairs_are_not_split" in found) is pairs_split
+        steps_split = values["stage"] == "process_reward" and values["truncation"] == "split"
+        assert ("solutions_are_not_split" in found) is steps_split
         streamed = values["stage"] in ("dpo", "kto") and values["streaming"] == "yes"
         moves = values["method"] == "full" or values["adapter"] == "continue"
         assert ("reference_is_trained" in found) is (streamed and moves)

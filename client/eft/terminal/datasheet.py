@@ -119,6 +119,8 @@ def _sample(sample: dict[str, Any], console: Console) -> None:
     words = f"line {sample['line']}: {sample['tokens']} tokens, {sample['label_tokens']} learned"
     if sample.get("cut_from"):
         words += f", cut from {sample['cut_from']}"
+    if sample.get("labels"):
+        words += ", steps " + ", ".join("right" if label else "wrong" for label in sample["labels"])
     _line(console, Text(""))
     _line(console, Text(words, style="bold"))
     plain = console.no_color or console.color_system is None

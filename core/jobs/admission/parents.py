@@ -120,6 +120,7 @@ def _trains_adapter(spec: JobSpec) -> bool:
 
 def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
     method, adapter = spec.method, model.adapter
+    _require_head(spec, parent)
     if isinstance(parent.method, Auto):
         return spec  # settled when the job before has started; this one is looked at again once that has succeeded
     if not isinstance(parent.method, Adapter):
@@ -130,6 +131,8 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
     named = "method" in spec.model_fields_set
     if adapter is None:
         adapter = "merge" if named and not isinstance(method, Adapter) else "continue"
+        if adapter == "merge":
+            _require_head(spec.model_copy(update={"model": model.model_copy(update={"adapter": adapter})}), parent)
     updates: dict[str, Any] = {"model": model.model_copy(update={"adapter": adapter})}
     if adapter == "continue":
         if isinstance(method, Adapter):  # of others the table of compatibility says why not
@@ -137,6 +140,27 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
         if not named and spec.quantization is None:
             updates["quantization"] = parent.quantization
     return spec.model_copy(update=updates)
+
+
+def _require_head(spec: JobSpec, parent: JobSpec) -> None:
+    """SpecError where the job before handed back a head that this stage cannot train further. A language model
+    can be given any head."""
+    has, wanted = parent.stage.head, spec.stage.head
+    if has == "tokens":
+        return
+    if has != wanted:
+        words = (
+            f"that job is of `stage: {parent.stage.type}`; its model judges text, and `stage: {spec.stage.type}` "
+            "cannot start from it; name the job before it"
+        )
+        raise _refused(Fault("model_of_another_head", words, "model.id"))
+    model = spec.model
+    if isinstance(model, JobModel) and model.adapter == "merge":
+        words = (
+            f"the adapter of `stage: {parent.stage.type}` has a head of its own, which a merge would lose; "
+            "continue the adapter (leave `model.adapter` out), or name the job before it"
+        )
+        raise _refused(Fault("model_of_another_head", words, "model.adapter"))
 
 
 def _continued(method: Adapter, parent: Adapter) -> Adapter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from core.errors import SpecError
@@ -15,10 +15,14 @@ from core.plan.optimizers import TrainedTensor, check_groups
 from core.spec.axes.method import OFT, Full, LowRank
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
+from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
 TARGETS = "method.target_modules"
+
+NEW_HEADS: dict[Head, tuple[int, int]] = {"tokens": (0, 0), "score": (1, 0), "labels": (2, 2)}
+"""Outputs of a stage's new head, and how many of them have a bias; none: the model keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,20 @@ class _PartBytes:
     largest_dense: int = 0
 
 
+def headed(spec: JobSpec, shape: Shape) -> Shape:
+    """The shape without the output head that a reward model does not have."""
+    if spec.stage.head == "tokens":
+        return shape
+    return replace(shape, vocab=0, outside=tuple(weight for weight in shape.outside if weight.kind != "head"))
+
+
+def _new_head(spec: JobSpec, shape: Shape) -> list[TrainedTensor]:
+    """The tensors of the new head of a stage."""
+    outputs, biases = NEW_HEADS[spec.stage.head]
+    sizes: dict[str, tuple[int, ...]] = {"score.weight": (outputs, shape.hidden), "score.bias": (biases,)}
+    return [TrainedTensor(size, False, name) for name, size in sizes.items() if size[0]]
+
+
 def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     """SpecError where the spec names modules that the model does not have."""
     method = method_of(spec)
@@ -113,17 +131,21 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
             for prefix, part, _ in _parts(shape, targets)
             for w in part
         ]
-        if method.train is not None:
+        if (asked := method.train) is not None:
+            if spec.stage.head != "tokens":  # a new head is always trained
+                asked = asked.model_copy(update={"head": False})
             every = (tensor.name for tensor in tensors)
-            chosen = trained_names(method.train, every, shape.list_name, shape.layers, tied=shape.tied)
+            chosen = trained_names(asked, every, shape.list_name, shape.layers, tied=shape.tied)
             tensors = [tensor for tensor in tensors if tensor.name in chosen]
-            if not (method.train.embeddings or method.train.norms):
-                first = min(layers_of(method.train, shape.layers), default=shape.layers)
+            if not (asked.embeddings or asked.norms):
+                first = min(layers_of(asked, shape.layers), default=shape.layers)
+    new = _new_head(spec, shape)
+    tensors += new
     if not shape.experts:  # their parameters have other names in memory
         check_groups(spec.optimizer.parameter_groups, (tensor.name for tensor in tensors))
-    count = sum(tensor.numel for tensor in tensors)
+    count, head = sum(tensor.numel for tensor in tensors), sum(tensor.numel for tensor in new)
     return WeightBytes(
-        outside=outside.frozen + outside.still,
+        outside=outside.frozen + outside.still + 4 * head,
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
         still=sum(block.still for block in blocks),

@@ -242,7 +242,14 @@ class Patience(SpecModel):
 
 EarlyStopping = Annotated[NoEarlyStopping | Patience, Field(discriminator="type"), short_form(by_type)]
 BestMetric = Literal[
-    "eval_loss", "eval_perplexity", "eval_exact_match", "eval_rewards/accuracies", "eval_rewards/margins"
+    "eval_loss",
+    "eval_perplexity",
+    "eval_exact_match",
+    "eval_rewards/accuracies",
+    "eval_rewards/margins",
+    "eval_accuracy",
+    "eval_margin",
+    "eval_f1",
 ]
 
 

@@ -12,6 +12,8 @@ from core.spec.base import SpecModel, by_type, short_form
 
 LossOn = Literal["completions", "last", "turns", "all"]
 Better = Literal["lower", "higher"]
+Head = Literal["tokens", "score", "labels"]
+"""Output of a model: logits of the next token, one score of a sequence, or logits of labels at a token."""
 
 
 class SFT(SpecModel):
@@ -28,6 +30,8 @@ class SFT(SpecModel):
         "eval_exact_match": "higher",
     }
     """Held-out metrics that may decide which evaluation is best."""
+    head: ClassVar[Head] = "tokens"
+    """Output head of the model that the stage trains."""
     loss_on: LossOn | None = None
     """Tokens with a loss. `completions`: those of every assistant turn whose `weight` is not 0; prompts have none.
     `last`: those of the last assistant turn. `turns`: those of turns with `weight: 1`. `all`: every token. Default:
@@ -45,6 +49,7 @@ class CPT(SpecModel):
     rows: ClassVar[tuple[RowFormat, ...]] = ("text",)
     sequences: ClassVar[int] = 1
     metrics: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_perplexity": "lower"}
+    head: ClassVar[Head] = "tokens"
     across: bool = False
     """Join all documents, with an end token behind each, and cut the result into rows of training.max_length, as most
     pre-training scripts do: no row is short, and tokens attend to the documents before theirs. By default only
@@ -62,6 +67,7 @@ class PairStage(SpecModel):
         "eval_rewards/accuracies": "higher",
         "eval_rewards/margins": "higher",
     }
+    head: ClassVar[Head] = "tokens"
 
 
 class DPO(PairStage):
@@ -116,6 +122,7 @@ class KTO(SpecModel):
     rows: ClassVar[tuple[RowFormat, ...]] = ("kto",)
     sequences: ClassVar[int] = 1
     metrics: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_rewards/margins": "higher"}
+    head: ClassVar[Head] = "tokens"
     beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Strength of the pull towards the starting model."""
     desirable_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
@@ -125,7 +132,40 @@ class KTO(SpecModel):
     """Weight of the bad answers."""
 
 
-Stage = Annotated[SFT | CPT | DPO | SimPO | ORPO | KTO, Field(discriminator="type"), short_form(by_type)]
+class Reward(SpecModel):
+    """Reward model: a score for a whole answer, larger for the chosen one of a pair. A new output head replaces the
+    model's own and computes one number at the last token (Ouyang et al. 2022, arXiv:2203.02155)."""
+
+    type: Literal["reward"] = "reward"
+    rows: ClassVar[tuple[RowFormat, ...]] = ("preference",)
+    sequences: ClassVar[int] = 2
+    metrics: ClassVar[Mapping[str, Better]] = {
+        "eval_loss": "lower",
+        "eval_accuracy": "higher",
+        "eval_margin": "higher",
+    }
+    head: ClassVar[Head] = "score"
+    center_rewards_coefficient: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """Weight of the square of the sum of both scores, which keeps scores near 0 (Eisenstein et al. 2023,
+    arXiv:2312.09244); 0.01 is usual."""
+
+
+class ProcessReward(SpecModel):
+    """Process reward model: judges each step of a solution. A new output head replaces the model's own and decides
+    between right and wrong at the separator behind each step (Lightman et al. 2023, arXiv:2305.20050)."""
+
+    type: Literal["process_reward"] = "process_reward"
+    rows: ClassVar[tuple[RowFormat, ...]] = ("stepwise",)
+    sequences: ClassVar[int] = 1
+    metrics: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_accuracy": "higher", "eval_f1": "higher"}
+    head: ClassVar[Head] = "labels"
+    last_step_only: bool = False
+    """Learn from the last step of each solution only: an outcome reward model."""
+
+
+Stage = Annotated[
+    SFT | CPT | DPO | SimPO | ORPO | KTO | Reward | ProcessReward, Field(discriminator="type"), short_form(by_type)
+]
 
 
 def loss_on(stage: Stage) -> LossOn | None:

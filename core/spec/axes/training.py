@@ -13,7 +13,8 @@ class Training(SpecModel):
     """The training loop: duration, batch sizes, precision and seed."""
 
     num_train_epochs: Annotated[float, Field(gt=0, le=10_000)] = 3.0
-    """Passes over the training rows; a fraction ends within an epoch. `stage: cpt` has a default of 1."""
+    """Passes over the training rows; a fraction ends within an epoch. `cpt`, `reward` and `process_reward` have a
+    default of 1."""
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Optimizer steps; overrides num_train_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=4096)] = 8

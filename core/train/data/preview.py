@@ -63,7 +63,8 @@ def _preview(order: RunOrder, tokenizer: Any, told: OnRows, notice: Callable[[st
         return {"format": tokens.format, "ok": False, "rows": counts} | _told(faults)
     used, report, batches, limit_fault = None, None, {}, None
     try:
-        whole = arrange(whole, spec.stage, spec.training.seed) if tokens.format == "kto" else whole
+        if tokens.format in ("kto", "stepwise"):
+            whole = arrange(whole, spec.stage, spec.training.seed)
         used, report = fitted_or_refused(spec, whole)
         batches = _batches(spec, used, whole)
     except EftError as error:
@@ -231,6 +232,9 @@ def _samples(used: TokenDataset, whole: TokenDataset, tokenizer: Any) -> list[di
         }
         if used.trained > 1:
             about["sequence"] = PAIR[place]
+        for name, of_tokens in used.token_values.items():
+            marked = of_tokens[used.starts[number] : used.ends[number]][learned.numpy()]
+            about[f"{name}s"] = [float(value) for value in marked]
         about |= {name: float(values[row]) for name, values in used.values.items() if values.ndim == 1}
         found.append(about)
     return found

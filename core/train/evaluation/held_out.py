@@ -22,7 +22,7 @@ from core.train.evaluation.samples import Sample, Sampler
 from core.train.feed import RunData
 from core.train.policy import PolicyModel
 from core.train.run import Run
-from core.train.stage import Stage, Totals
+from core.train.stage import Stage, Totals, joined, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,4 +173,6 @@ def figures(engine: Engine, stage: Stage, sums: Mapping[str, float], totals: Tot
 
 
 def _plus(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    return {name: sums.get(name, 0.0) + more.get(name, 0.0) for name in {**sums, **more}}
+    return {
+        name: joined(name, sums.get(name, nothing(name)), more.get(name, nothing(name))) for name in {**sums, **more}
+    }

@@ -9,13 +9,22 @@ import numpy.typing as npt
 import torch
 
 from core.errors import DataError
-from core.spec.axes.stage import KTO, Stage
+from core.spec.axes.stage import KTO, ProcessReward, Stage
 from core.train.data.dataset import TokenDataset
+from core.train.examples.steps import last_labels
 
 
 def arrange(dataset: TokenDataset, stage: Stage, seed: int) -> TokenDataset:
     """The examples as the stage takes them, once all rows are tokens. DataError where they are too few."""
-    return with_mismatched_answers(dataset, seed) if isinstance(stage, KTO) and len(dataset) else dataset
+    if not len(dataset):
+        return dataset
+    match stage:
+        case KTO():
+            return with_mismatched_answers(dataset, seed)
+        case ProcessReward(last_step_only=True):
+            return last_labels(dataset)
+        case _:
+            return dataset
 
 
 def refuse_one_class(dataset: TokenDataset, stage: Stage) -> None:

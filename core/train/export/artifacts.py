@@ -22,6 +22,7 @@ from core.train.export.handed_back import check_saved
 from core.train.export.plot import plot_loss
 from core.train.export.retention import RowsOf, probes
 from core.train.export.weights import save_weights
+from core.train.model.heads import causal_base, has_head
 from core.train.model.load import saved_dtype
 from core.train.run import Run
 from core.train.stage import Stage
@@ -55,10 +56,14 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     folder.mkdir(parents=True)
     source, dtype = run.order.model_source, saved_dtype(run.model_dir)
     base = base_name(source, run.order.model_dir)
+    if has_head(model):  # what the model takes for padding
+        pad = causal_base(model).config.get_text_config().pad_token_id
+        tokenizer.pad_token = None if pad is None else tokenizer.convert_ids_to_tokens(pad)
     card = partial(model_card, spec, record, result, trained.stage, base=base, samples=state.samples)
     revision = source.get("commit") if source.get("type") == "hub" else None
     weights = save_weights(model, tokenizer, method_of(spec), folder, base=base, revision=revision, dtype=dtype)
-    record |= {"handed_back": {"folder": weights.name, "compared": check_saved(model, method_of(spec), weights)}}
+    compared = check_saved(model, method_of(spec), weights, spec.stage.head)
+    record |= {"handed_back": {"folder": weights.name, "compared": compared}}
     if spec.export:
         whole: Any = model
         vocabulary = whole.get_input_embeddings().weight.shape[0]

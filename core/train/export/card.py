@@ -10,8 +10,10 @@ import yaml
 
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, TrainedPart
+from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
+from core.train.model.heads import CLASSES, LABELS
 from core.train.stage import Stage
 
 CARD_SAMPLES, CARD_CHARS = 5, 600
@@ -41,15 +43,15 @@ def model_card(
             packed = record["quantization"]
             over = f" over {packed['format']} weights" if packed else ""
             how, kind = f"{_adapter_words(method)}{over}", "adapter"
-            library, relation, load = "peft", "adapter", _LOAD_ADAPTER.format(base=base)
+            library, relation, load = "peft", "adapter", _load_adapter(stage.head).format(base=base)
             if exported is not None:
                 original = exported["merge_onto"] == "original"
                 how += f"; merged onto {'its original weights' if original else 'the weights it was trained over'}"
                 how += f", in {exported['dtype']}" if "dtype" in exported else ""
-                kind, library, relation, load = "model", "transformers", "finetune", _LOAD_MODEL
+                kind, library, relation, load = "model", "transformers", "finetune", _load_model(stage.head)
         case Full(train=part):
             how, kind = "full fine-tuning" if part is None else f"fine-tuning of {_part(part)}", "model"
-            library, relation, load = "transformers", "finetune", _LOAD_MODEL
+            library, relation, load = "transformers", "finetune", _load_model(stage.head)
         case _ as never:
             assert_never(never)
     if exported is not None and exported["type"] == "gguf":
@@ -58,7 +60,7 @@ def model_card(
         load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
     meta: dict[str, Any] = {
         "library_name": library,
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": _PIPELINES[stage.head],
         "base_model_relation": relation,
         "tags": ["eft", stage.name, *(["oft" if isinstance(method, OFT) else "lora"] if library == "peft" else [])],
     }
@@ -80,7 +82,7 @@ def model_card(
         "",
         load,
         "",
-        *_how_to_ask(record["data"]["rendering"]),
+        *(_how_to_ask(record["data"]["rendering"]) if stage.head == "tokens" else [_HOW_TO_SCORE[stage.head], ""]),
         *_exported(result.get("export", ()) if exported is None else [exported]),
         "## How it was trained",
         "",
@@ -277,6 +279,28 @@ def _figure(values: dict[str, float] | None, name: str) -> str:
     return f"{values[name]:.4g}" if values and name in values else "–"
 
 
+def _load_adapter(head: Head) -> str:
+    if head == "tokens":
+        return _LOAD_ADAPTER
+    return _LOAD_SCORING.replace("NUMBER", str(len(LABELS[head]))).replace("AutoModel", CLASSES[head].__name__)
+
+
+def _load_model(head: Head) -> str:
+    return _LOAD_MODEL.replace("AutoModelForCausalLM", CLASSES[head].__name__)
+
+
+_PIPELINES: dict[Head, str] = {
+    "tokens": "text-generation",
+    "score": "text-classification",
+    "labels": "token-classification",
+}
+_HOW_TO_SCORE: dict[Head, str] = {
+    "tokens": "",
+    "score": "The one logit of a row is its score: larger for a better answer. Give the model a prompt with its whole "
+    "answer, end token included, rendered as in training.",
+    "labels": "Logits of two labels, `wrong` (0) and `right` (1). They count at the last token of the separator (a "
+    "line break) behind each step of a solution; prompt, steps and separators are tokenised apart.",
+}
 _LOAD_ADAPTER = """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -291,6 +315,16 @@ llama-server -m {file}
 ```
 
 Ollama takes it as well: `FROM ./{file}` in a Modelfile. The file has the tokenizer and the chat template."""
+
+_LOAD_SCORING = """```python
+from peft import PeftModel
+from transformers import AutoModel, AutoTokenizer
+
+folder = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(folder)
+base = AutoModel.from_pretrained("{base}", num_labels=NUMBER, pad_token_id=tokenizer.pad_token_id)
+model = PeftModel.from_pretrained(base, folder)
+```"""
 
 _LOAD_MODEL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from core.train.model.heads import backbone_of, has_head, head_of_model
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Root mean square of the difference over that of the logits (their mean over the vocabulary taken off), by the dtype
 that was written."""
@@ -77,8 +79,8 @@ def compare(with_adapter: Tensor, without: Tensor, merged: Tensor, rows: int, dt
 
 
 def logits_of(model: Any, rows: Sequence[Tensor], between: Callable[[], None]) -> Tensor:
-    """[positions of all rows, vocabulary] float32 on the CPU, from one eval-mode pass in float32. The rows are padded
-    on the right, where causal attention does not look."""
+    """[positions of all rows, vocabulary] float32 on the CPU, from one eval-mode pass in float32; for a reward model
+    the output of its head at every token. The rows are padded on the right, where causal attention does not look."""
     device, training = next(model.parameters()).device, model.training
     ids = pad_sequence([row.long() for row in rows], batch_first=True)
     real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
@@ -86,7 +88,11 @@ def logits_of(model: Any, rows: Sequence[Tensor], between: Callable[[], None]) -
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), in_float32(model):
-            logits: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
+            if has_head(model):
+                states = backbone_of(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
+                logits: Tensor = head_of_model(model)(states)
+            else:
+                logits = model(input_ids=ids.to(device), use_cache=False).logits
     finally:
         model.train(training)
     return logits[real.to(device)].float().cpu()
@@ -134,6 +140,8 @@ class _Widened:
 
 
 def _centred(logits: Tensor) -> Tensor:
+    if logits.shape[-1] == 1:  # scores: one number a position
+        return logits - logits.mean(dim=0, keepdim=True)
     return logits - logits.mean(dim=-1, keepdim=True)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from core.errors import EftError
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.stage import Head
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.model.load import load_model
@@ -21,7 +22,7 @@ class ArtifactsDiffer(RuntimeError):
     """The files that were written do not hold what was trained."""
 
 
-def check_saved(model: nn.Module, method: SettledMethod, folder: Path) -> str:
+def check_saved(model: nn.Module, method: SettledMethod, folder: Path, head: Head = "tokens") -> str:
     """Read `folder`, as `save_weights` has just written it, and answer how far it was compared: "bits", or "shapes"
     where this machine's memory does not hold the model a second time. Raises ArtifactsDiffer."""
     try:
@@ -29,7 +30,7 @@ def check_saved(model: nn.Module, method: SettledMethod, folder: Path) -> str:
             case LoRA() | QLoRA() | OFT():
                 return _check_adapter(model, folder)
             case Full():
-                return _check_model(model, folder)
+                return _check_model(model, folder, head)
             case _ as never:
                 assert_never(never)
     except (EftError, OSError, ValueError, KeyError, SafetensorError) as error:
@@ -44,15 +45,15 @@ def _check_adapter(model: Any, folder: Path) -> str:
     return "bits"
 
 
-def _check_model(model: nn.Module, folder: Path) -> str:
+def _check_model(model: nn.Module, folder: Path, head: Head) -> str:
     inspect(folder, field="artifacts")
     trained = model.state_dict()
     free, needed = available_bytes(), sum(tensor.nbytes for tensor in trained.values())
     dtype = next(model.parameters()).dtype
     if free is not None and needed > free:
-        _compare(trained, load_model(folder, dtype, device_map="meta").state_dict(), folder)
+        _compare(trained, load_model(folder, dtype, device_map="meta", head=head).state_dict(), folder)
         return "shapes"
-    _compare(trained, load_model(folder, dtype).state_dict(), folder)
+    _compare(trained, load_model(folder, dtype, head=head).state_dict(), folder)
     return "bits"
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from core.train.memory.streaming.stream import on_device
+from core.train.model.heads import has_head
 from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
 
@@ -38,7 +40,7 @@ def write_merged(
     between: Callable[[], None] = lambda: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads, without the tokenizer. `model` is a PeftModel
+    """Write what `from_pretrained(folder)` of the model's class reads, without the tokenizer. `model` is a PeftModel
     whose base came from `model_dir`; `original` takes packed layers' weights from the files there, as they were before
     they were packed. `between` runs after every layer and may raise. ValueError when an adapter holds NaN."""
     folder.mkdir(parents=True)
@@ -56,6 +58,10 @@ def write_merged(
     if any(isinstance(layer, BaseTunerLayer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())):
         # Two matrices from here on: an adapter changed one of them alone, and tying would undo it without a word.
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    if has_head(base):
+        config.num_labels, config.id2label = base.config.num_labels, base.config.id2label
+        config.label2id = base.config.label2id
+        config.get_text_config().pad_token_id = base.config.get_text_config().pad_token_id
     config.dtype = dtype
     config.architectures = [type(base).__name__]
     config.save_pretrained(folder)
@@ -77,6 +83,9 @@ def merged_tensors(
             case BaseTunerLayer():
                 adapters.append(prefix)
                 values = _merged(module, prefix, originals)
+            case AuxiliaryTrainingWrapper():
+                adapters.append(prefix)
+                values = _parameters(module.modules_to_save[module.active_adapter])
             case QuantLinear():
                 values = _parameters(_dense(module, prefix, originals))
             case _:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.nn import functional
 
 ROWS, TOKENS = 16, 64
 """Most rows, and most tokens of each, that logits are compared on."""
@@ -68,7 +69,10 @@ class Retention:
 def measure(
     tuned: Tensor, base: Tensor, exported: Tensor, *, rows: int, rows_of: RowsOf, required: float, reader: str
 ) -> Retention:
-    """Compare three times logits [positions, vocabulary], float32."""
+    """Compare three times logits [positions, vocabulary], float32; a score [positions, 1] is compared as that of a
+    better answer (Bradley and Terry), with 0 for the worse one."""
+    if tuned.shape[-1] == 1:
+        tuned, base, exported = (functional.pad(scores, (0, 1)) for scores in (tuned, base, exported))
     to_base, to_exported = _divergence(tuned, base), _divergence(tuned, exported)
     told = to_base is not None and to_exported is not None and to_base >= LEAST_TUNING
     return Retention(

@@ -39,6 +39,8 @@ def head_of(model: nn.Module) -> OutputHead | str:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     layer = base.get_output_embeddings()
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), None)
+    if layer is None:
+        return "the model has the head of a reward model"
     if hasattr(layer, "base_layer"):
         return "the output head has an adapter"
     if type(layer) is not nn.Linear:

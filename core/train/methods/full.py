@@ -9,6 +9,7 @@ from torch import nn
 from core.plan.models.freeze import trained_names
 from core.plan.models.shape import OF_BLOCK
 from core.spec.axes.method import Full
+from core.train.model.heads import has_head, head_of_model
 from core.train.optim.groups import ParameterGroup, decay_groups
 
 _ALL = Full()
@@ -16,18 +17,21 @@ _ALL = Full()
 
 def adapt_full(model: nn.Module, spec: Full = _ALL) -> nn.Module:
     """Give every parameter that is trained a gradient. The weights are expected in float32: in bf16 an update smaller
-    than 1/256 of a weight is lost to rounding, so bf16 runs compute under autocast over float32 weights. SpecError for
-    a part of the model that does not exist."""
+    than 1/256 of a weight is lost to rounding, so bf16 runs compute under autocast over float32 weights. A reward
+    model's head is always trained. SpecError for a part of the model that does not exist."""
     model.requires_grad_(True)
     if spec.train is None:
         return model
     list_name, count = _layers(model)
-    names = [name for name, _ in model.named_parameters()]
+    part, new = spec.train, set[nn.Parameter]()
+    if has_head(model):
+        part, new = part.model_copy(update={"head": False}), set(head_of_model(model).parameters())
+    names = [name for name, parameter in model.named_parameters() if parameter not in new]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     tied = head is None or head.weight is embedding.weight
-    chosen = trained_names(spec.train, names, list_name, count, tied=tied)
+    chosen = trained_names(part, names, list_name, count, tied=tied)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in chosen)
+        parameter.requires_grad_(name in chosen or parameter in new)
     return model
 
 

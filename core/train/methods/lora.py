@@ -18,19 +18,23 @@ from core.train.optim.groups import ParameterGroup, decay_groups, split
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
 
 
-def adapt_lora(model: nn.Module, spec: LowRank, *, autocast: bool = False) -> nn.Module:
+def adapt_lora(
+    model: nn.Module, spec: LowRank, *, autocast: bool = False, task: str = "CAUSAL_LM", head: str | None = None
+) -> nn.Module:
     """Wrap `model` in a PeftModel. Adapter weights are float32 whatever the base is (PEFT's autocast_adapter_dtype),
     drawn from the torch generator. SpecError when a target module does not exist.
 
     `autocast`: every pass will run under autocast. Then PEFT need not cast each layer's input to the adapter's float32,
-    only to have autocast cast it back: a tenth of a step on a CPU.
+    only to have autocast cast it back: a tenth of a step on a CPU. `task`: PEFT's name of what the model does. `head`:
+    name of a module that is trained beside the adapters.
     """
     targets = target_modules(model, spec)
     if spec.lora_alpha is None:
         raise ValueError("the spec is not resolved: method.lora_alpha is missing")
     alpha: Any = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
+        modules_to_save=None if head is None else [head],
         r=spec.r,
         lora_alpha=alpha,
         lora_dropout=spec.lora_dropout,

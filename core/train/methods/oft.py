@@ -12,11 +12,13 @@ from core.train.adapters import target_modules
 from core.train.optim.groups import ParameterGroup, decay_groups
 
 
-def adapt_oft(model: nn.Module, spec: OFT) -> nn.Module:
+def adapt_oft(model: nn.Module, spec: OFT, *, task: str = "CAUSAL_LM", head: str | None = None) -> nn.Module:
     """Wrap `model` in a PeftModel whose rotations are float32 and begin as none. SpecError when a target module does
-    not exist or its inputs cannot be divided into the blocks, which PEFT would make of another size."""
+    not exist or its inputs cannot be divided into the blocks, which PEFT would make of another size. `task`: PEFT's
+    name of what the model does. `head`: name of a module that is trained beside the rotations."""
     config = OFTConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
+        modules_to_save=None if head is None else [head],
         r=spec.r or 0,
         oft_block_size=0 if spec.r is not None else spec.oft_block_size or 32,
         target_modules=target_modules(model, spec),

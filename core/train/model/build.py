@@ -26,7 +26,8 @@ from core.train.memory.offload.activations import ActivationOffload
 from core.train.methods.neftune import add_noise
 from core.train.model.choose_stream import choose_stream
 from core.train.model.gemm_limits import pad_ranks
-from core.train.model.load import context_length, load_model, packed_as
+from core.train.model.heads import TASKS, head_name, pad_token_of, with_head
+from core.train.model.load import context_length, given_head, load_model, packed_as
 from core.train.model.placement import Placement
 from core.train.optim.groups import ParameterGroup
 from core.train.optim.updates import DeviceUpdates, UpdateStrategy
@@ -105,6 +106,8 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
     _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
+    if spec.stage.head != "tokens":
+        model = with_head(model, spec.stage.head, pad_token_of(tokenizer))
     model, groups = _adapt(model, run, placement)
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_noise(model, alpha)
@@ -142,14 +145,20 @@ def disable_dropout(model: nn.Module) -> None:
 
 def _load(run: Run, dtype: torch.dtype, stream: Decision) -> _Loaded:
     spec, folder = run.spec, run.model_dir
-    already = packed_as(folder)
+    already, given = packed_as(folder), given_head(folder, spec.stage.head)
+    if given != "tokens" and (already or stream.where == "disk" or not isinstance(spec.quantization, NoQuantization)):
+        raise SpecError(
+            "the model's files already have the head of a reward model, and such files can be neither packed nor "
+            "streamed from disk; use `method: lora` or `full`, and stream from `host`",
+            field="method",
+        )
     match spec.quantization:
         case None:
             raise ValueError("the spec is not resolved: quantization is missing")
         case NoQuantization() if already is None and stream.where == "disk":
             return _load_files(run, dtype, None)
         case NoQuantization() if already is None:
-            return _Loaded(load_model(folder, dtype), None)
+            return _Loaded(load_model(folder, dtype, head=given), None)
         case NoQuantization():
             options = _options("nf4")
         case NF4(double=double, skip_modules=skip):
@@ -273,12 +282,14 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
 
 def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module, list[ParameterGroup]]:
     """The model with what its method trains, and the groups of that for the optimizer."""
-    method = method_of(run.spec)
+    method, task = method_of(run.spec), TASKS[run.spec.stage.head]
+    head = None if run.spec.stage.head == "tokens" else head_name(model)
     match method:
         case LoRA() | QLoRA():
             from core.train.methods import lora
 
-            adapted = lora.adapt_lora(model, method, autocast=placement.autocast is not None)
+            autocast = placement.autocast is not None
+            adapted = lora.adapt_lora(model, method, autocast=autocast, task=task, head=head)
             if run.adapter_dir is not None:
                 load_adapter(adapted, run.adapter_dir)
             if (multiple := placement.limits.rank_multiple) > 1:
@@ -287,7 +298,7 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
         case OFT():
             from core.train.methods import oft
 
-            rotated = oft.adapt_oft(model, method)
+            rotated = oft.adapt_oft(model, method, task=task, head=head)
             if run.adapter_dir is not None:
                 load_adapter(rotated, run.adapter_dir)
             return rotated, oft.parameter_groups(rotated)

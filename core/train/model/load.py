@@ -16,12 +16,18 @@ from transformers.utils import logging
 from core.errors import ModelError
 from core.plan.models.headers import unreadable
 from core.plan.models.shape import Shape
+from core.spec.axes.stage import Head
 from core.train.base.reading import reading
 from core.train.hub.model_files import refuse_adapter
+from core.train.model.heads import CLASSES
 from core.train.model.noise import hush
 
 MOST_TIMES = 2
 """A tied output head counts twice here, and may be all there is."""
+ENDINGS: dict[Head, str] = {
+    "tokens": "ForCausalLM", "score": "ForSequenceClassification", "labels": "ForTokenClassification"
+}  # fmt: skip
+"""Endings of the names of transformers' classes with a head."""
 SMALL = 1 << 20
 """Parameters that fit into any memory."""
 
@@ -34,13 +40,19 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> nn.Module:
-    """A causal language model on the CPU, in `dtype`; with `device_map="meta"` its shapes alone. ModelError when
-    transformers cannot read it."""
+def given_head(folder: Path, wanted: Head) -> Head:
+    """Head to load from the files: the wanted one if they have it, otherwise that of a causal language model."""
+    classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    return wanted if wanted != "tokens" and str(classes[0]).endswith(ENDINGS[wanted]) else "tokens"
+
+
+def load_model(folder: Path, dtype: torch.dtype, device_map: str | None = None, *, head: Head = "tokens") -> nn.Module:
+    """A causal language model (or one with another head that its files have) on the CPU, in `dtype`; with
+    `device_map="meta"` its shapes alone. ModelError when transformers cannot read it."""
     with reading("the model"):
         refuse_adapter([path.name for path in folder.iterdir()], field="model")
         hold_against_files(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = CLASSES[head].from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,

@@ -72,8 +72,18 @@ def hidden_matrices(model: Any) -> frozenset[str]:
     """Names of the two-dimensional parameters that are neither an embedding nor the output head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     ends = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    ends |= set() if head is None else set(head.parameters())
+    ends |= set(_head_of_reward_model(model)) if head is None else set(head.parameters())
     return frozenset(name for name, p in model.named_parameters() if p.dim() == 2 and p not in ends)
+
+
+def _head_of_reward_model(model: Any) -> list[nn.Parameter]:
+    """Parameters outside the backbone of a model without an output head for tokens."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    backbone = getattr(base, getattr(base, "base_model_prefix", ""), None)
+    if not isinstance(backbone, nn.Module) or backbone is base:
+        return []
+    inside = set(backbone.parameters())
+    return [parameter for parameter in base.parameters() if parameter not in inside]
 
 
 def without_decay(model: nn.Module) -> frozenset[str]:

@@ -63,6 +63,10 @@ class ProcessGroup:
         """Sum element by element over all ranks, on the device; the host does not wait for a GPU."""
         return values
 
+    def all_maximum(self, values: Tensor) -> Tensor:
+        """Take the largest element by element over all ranks, on the device."""
+        return values
+
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """See reduce.py."""
 
@@ -141,6 +145,12 @@ class TorchProcessGroup(ProcessGroup):
         with _joined():
             self._dist.all_reduce(total)
         return total
+
+    def all_maximum(self, values: Tensor) -> Tensor:
+        most = values.clone()
+        with _joined():
+            self._dist.all_reduce(most, op=self._dist.ReduceOp.MAX)
+        return most
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         from core.train.ranks.reduce import sum_gradients

@@ -15,6 +15,7 @@ from core.errors import SpecError
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.optimizer import AdamW
+from core.spec.axes.stage import Head
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
@@ -28,13 +29,15 @@ from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
 from core.train.model.compute import prepare_compute
-from core.train.model.load import load_model, load_tokenizer
+from core.train.model.heads import TASKS, head_name, head_of_model, pad_token_of, with_head
+from core.train.model.load import given_head, load_model, load_tokenizer
 from core.train.run import Run
 from core.train.verify.columns import columns
 from core.train.verify.peer import EXTRA, Replay
 
-PER_BATCH = ("kto", "orpo")
-"""Stages in whose loss TRL has means over a micro-batch, where ours are over the step: each step is one batch."""
+PER_BATCH = ("kto", "orpo", "reward")
+"""Stages in which TRL has figures of a micro-batch (a mean in the loss, the smallest score), and ours are of the step:
+each step is one batch."""
 
 
 def recorded(folders: Iterable[Path]) -> dict[int, dict[str, float]]:
@@ -79,6 +82,9 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
         orders = [build_order(spec, sizes, rank=rank, world=world) for rank in range(world)]
         total = orders[0].total_steps(spec.training.num_train_epochs, spec.training.max_steps)
         stage = spec.stage.model_dump(mode="json")
+        options = options_of(stage)
+        if spec.stage.head == "score":
+            tokenizer.pad_token = _pad_token(tokenizer)
         batches, accumulation, used = _cut(orders, min(steps, total), stage)
         found = Replay(
             stage=stage["type"],
@@ -92,11 +98,12 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
             seed=spec.training.seed,
             precision=placement.precision,
             device=placement.device.type,
-            options=options_of(stage),
+            options=options,
         )
         method = method_of(spec)
         seed_all(spec.training.seed)
-        model = start_of(run.model_dir, method, placement.weights, placement.device.type)
+        ends = spec.stage.head, pad_token_of(tokenizer)
+        model = start_of(run.model_dir, method, placement.weights, placement.device.type, *ends)
         if run.adapter_dir is not None:
             load_adapter(model, run.adapter_dir)
     differing = []
@@ -111,20 +118,49 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
     return ReadyReplay(found, model, tokenizer, differing)
 
 
-def start_of(model_dir: Path, method: SettledMethod, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
-    """The model and its new adapters as a run begins with them, if the random numbers are seeded as there; 4-bit
-    weights by bitsandbytes."""
+def start_of(
+    model_dir: Path,
+    method: SettledMethod,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    head: Head = "tokens",
+    pad_token_id: int | None = None,
+) -> nn.Module:
+    """The model, its new head and its new adapters as a run begins with them, if the random numbers are seeded as
+    there; 4-bit weights by bitsandbytes. `pad_token_id`: of a reward model's configuration."""
+    given = given_head(model_dir, head)
     match method:
         case Full():
-            return adapt_full(load_model(model_dir, torch.float32), method).to(device)
-        case OFT():
-            return adapt_oft(load_model(model_dir, dtype), method).to(device)
-        case LoRA():
-            return adapt_lora(load_model(model_dir, dtype), method).to(device)
+            model: Any = load_model(model_dir, torch.float32, head=given)
+        case LoRA() | OFT():
+            model = load_model(model_dir, dtype, head=given)
         case QLoRA():
-            return adapt_lora(_packed(model_dir, dtype, device), method)
+            model = _packed(model_dir, dtype, device)
         case _ as never:
             assert_never(never)
+    name = None
+    if head != "tokens":
+        model = with_head(model, head, pad_token_id)
+        name = head_name(model)
+    if isinstance(method, Full):
+        return adapt_full(model, method).to(device)
+    if isinstance(method, OFT):
+        return adapt_oft(model, method, task=TASKS[head], head=name).to(device)
+    adapted = adapt_lora(model, method, task=TASKS[head], head=name)
+    if name is not None and isinstance(method, QLoRA):
+        head_of_model(adapted).to(device)
+    return adapted if isinstance(method, QLoRA) else adapted.to(device)
+
+
+def _pad_token(tokenizer: Any) -> str:
+    """SpecError where TRL would take the end of an answer for padding."""
+    if (found := pad_token_of(tokenizer)) is None:
+        words = (
+            "the tokenizer has no token for padding but the one that ends answers, before which TRL would take the "
+            "score; there is nothing to compare with"
+        )
+        raise SpecError(words, field="stage")
+    return str(tokenizer.convert_ids_to_tokens(found))
 
 
 def _packed(model_dir: Path, dtype: torch.dtype, device: str) -> Any:
@@ -176,8 +212,20 @@ def options_of(stage: Mapping[str, Any]) -> dict[str, Any]:
     match stage["type"]:
         case "sft" | "cpt":
             return {"loss_type": "dft"} if stage.get("loss") == "dft" else {}
+        case "process_reward":
+            raise SpecError(
+                "TRL has no trainer of process reward models any more, so there is nothing to compare with",
+                field="stage",
+            )
+        case "reward":
+            return {"center_rewards_coefficient": stage["center_rewards_coefficient"] or None}
         case "dpo" if stage["loss"] == "kto_pair":
             raise SpecError("TRL has no `kto_pair` any more, so there is nothing to compare with", field="stage.loss")
+        case "dpo" if stage["label_smoothing"] and stage["loss"] == "sigmoid":
+            raise SpecError(
+                "TRL smooths labels in `robust` only, so there is nothing to compare with",
+                field="stage.label_smoothing",
+            )
         case "dpo":
             found = {"beta": stage["beta"], "loss_type": [stage["loss"]], "label_smoothing": stage["label_smoothing"]}
             if stage["nll_weight"]:

@@ -12,6 +12,7 @@ from core.spec.axes.export import Merged, required_retention
 from core.train.export.compare import compare, logits_of
 from core.train.export.formats.subject import Subject, Withheld, check_memory, placed
 from core.train.export.retention import measure
+from core.train.model.heads import head_kind
 from core.train.model.load import load_model, saved_dtype
 
 
@@ -21,7 +22,7 @@ def write_merged_format(item: Merged, subject: Subject, folder: Path) -> dict[st
     check_memory(subject.model, dtype)
     tuned, base = subject.logits(item.merge_onto)
     subject.write(folder, item.merge_onto, dtype)
-    again = placed(load_model(folder, dtype), subject.device)
+    again = placed(load_model(folder, dtype, head=head_kind(subject.model)), subject.device)
     merged = logits_of(again, subject.rows, subject.between)
     check = compare(tuned, base, merged, len(subject.rows), dtype)
     found = measure(

@@ -20,7 +20,8 @@ from core.train.export.merge import write_merged
 from core.train.export.retention import Retention, RowsOf
 from core.train.kernels.scratch import clear_scratch
 from core.train.memory.available import available_bytes
-from core.train.model.load import count_parameters, load_model, saved_dtype
+from core.train.model.heads import head_kind, with_head
+from core.train.model.load import count_parameters, given_head, load_model, saved_dtype
 
 SENTENCEPIECE = "tokenizer.model"
 
@@ -86,7 +87,10 @@ class Subject:
         # What the adapter's folder says by itself, over the model's files: plain transformers and PEFT.
         from peft import PeftModel
 
-        over: Any = load_model(self.model_dir, saved_dtype(self.model_dir))
+        head = head_kind(self.model)
+        over: Any = load_model(self.model_dir, saved_dtype(self.model_dir), head=given_head(self.model_dir, head))
+        if head != "tokens":
+            over = with_head(over, head, self.model.get_base_model().config.pad_token_id)
         return self._both(placed(PeftModel.from_pretrained(over, self.artifacts / "adapter"), self.device))
 
     def _both(self, model: Any) -> tuple[Tensor, Tensor]:

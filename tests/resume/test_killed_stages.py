@@ -1,0 +1,103 @@
+"""kill -9 of the stages after sft: in the pass of the reference, beside its file, between what KTO computes
+before a step and that step, and inside steps. The final weights and figures are those of a run nobody touched."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.spec.run.exit_codes import EXIT_OK
+from core.spec.run.folder import REFERENCE
+from core.train.recipe import run
+from tests.support.killed import killed
+from tests.support.preferences import judged
+from tests.support.rewards import margins
+from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, write_run
+
+ROWS, STEPS = 12, 3
+REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
+PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
+CLOCKS = {"tokens_per_second", "memory_bytes"}
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[dict[str, Any]]
+    places: tuple[str, ...]
+    """Steps have two micro-steps, and each ends with a checkpoint: the third backward pass of an attempt is inside of
+    its second step."""
+    in_reference: int = 0
+    """Attempts that are killed before their first step."""
+
+
+CASES = {
+    "dpo": Case(margins(ROWS), (f"{REFERENCE_PASS}#2", KEPT, BACKWARD, f"{BACKWARD}#3", f"{BACKWARD}#2"), 2),
+    "kto": Case(judged(ROWS), (REFERENCE_PASS, PRELUDE, f"{BACKWARD}#3", PRELUDE), 1),
+    "reward": Case(margins(ROWS), (BACKWARD, f"{BACKWARD}#3")),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Path, int]]]:
+    """The attempts of each stage and their exit statuses; the processes are forked from one that has imported torch."""
+    base = tmp_path_factory.mktemp("killed")
+    found: dict[str, list[tuple[Path, int]]] = {stage: [] for stage in CASES}
+    turns = [(stage, place) for stage, case in CASES.items() for place in (*case.places, "")]
+    folders = [base / f"attempt-{number}" for number in range(1, len(turns) + 1)]
+    for folder, (stage, _) in zip(folders, turns, strict=True):
+        earlier = [path for path, (of, _) in zip(folders, turns, strict=True) if of == stage and path.exists()]
+        write(folder, tiny_dir, stage, resume_from=earlier[::-1])
+    places = [place for _, place in turns][:-1]
+    with killed("tests.support.killed_training", places, [str(base / "attempt-{try}")], ENVIRONMENT) as tries:
+        for folder, (stage, _), (code, told) in zip(folders, turns, tries, strict=True):
+            (folder / "log.txt").write_text(told)
+            found[stage].append((folder, code))
+    return found
+
+
+def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
+    path = write_rows(folder.parent / f"{stage}.jsonl", CASES[stage].rows)
+    training = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16",
+        "max_length": 64,
+    }  # fmt: skip
+    return write_run(
+        folder,
+        model_dir,
+        path,
+        stage=stage,
+        method={"type": "lora", "r": 4},
+        batching="rows",
+        optimizer={"learning_rate": 1e-2},
+        training=training,
+        checkpoint={"type": "disk", "save_steps": 1},
+        **axes,
+    )
+
+
+@pytest.mark.parametrize("stage", CASES)
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    tmp_path: Path, tiny_dir: Path, ended: dict[str, list[tuple[Path, int]]], stage: str
+) -> None:
+    case, attempts = CASES[stage], [folder for folder, _ in ended[stage]]
+    codes = [code for _, code in ended[stage]]
+    assert codes == [-signal.SIGKILL] * len(case.places) + [EXIT_OK], (attempts[-1] / "log.txt").read_text()
+    for folder in attempts[: case.in_reference]:
+        assert events(folder, "phase")[-1]["phase"] == "reference" and not (folder / REFERENCE).exists()
+        assert not events(folder, "metrics") and not events(folder, "checkpoint")
+    assert events(attempts[-1], "resumed")[0]["step"] > 0 and events(attempts[-1], "metrics")
+    calm = write(tmp_path / "calm", tiny_dir, stage)
+    assert run(calm) == EXIT_OK, events(calm)[-1]
+    assert weights(attempts[-1]) == weights(calm)
+    steps = {event["step"]: event["values"] for folder in attempts for event in events(folder, "metrics")}
+    for event in events(calm, "metrics"):
+        for figure in event["values"].keys() - CLOCKS:
+            assert steps[event["step"]][figure] == event["values"][figure], (event["step"], figure)
+    if case.in_reference:
+        computed = [folder for folder in attempts if "reference" in {e["phase"] for e in events(folder, "phase")}]
+        assert computed == attempts[: case.in_reference + 1], "once it is kept, it is read"
+        assert (computed[-1] / REFERENCE).read_bytes() == (calm / REFERENCE).read_bytes()
