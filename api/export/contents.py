@@ -33,6 +33,9 @@ TABLES = (
     "attempts",
     "artifacts",
     "allocations",
+    "pipelines",
+    "pipeline_steps",
+    "pipeline_events",
     "memberships",
     "api_keys",
     "webhooks",
@@ -154,7 +157,7 @@ class Exporter:
     def _users(self, session: Session) -> list[User]:
         """Whoever the rows name: their ids would say nothing elsewhere."""
         named = []
-        for table in ("jobs", "files", "api_keys", "usage", "webhooks"):
+        for table in ("jobs", "files", "pipelines", "api_keys", "usage", "webhooks"):
             found = Base.metadata.tables[table]
             named.append(User.id.in_(select(found.c.owner_id).where(found.c.project_id == self.project_id)))
         members, audit = Base.metadata.tables["memberships"], Base.metadata.tables["audit"]

@@ -15,7 +15,7 @@ from sqlalchemy import insert, update
 
 from api.auth.policy import Role, Scope
 from api.export.contents import TABLES, Exporter
-from core.db.tables import ApiKey, File, Metric, Webhook
+from core.db.tables import ApiKey, Base, File, Metric, Webhook
 from core.ids import new_id
 from core.storage.store import Folder
 from tests.support.world import Project, World
@@ -84,6 +84,10 @@ def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
     assert [line["step"] for line in rows(found[f"{job}/metrics.jsonl"])] == list(range(3000))
     (told,) = [row for row in rows(found["jobs.jsonl"]) if row["id"] == here.lab.job]
     assert told["spec"]["name"] == "same name" and told["status"] == "succeeded"
+    assert [row["id"] for row in rows(found["pipelines.jsonl"])] == [here.lab.pipeline]
+    steps = rows(found["pipeline_steps.jsonl"])
+    assert {row["pipeline_id"] for row in steps} == {here.lab.pipeline} and steps[0]["spec"]
+    assert {row["pipeline_id"] for row in rows(found["pipeline_events.jsonl"])} == {here.lab.pipeline}
     assert not [name for name in found if "checkpoints" in name]
     assert {user["name"] for user in json.loads(found["project.json"])["users"]} >= {"boss", "owner of lab"}
     assert [row["origin"] for row in rows(found["webhooks.jsonl"])] == ["https://hooks.example.org"]
@@ -92,11 +96,19 @@ def test_an_admin_gets_all_of_the_project_and_nothing_else(here: World) -> None:
     for secret in ("hunter2", *here.secrets, *hashes):
         assert secret.encode() not in reply.content
     rivals = here.rivals
-    for theirs in (rivals.id, rivals.job, rivals.file, rivals.preview, rivals.owner.user_id, "owner of rivals"):
+    ids = (rivals.id, rivals.pipeline, rivals.job, rivals.file, rivals.preview, rivals.owner.user_id)
+    for theirs in (*ids, "owner of rivals"):
         assert theirs.encode() not in reply.content, theirs
 
     more = here.ask("GET", f"/projects/{here.lab.id}/export", boss.key, params={"checkpoints": "true"})
     assert opened(more.content, here.lab)[f"{job}/attempt-2/checkpoints/step-00000001/state.bin"] == b"state"
+
+
+def test_no_table_of_a_project_is_forgotten() -> None:
+    elsewhere = {"events", "metrics"}  # a file of each job
+    no_record = {"deleted_jobs", "idempotency_keys"}
+    owned = {name for name, table in Base.metadata.tables.items() if "project_id" in table.columns}
+    assert owned == set(TABLES) | elsewhere | no_record
 
 
 def test_nobody_else_gets_it(here: World) -> None:
