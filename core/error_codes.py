@@ -43,6 +43,10 @@ REQUESTS: dict[str, Code] = {
         "Several objects have this name, or ids that begin so.",
         "The message lists them; give more of the id.",
     ),
+    "retried_already": (
+        "A retry of the job with another time limit is under way.",
+        "Cancel that job first, or let it go on.",
+    ),
     "conflict": ("The object's state does not allow this operation.", "The message names the allowed operations."),
     "gone": ("The object was deleted by a retention rule or a user.", "`eft audit` (admins) shows when and by whom."),
     "internal": ("eft has a bug.", "Report the request id, or the job's log, and what you did."),

@@ -44,12 +44,22 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+async def read_optional_json(request: Request, model: type[M], most: int) -> M | None:
+    """`read_json`; None for a request without a body, whatever its content type."""
+    body = await read_body(request, most)
+    return _parsed(request, body, model) if body else None
+
+
 async def read_json(request: Request, model: type[M], most: int) -> M:
     """A JSON object that `model` describes. Raises BadRequest with a fault for every wrong field."""
+    return _parsed(request, await read_body(request, most), model)
+
+
+def _parsed(request: Request, body: bytes, model: type[M]) -> M:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("this route takes `Content-Type: application/json`", field="content-type")
-    document = storable(load_json(await read_body(request, most)))
+    document = storable(load_json(body))
     try:
         return model.model_validate_json(json.dumps(document))  # JSON's strictness lets a text be a time
     except ValidationError as error:
@@ -63,11 +73,11 @@ async def read_json(request: Request, model: type[M], most: int) -> M:
         raise BadRequest(words, field=first.field, faults=tuple(faults)) from error
 
 
-def json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+def json_body(model: type[BaseModel], example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """For a route's `openapi_extra`."""
     schema = model.model_json_schema()
     content = {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {})), "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def _inlined(node: Any, parts: dict[str, Any]) -> Any:

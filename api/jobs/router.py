@@ -16,7 +16,7 @@ from api.deps import After, App, Limit
 from api.errors import BadRequest, nearest, printable
 from api.fields import QueryMoment, cell
 from api.handles import JobId
-from api.http.body import json_body, read_body, read_json
+from api.http.body import json_body, read_body, read_json, read_optional_json
 from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
 from api.http.ranges import FileReply
@@ -246,20 +246,34 @@ def resume_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Resp
     summary="Retry a failed or cancelled job",
     response_model=schemas.JobView,
     response_class=JSONResponse,
-    responses=responses(404, 409, 410),
+    responses=responses(404, 409, 410, 413, 415, 422),
+    openapi_extra=json_body(schemas.JobRetry, {"resources": {"max_runtime_seconds": 7200}}, required=False),
 )
-def retry_job(job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
+async def retry_job(request: Request, job_id: JobId, principal: Writing, app: App, once: Asked) -> Response:
     """Create a job with the same spec that continues from the old job's newest checkpoint; `retry_of` names the old
-    job.
+    job. An optional body sets a new time limit.
 
     Asked again while that job has not failed too, it answers that job.
     """
+    wish = await read_optional_json(request, schemas.JobRetry, app.settings.max_body_bytes)
+    document = None if wish is None else wish.model_dump()
+    limit = wish.resources.max_runtime_seconds if wish is not None and wish.resources is not None else None
     jobs = Jobs(app.database, app.settings, app.layout)
-    found = earlier(app, principal, once, None)
-    if found is not None:
-        return found
-    jobs.check_retry(principal, job_id)
-    return answer(app, principal, once, None, lambda session: jobs.retry(session, principal, job_id))
+
+    def write() -> Response:
+        found = earlier(app, principal, once, document)
+        if found is not None:
+            return found
+        jobs.check_retry(principal, job_id)
+        return answer(
+            app,
+            principal,
+            once,
+            document,
+            lambda session: jobs.retry(session, principal, job_id, max_runtime_seconds=limit),
+        )
+
+    return await run_in_threadpool(write)
 
 
 @router.get(

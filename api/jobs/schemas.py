@@ -160,6 +160,18 @@ class JobChange(Body):
     """Jobs of a higher one go first. A project has a limit (docs/queue.md)."""
 
 
+class RetryResources(Body):
+    max_runtime_seconds: int = Field(ge=1, le=31_536_000)
+    """The new job's time limit, in seconds of training."""
+
+
+class JobRetry(Body):
+    """What may change when a job is retried: nothing that its steps depend on."""
+
+    resources: RetryResources | None = None
+    """Default: as before."""
+
+
 class JobPage(BaseModel):
     """Newest first."""
 

@@ -146,9 +146,10 @@ class Jobs:
             spec = auto_method.effective(old.spec, old.settled, old.adjusted or {})
         self._refuse_what_fits_nowhere(actor, spec)
 
-    def retry(self, session: Session, actor: Actor, job_id: str) -> dict[str, Any]:
+    def retry(self, session: Session, actor: Actor, job_id: str, *, max_runtime_seconds: int | None) -> dict[str, Any]:
         """Retry a failed or cancelled job. Raises NotFound, Conflict; SpecError without its files."""
-        again = retry(session, actor, job_id, VolumeLimits.of(self._settings))
+        limits = VolumeLimits.of(self._settings)
+        again = retry(session, actor, job_id, limits, max_runtime_seconds=max_runtime_seconds)
         for field, source in _sources(JobSpec.model_validate(again.spec)):
             if isinstance(source, FileSource):
                 _file(session, actor, source, field, share=True)

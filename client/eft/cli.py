@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from eft.commands import artifacts, data, export, files, help, jobs, look, pipelines, plan
+from eft.commands import again, artifacts, data, export, files, help, jobs, look, pipelines, plan
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
@@ -29,6 +29,7 @@ NAMES: dict[Any, str] = {artifacts.open_it: "open", help.show_help: "help"}
 verb: Any
 for verb in (
     jobs.submit,
+    again.clone,
     plan.plan,
     jobs.ls,
     jobs.show,
@@ -43,7 +44,7 @@ for verb in (
     artifacts.open_it,
     jobs.pause,
     jobs.resume,
-    jobs.retry,
+    again.retry,
     jobs.priority,
     jobs.cancel,
     jobs.delete,

@@ -121,3 +121,36 @@ def test_a_terminal_shows_the_beginning_of_an_id_and_the_name(api: Api) -> None:
         assert line.startswith(f"{job['id'][4:16]}  A name that is much lo") and len(line.rstrip()) <= width
     assert api.http.get(f"/jobs/{job['id'][4:16]}").json()["id"] == job["id"]
     assert job["id"] in eft(api, "ls").stdout and job["name"] in eft(api, "ls").stdout, "a pipe has all of it"
+
+
+def test_a_clone_is_a_new_job_with_changed_fields(api: Api) -> None:
+    old = api.submit(name="To clone", optimizer={"learning_rate": 1e-3}, training={"max_steps": 7})
+    made = eft(api, "clone", "To clone", "--set", "optimizer.learning_rate=0.5", "--json")
+    assert made.returncode == 0, made.stderr
+    new = json.loads(made.stdout)
+    assert new["id"] != old["id"] and new["name"] == "To clone copy" and new.get("retry_of") is None
+    expected = old["spec"] | {"name": "To clone copy", "optimizer": old["spec"]["optimizer"] | {"learning_rate": 0.5}}
+    assert new["spec"] == expected
+    before = api.http.get("/jobs/last").json()["id"]
+    dry = eft(api, "clone", "To clone", "--set", "training.max_steps=9", "--dry-run", "--json")
+    assert json.loads(dry.stdout)["training"]["max_steps"] == 9 and api.http.get("/jobs/last").json()["id"] == before
+    wrong = eft(api, "clone", "To clone", "--set", "optimizer.learning_rat=1")
+    assert wrong.returncode == 2 and "learning_rate" in wrong.stderr
+
+
+def test_a_retry_may_have_another_time_limit_and_nothing_else(api: Api) -> None:
+    job = api.submit(name="Short of time", resources={"max_runtime_seconds": 60})["id"]
+    assert api.http.post(f"/jobs/{job}/cancel").status_code == 200
+    refused = eft(api, "retry", job, "--set", "training.max_steps=5")
+    assert refused.returncode == 2 and "eft clone" in refused.stderr
+    for body, field in (({"resources": {"gpus": 2}}, "gpus"), ({"training": {}}, "training")):
+        reply = api.http.post(f"/jobs/{job}/retry", json=body)
+        assert reply.status_code == 422 and field in reply.text
+    made = eft(api, "retry", job, "--set", "resources.max_runtime_seconds=7200", "--json")
+    assert made.returncode == 0, made.stderr
+    new = json.loads(made.stdout)
+    assert new["retry_of"] == job and new["spec"]["resources"]["max_runtime_seconds"] == 7200
+    assert {**new["spec"], "resources": None} == {**api.http.get(f"/jobs/{job}").json()["spec"], "resources": None}
+    assert api.http.post(f"/jobs/{job}/retry").json()["id"] == new["id"], "asked again"
+    other = api.http.post(f"/jobs/{job}/retry", json={"resources": {"max_runtime_seconds": 60}})
+    assert other.status_code == 409 and other.json()["error"]["code"] == "retried_already"

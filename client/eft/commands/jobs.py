@@ -253,14 +253,6 @@ def priority(
             output.json(job.raw) if as_json else output.text(f"{job.id} {job.status}, priority {to}\n")
 
 
-@manual(examples=[("eft retry job-01kar3v8x5m2h6n9qst4wyz0bc", "Retry from the newest checkpoint.")])
-def retry(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Retry a failed or cancelled job: create a new job that continues from its newest checkpoint, and print its id."""
-    with session(as_json, url) as (client, output):
-        job = client.retry(job_id)
-        output.json(job.raw) if as_json else output.text(f"{job.id}\n")
-
-
 @manual(examples=[("eft cancel job-01kar3v8x5m2h6n9qst4wyz0bc --wait", "Cancel it and wait for its end.")])
 def cancel(
     job_ids: JobArguments,

@@ -72,9 +72,13 @@ class Jobs:
         """Queue a paused job again; it goes on from its checkpoint."""
         return self._ask(job_id, "resume")
 
-    def retry(self, job_id: str) -> Job:
-        """A new job with the spec of a failed or cancelled one, going on from its newest checkpoint."""
-        return self._ask(job_id, "retry")
+    def retry(self, job_id: str, *, max_runtime_seconds: int | None = None) -> Job:
+        """A new job with the spec of a failed or cancelled one that continues from its newest checkpoint, with another
+        time limit if one is given."""
+        if max_runtime_seconds is None:
+            return self._ask(job_id, "retry")
+        body = {"resources": {"max_runtime_seconds": max_runtime_seconds}}
+        return Job.parse(self._transport.json("POST", f"{paths.job(job_id)}/retry", body=body, idempotent=True))
 
     def lineage(self, job_id: str) -> list[dict[str, Any]]:
         """The job, then the jobs that its model is made of, nearest first, with the hashes of data, spec, chat

@@ -196,11 +196,20 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
     return job
 
 
-def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO_BOUNDS) -> Job:
+def retry(
+    session: Session,
+    actor: Actor,
+    job_id: str,
+    bounds: VolumeLimits = NO_BOUNDS,
+    *,
+    max_runtime_seconds: int | None = None,
+) -> Job:
     """Submit a failed or cancelled job's spec as a new job, which continues from the old one's newest checkpoint.
 
-    It is a new job, because a final status never changes. Asked again while that one has not
-    failed too, it answers the same. Raises Conflict for a job in any other state, QueueFull and SpecsFull.
+    It is a new job, because a final status never changes. `max_runtime_seconds` replaces the time limit; nothing else
+    may change, because the new job continues the old one's steps. Asked again while that one has not failed too, it
+    answers the same. Raises Conflict for a job in any other state, and where a retry with another time limit is under
+    way; QueueFull and SpecsFull.
     """
     old = find(session, actor, job_id, lock=True)
     if Status(old.status) not in (Status.FAILED, Status.CANCELLED):
@@ -208,8 +217,14 @@ def retry(session: Session, actor: Actor, job_id: str, bounds: VolumeLimits = NO
     query = select(Job).where(Job.retry_of == job_id, Job.status.not_in((Status.FAILED, Status.CANCELLED)))
     going = session.execute(query.limit(1)).scalar_one_or_none()
     if going is not None:
+        if max_runtime_seconds not in (None, going.spec["resources"].get("max_runtime_seconds")):
+            raise Conflict(f"`{going.id}` retries this job already, with another time limit", code="retried_already")
         return going
-    return submit(session, actor, JobSpec.model_validate(old.spec), retry_of=old, bounds=bounds)
+    spec = JobSpec.model_validate(old.spec)
+    if max_runtime_seconds is not None:
+        resources = spec.resources.model_copy(update={"max_runtime_seconds": max_runtime_seconds})
+        spec = spec.model_copy(update={"resources": resources})
+    return submit(session, actor, spec, retry_of=old, bounds=bounds)
 
 
 def _ask(
