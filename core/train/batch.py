@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,20 +17,34 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """How the rows of a packed batch lie in the line if the beginning that a row has in common with the first row of
+    its example is there only once (`share_prefixes`)."""
+
+    places: Tensor
+    """int64 [tokens of all rows]: where each token of the rows, end to end, is in the line."""
+    lengths: tuple[int, ...]
+    """Tokens of each row that are in the line for this row alone; in their order they are the line."""
+    boundaries: Tensor
+    """int32 [rows + 1]: where those begin in the line, and the end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Rows side by side, padded on the right; or packed: all rows end to end in one line, without padding. The rows of
     an example follow one another."""
 
     input_ids: Tensor
-    """int64 [rows, tokens]; packed [1, tokens of all rows]"""
+    """int64 [rows, tokens]; packed [1, tokens of all rows], or fewer with `shared`"""
     labels: Tensor
-    """int64, the same shape; IGNORE_INDEX where there is no loss, and always at the first token of a row"""
+    """int64 [rows, tokens]; packed [1, tokens of all rows]. IGNORE_INDEX where there is no loss, and always at the
+    first token of a row"""
     lengths: tuple[int, ...]
     """Tokens of each row, padding not counted."""
     label_tokens: int
     """Labels that are not IGNORE_INDEX."""
     position_ids: Tensor | None = None
-    """Packed: int64 [1, tokens], from 0 in each row. None: not packed."""
+    """Packed: int64, of the shape of input_ids, from 0 in each row. None: not packed."""
     boundaries: Tensor | None = None
     """Packed: int32 [rows + 1], where each row begins, and the end."""
     before_labels: Tensor | None = None
@@ -42,6 +58,9 @@ class Batch:
     """Numbers of the examples by their name, float32: [examples], or [examples, sequences]."""
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Numbers of the labels by their name, float32 [label tokens], row after row."""
+    shared: SharedPrefixes | None = None
+    """Packed: how rows with a common beginning lie in the line. None: end to end. Labels and positions of labels are
+    those of the rows end to end in either case; `in_line` says where they are in the line."""
 
     @property
     def examples(self) -> int:
@@ -53,8 +72,8 @@ class Batch:
 
     @property
     def slots(self) -> int:
-        """Tokens with padding."""
-        return self.input_ids.numel()
+        """Tokens of the rows with padding."""
+        return self.labels.numel()
 
     @property
     def packed(self) -> bool:
@@ -66,16 +85,26 @@ class Batch:
         are the same lengths where no device has to be asked for them (core/train/attention/packed.py)."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
-        longest = max(self.lengths)
-        return {
+        longest, shared = max(self.lengths), self.shared
+        found = {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
-            "cu_seq_lens_q": self.boundaries,
+            "cu_seq_lens_q": self.boundaries if shared is None else shared.boundaries,
             "cu_seq_lens_k": self.boundaries,
-            "max_length_q": longest,
+            "max_length_q": longest if shared is None else max(shared.lengths),
             "max_length_k": longest,
-            "segments": self.lengths,
+            "segments": self.lengths if shared is None else shared.lengths,
         }
+        return found if shared is None else found | {"key_segments": self.lengths, "key_places": shared.places}
+
+    def row_ids(self) -> Tensor:
+        """Ids of the flattened batch; packed, of all rows end to end."""
+        flat = self.input_ids.flatten()
+        return flat if self.shared is None else flat.index_select(0, self.shared.places)
+
+    def in_line(self, positions: Tensor) -> Tensor:
+        """Where the states of these positions are in the flattened output of the model."""
+        return positions if self.shared is None else self.shared.places.index_select(0, positions)
 
     def label_counts(self) -> list[int]:
         """Labels of each row."""
@@ -121,4 +150,45 @@ class Batch:
             self.counts,
             {name: moved(value) for name, value in self.values.items()},
             {name: moved(value) for name, value in self.token_values.items()},
+            None
+            if self.shared is None
+            else replace(self.shared, places=moved(self.shared.places), boundaries=moved(self.shared.boundaries)),
         )
+
+
+def share_prefixes(batch: Batch) -> Batch:
+    """The packed batch with the tokens that a row has in common with the first row of its example, from the beginning
+    on, in the line once. At least one token of each row stays its own. Results are those of the batch as it was, for
+    attention that takes `shared` into account (core/train/attention)."""
+    assert batch.position_ids is not None
+    ids, starts = batch.input_ids[0].numpy(), [0, *accumulate(batch.lengths)]
+    rows = [ids[start:end] for start, end in pairwise(starts)]
+    common = [
+        0 if row % batch.sequences == 0 else common_prefix(rows[row - row % batch.sequences], ids)
+        for row, ids in enumerate(rows)
+    ]
+    if not any(common):
+        return batch
+    kept, places, at = np.ones(len(ids), dtype=np.bool_), np.empty(len(ids), dtype=np.int64), 0
+    for row, (start, length, shared) in enumerate(zip(starts, batch.lengths, common, strict=False)):
+        first = starts[row - row % batch.sequences]
+        kept[start : start + shared] = False
+        places[start : start + shared] = places[first : first + shared]
+        places[start + shared : start + length] = np.arange(at, at + length - shared)
+        at += length - shared
+    lengths = tuple(length - shared for length, shared in zip(batch.lengths, common, strict=True))
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    own = torch.from_numpy(kept)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:, own],
+        position_ids=batch.position_ids[:, own],
+        shared=SharedPrefixes(torch.from_numpy(places), lengths, boundaries),
+    )
+
+
+def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Tokens with which both begin, fewer than either has."""
+    most = min(len(one), len(other)) - 1
+    differing = np.flatnonzero(one[:most] != other[:most])
+    return int(differing[0]) if len(differing) else most

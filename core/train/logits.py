@@ -24,7 +24,7 @@ def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     head is the widest product of a small model.
     """
     positions, targets = _labelled(batch)
-    with _head_at(model, positions):
+    with _head_at(model, batch.in_line(positions)):
         return all_logits(model, batch)[0], targets
 
 
@@ -33,7 +33,7 @@ def label_hidden(head: OutputHead, batch: Batch) -> tuple[Tensor, Tensor]:
     positions, targets = _labelled(batch)
     with rows_apart(batch):
         states = hidden_states(head, **batch.inputs())
-    return states.flatten(0, 1).index_select(0, positions), targets
+    return states.flatten(0, 1).index_select(0, batch.in_line(positions)), targets
 
 
 def label_figures(model: nn.Module, head: OutputHead | str, batch: Batch) -> TokenFigures:
@@ -62,7 +62,7 @@ def scores_at(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     head]. The product is in float32 under autocast, too."""
     with rows_apart(batch):
         states = backbone_of(model)(**batch.inputs(), use_cache=False).last_hidden_state
-    chosen, head = states.flatten(0, 1).index_select(0, positions), head_of_model(model)
+    chosen, head = states.flatten(0, 1).index_select(0, batch.in_line(positions)), head_of_model(model)
     with torch.autocast(chosen.device.type, enabled=False):
         found: Tensor = head(chosen.to(head.weight.dtype)).float()
     return found

@@ -14,7 +14,7 @@ from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
-from core.train.attention.probe import prepare_packing
+from core.train.attention.probe import prepare_packing, share_prompts
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
 from core.train.base.events import EventWriter, NullEventWriter
@@ -174,6 +174,8 @@ def choose_kernels(run: Run, compute: Compute, engine: Engine, data: RunData) ->
     """Try the kernels of packed rows and of the loss, and tell what is unusual; the run record's entry of packing."""
     placement = compute.placement
     packing = prepare_packing(engine) if isinstance(run.spec.batching, Packed) else None
+    if packing is not None and data.train.trained > 1:
+        packing["prompts"] = choose_prompts(run, engine, data)
     engine.policy.head(compute.choice.veto.get("chunked"))
     whole = None if has_head(engine.model) else engine.policy.whole_logits
     if whole is not None:
@@ -185,6 +187,21 @@ def choose_kernels(run: Run, compute: Compute, engine: Engine, data: RunData) ->
     ):
         run.notice("products_in_parts", in_parts)
     return packing
+
+
+def choose_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:
+    """Have the prompt of each pair computed once, where the job and the model allow it; the run record's entry."""
+    batching = run.spec.batching
+    if not isinstance(batching, Packed) or not batching.share_prompts:
+        return {"computed": "for each answer", "why": "batching.share_prompts is false"}
+    if (why := share_prompts(engine, data.longest)) is not None:
+        return {"computed": "for each answer", "why": why}
+    data.train.share_prompts = True
+    if data.stream is not None:
+        data.stream.share_prompts = True
+    if data.eval is not None:
+        data.eval.share_prompts = True
+    return {"computed": "once", "saved_tokens": data.train.shared_tokens()}
 
 
 def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[str, Any]) -> None:

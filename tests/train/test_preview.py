@@ -166,6 +166,15 @@ def test_preferences_are_pairs_with_their_prompt(tiny_dir: Path, tokenizer: Any,
     assert [sample["sequence"] for sample in found["samples"]] == ["chosen", "rejected"] * 3
     prompt, answer = found["samples"][0]["segments"]
     assert (prompt["text"], prompt["learned"], answer["learned"]) == ("0+1?", False, True)
+    assert "shared_tokens" not in found["epoch"]
+    batching = {"type": "packed", "tokens_per_batch": 64}
+    packed = look(tmp_path / "packed", tiny_dir, tokenizer, rows, stage="dpo", batching=batching)
+    prompts = [sample["tokens"] - sample["label_tokens"] for sample in packed["samples"][::2]]
+    assert sum(prompts) <= packed["epoch"]["shared_tokens"] <= sum(prompts) + len(rows)  # answers begin with a space
+    alone = look(
+        tmp_path / "alone", tiny_dir, tokenizer, rows, stage="dpo", batching=batching | {"share_prompts": False}
+    )
+    assert "shared_tokens" not in alone["epoch"]
 
 
 def test_steps_are_shown_with_their_judgements(tiny_dir: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({"type": "rows"}, {"per_device_train_batch_size": ROWS}),
     "packed, in parts": ({"type": "packed", "tokens_per_batch": 160}, {"gradient_accumulation_steps": 8}),
 }
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompts apart": ({"type": "packed", "tokens_per_batch": 1280, "share_prompts": False}, {}),
+}
+"""The prompt of a pair is in a packed batch once, unless the job says otherwise, as it does here for some stages."""
 
 
 def write(folder: Path, model: Path, case: Case, *, held_out: bool = False, **axes: Any) -> Path:
@@ -96,7 +100,8 @@ def write(folder: Path, model: Path, case: Case, *, held_out: bool = False, **ax
 def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, name: str) -> None:
     case = STAGES[name]
     found = {}
-    for cut, (batching, training) in CUTS.items():
+    cuts = CUTS | (APART if name in ("dpo with nll", "reward") else {})
+    for cut, (batching, training) in cuts.items():
         axes = {"batching": batching} if batching else {}
         folder = write(
             tmp_path / cut, tiny_dir, case, held_out=cut == "whole", training=training, **axes,
@@ -104,6 +109,11 @@ def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, na
         )  # fmt: skip
         assert run(folder) == EXIT_OK, events(folder)[-1]
         found[cut] = folder
+    if case.format == "preference":
+        prompts = {cut: events(folder, "run_record")[0]["record"]["packing"] for cut, folder in found.items()}
+        assert prompts["packed, in parts"]["prompts"]["computed"] == "once"
+        assert prompts["packed, in parts"]["prompts"]["saved_tokens"] > 100
+        assert "prompts apart" not in found or prompts["prompts apart"]["prompts"]["computed"] == "for each answer"
     whole = events(found["whole"], "metrics")
     first, held = whole[0]["values"], events(found["whole"], "evaluation")[0]["values"]
     figures = {figure.removeprefix("eval_") for figure in held}
@@ -115,7 +125,7 @@ def test_an_update_does_not_depend_on_the_cut(tmp_path: Path, tiny_dir: Path, na
     if case.first_loss is not None:
         assert first["loss"] == pytest.approx(case.first_loss, rel=1e-5)
     expected = adapter(found["whole"])
-    for cut in CUTS.keys() - {"whole"}:
+    for cut in cuts.keys() - {"whole"}:
         for here, there in zip(events(found[cut], "metrics"), whole, strict=True):
             for figure in ("loss", "grad_norm", case.margin):
                 rel = 10 * FIGURES if figure == case.margin else FIGURES
@@ -135,6 +145,8 @@ def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Pa
     training = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16"}
     case = STAGES[name]
     axes: dict[str, Any] = {"training": training, "batching": {"type": "rows"}}
+    if name in ("dpo", "reward"):  # prompts are computed once
+        axes["batching"] = {"type": "packed", "tokens_per_batch": 80}
     calm = write(tmp_path / "calm", tiny_dir, case, **axes)
     assert run(calm) == EXIT_OK, events(calm)[-1]
     attempts: list[Path] = []

@@ -77,6 +77,9 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
                 f"{epoch['padding_share']:.1%} padding; {epoch['total_steps']} steps in all{streamed}"
             ),
         )
+        if shared := epoch.get("shared_tokens"):
+            words = f"{shared} tokens ({shared / max(1, epoch['tokens']):.0%}) are prompts that pairs have in common"
+            _line(console, Text(f"{words}: they are computed once if the model's attention allows it"))
     if (doubles := found.get("duplicates")) and doubles["rows"]:
         shown = "; ".join(f"line {one['line']} again in {_lines(one['again'])}" for one in doubles["examples"][:5])
         _line(console, Text(f"{doubles['rows']} rows are there more than once: {shown}", style="yellow"))

@@ -40,6 +40,10 @@ class Packed(SpecModel):
     """Token budget of one forward pass. An optimizer step has at most gradient_accumulation_steps times as many. A
     longer row is a batch by itself. If omitted, the budget is smaller for small files: enough for about 100 optimizer
     steps."""
+    share_prompts: bool = True
+    """For pairs of answers: compute the prompt that both begin with once, if the model's attention allows it; the run
+    record says whether (`packing`). Results are those of separate sequences up to rounding, and the rows of a step are
+    the same: `tokens_per_batch` counts the prompt for each answer."""
 
 
 Batching = Annotated[Rows | Tokens | Packed, Field(discriminator="type"), short_form(by_type)]

@@ -9,6 +9,10 @@ for a packed line calls
 - else SDPA once a row, with `is_causal`.
 
 Where a row is longer than a layer's window or chunk, or a model adds rules of its own to the mask, the mask is made.
+
+Rows of an example that begin alike may have that beginning in the line once (`Batch.shared`). Queries are then those of
+the line, and keys and values are gathered for each row: what it has in common with the first, and its own. No mask has
+that form.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from core.train.batch import Batch
 
 NAME = "eft_packed"
 _packed: ContextVar[Batch | None] = ContextVar("packed", default=None)
+_windows: ContextVar[set[int] | None] = ContextVar("windows", default=None)
 
 
 class Varlen:
@@ -51,6 +56,17 @@ def rows_apart(batch: Batch) -> Iterator[None]:
         _packed.reset(token)
 
 
+@contextmanager
+def windows() -> Iterator[set[int]]:
+    """Collects the windows and chunks of layers (in tokens) that forward passes within ask a mask for."""
+    found: set[int] = set()
+    token = _windows.set(found)
+    try:
+        yield found
+    finally:
+        _windows.reset(token)
+
+
 def register() -> None:
     """Make the name known to transformers; once or often."""
     AttentionInterface.register(NAME, attend)
@@ -62,8 +78,12 @@ def mask(*, local_size: int | None = None, use_vmap: bool = False, **about: Any)
     `local_size`: the layer's window or chunk. `use_vmap`: the model adds a rule of its own."""
     batch = _packed.get()
     within = local_size is None or batch is None or max(batch.lengths) <= local_size
+    if (seen := _windows.get()) is not None and local_size is not None:
+        seen.add(local_size)
     if batch is not None and within and not use_vmap:
         return None
+    if batch is not None and batch.shared is not None:
+        raise NotImplementedError("a layer needs a mask, which has no form for rows that share a beginning")
     return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **about)
 
 
@@ -78,11 +98,16 @@ def attend(
     *,
     segments: tuple[int, ...] | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    key_segments: tuple[int, ...] | None = None,
+    key_places: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query [1, heads, tokens, width], key and value with their own heads; the
-    answer [1, tokens, heads, width]. `segments`: tokens of each row; absent: not packed."""
+    answer [1, tokens, heads, width]. `segments`: tokens of each row; absent: not packed. `key_places`: where the keys
+    of each row are, if not at the places of its queries, and `key_segments` how many."""
     if segments is None or attention_mask is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
@@ -90,7 +115,11 @@ def attend(
     refused = next((name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None), None)
     if refused is not None:
         raise NotImplementedError(f"attention with {refused} has no form for packed rows")
+    if key_places is not None:
+        key, value = key.index_select(2, key_places), value.index_select(2, key_places)
     if Varlen.works and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):
-        assert cu_seq_lens_q is not None and max_length_q is not None
-        return varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return apart(query, key, value, segments, scaling, dropout), None
+        assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
+        assert max_length_q is not None and max_length_k is not None
+        lengths = ((cu_seq_lens_q, max_length_q), (cu_seq_lens_k, max_length_k))
+        return varlen(query, key, value, *lengths, scaling), None
+    return apart(query, key, value, segments, scaling, dropout, key_segments), None

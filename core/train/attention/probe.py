@@ -6,20 +6,25 @@ too (state-space and hybrid models), and so do positions that a model counts by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from core.errors import SpecError
 from core.train.attention import packed
-from core.train.attention.segments import varlen
+from core.train.attention.segments import apart, varlen
 from core.train.data.dataset import TokenDataset
 from core.train.engine import Engine
 from core.train.logits import all_logits
 
 ROWS = (9, 14, 5)
+PROMPTS = (6, 4)
+PAIRS = ((9, 14), (12, 5))
+"""Tokens of prompts, and of the answers to them with the prompt."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 4e-2
 """Largest difference that rounding may make, of the largest logit: in float32, and in 16 bits."""
@@ -49,19 +54,42 @@ def prepare_packing(engine: Engine) -> dict[str, Any]:
     )
 
 
-def _gap(engine: Engine) -> str | None:
-    """None when the logits of packed rows are those of the rows alone; else in which way not."""
-    rows = _rows(engine.model)
-    numbers = range(len(rows))
+def share_prompts(engine: Engine, longest: int) -> str | None:
+    """Find out whether the prompt of a pair can be computed once for both answers, after `prepare_packing`. None: yes;
+    else why not. `longest`: tokens of the longest sequence of the run."""
+    model: Any = engine.model
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation != packed.NAME:
+        return "its attention cannot be replaced by one that knows them"
+    with packed.windows() as windows:
+        gap = _gap(engine, pairs=True)
+    if gap is None and windows and longest > min(windows):
+        gap = f"a layer looks back {min(windows)} tokens, and the longest sequence has {longest}"
+    if gap is None and packed.Varlen.works:
+        gap = _shared_varlen_gap(engine.device)
+    return gap
+
+
+def _gap(engine: Engine, *, pairs: bool = False) -> str | None:
+    """None when the logits of packed rows are those of the rows alone; else in which way not. `pairs`: the rows are
+    pairs whose prompt is in the line once."""
+    rows = _pairs(engine.model) if pairs else _rows(engine.model)
+    numbers, places = range(len(rows)), range(rows.sequences)
     try:
         with engine.inference() as model:
-            alone = [all_logits(model, rows.collate([row], 0).to(engine.device))[0].float() for row in numbers]
-            together = all_logits(model, rows.pack(numbers).to(engine.device))[0].float()
+            alone = [
+                all_logits(model, rows.collate([row], 0, [place]).to(engine.device))[0].float()
+                for row in numbers
+                for place in places
+            ]
+            batch = rows.pack(numbers).to(engine.device)
+            line = all_logits(model, batch)[0].float()
+            together = line if batch.shared is None else line.index_select(0, batch.shared.places)
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return f"its forward pass refuses them ({type(error).__name__}: {error})"
-    found = torch.split(together, list(ROWS))
+    found = torch.split(together, list(batch.lengths))
     largest = max(float(logits.abs().max()) for logits in alone)
     gap = max(float((a - b).abs().max()) for a, b in zip(alone, found, strict=True)) / max(largest, 1e-30)
     computed = engine.autocast or next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
@@ -79,27 +107,61 @@ def _rows(model: nn.Module) -> TokenDataset:
     return TokenDataset(ids.astype(np.int32), flags, ends - np.array(ROWS), ends, np.arange(len(ROWS)))
 
 
+def _pairs(model: nn.Module) -> TokenDataset:
+    rows = _rows(model)
+    parts: list[npt.NDArray[np.int32]] = []
+    for pair, (prompt, answers) in enumerate(zip(PROMPTS, PAIRS, strict=True)):
+        for place, tokens in enumerate(answers):
+            own = (np.arange(tokens - prompt) * 4421 + 100 * pair + 50 * place) % rows.ids.max()
+            parts.append(np.concatenate([rows.ids[pair : pair + prompt], own]).astype(np.int32))
+    ends = np.cumsum([len(part) for part in parts])
+    ids, starts = np.concatenate(parts), ends - [len(part) for part in parts]
+    flags = np.ones(len(ids), dtype=np.bool_)
+    found = TokenDataset(ids, flags, starts, ends, np.arange(len(PAIRS)), sequences=2)
+    found.share_prompts = True
+    return found
+
+
 def _varlen_works(device: torch.device) -> tuple[bool, str | None]:
     """Whether PyTorch's variable-length flash attention runs there and is right; why not, on a GPU."""
     if device.type != "cuda":
         return False, None
     if packed.Varlen.veto is not None:
         return False, packed.Varlen.veto
+    gap = _varlen_gap(device, ROWS, ROWS)
+    return gap is None, gap
+
+
+def _shared_varlen_gap(device: torch.device) -> str | None:
+    """None when that kernel is right for rows with more keys than queries, too."""
+    keys = [tokens for pair in PAIRS for tokens in pair]
+    queries = [
+        tokens - (prompt if place else 0)
+        for prompt, pair in zip(PROMPTS, PAIRS, strict=True)
+        for place, tokens in enumerate(pair)
+    ]
+    return _varlen_gap(device, queries, keys)
+
+
+def _varlen_gap(device: torch.device, queries: Sequence[int], keys: Sequence[int]) -> str | None:
+    """None when variable-length flash attention over rows of so many queries and keys gives what SDPA gives for each of
+    them, forward and backward; else in which way not."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, sum(ROWS), 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
-        for heads in (4, 2, 2)
+        torch.randn(1, heads, tokens, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for heads, tokens in ((4, sum(queries)), (2, sum(keys)), (2, sum(keys)))
     )
-    boundaries = torch.tensor([0, *ROWS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    lengths = [
+        (torch.tensor([0, *each], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), max(each))
+        for each in (queries, keys)
+    ]
     try:
-        ours = varlen(query, key, value, boundaries, max(ROWS), None)
+        ours = varlen(query, key, value, lengths[0], lengths[1], None)
         gradients = torch.autograd.grad(ours.float().square().sum(), (query, key, value))
-        theirs, _ = packed.attend(nn.Module(), query, key, value, None, segments=ROWS)
+        theirs = apart(query, key, value, queries, None, key_segments=keys)
         expected = torch.autograd.grad(theirs.float().square().sum(), (query, key, value))
     except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
-        return False, f"variable-length flash attention does not run here ({str(error).splitlines()[0]})"
+        return f"variable-length flash attention does not run here ({str(error).splitlines()[0]})"
     pairs: list[tuple[Tensor, Tensor]] = [(ours, theirs), *zip(gradients, expected, strict=True)]
     gap = max(float((a - b).float().abs().max() / b.float().abs().max()) for a, b in pairs)
-    if gap > COARSE:
-        return False, f"variable-length flash attention is off by {gap:.1%} here"
-    return True, None
+    return f"variable-length flash attention is off by {gap:.1%} here" if gap > COARSE else None

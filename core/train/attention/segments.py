@@ -1,4 +1,5 @@
-"""The two forms of causal attention over rows that lie end to end, without a mask; packed.py gives them to a model."""
+"""The two forms of causal attention over rows that lie end to end, without a mask of the whole line; packed.py gives
+them to a model. A row may have more keys than queries: its queries are those of its last tokens."""
 
 from __future__ import annotations
 
@@ -9,39 +10,60 @@ from torch import Tensor, nn
 
 
 def apart(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[int],
+    scaling: float | None,
+    dropout: float = 0.0,
+    key_segments: Sequence[int] | None = None,
 ) -> Tensor:
-    """SDPA once a row. query [1, heads, tokens, width], key and value with their own heads; the answer [1, tokens,
-    heads, width]. `segments`: tokens of each row."""
+    """SDPA once a row. query [1, heads, tokens, width], key and value with their own heads and tokens; the answer [1,
+    tokens, heads, width]. `segments`: queries of each row; `key_segments`: its keys, if there are more."""
     groups = query.shape[1] // key.shape[1]
     shared = groups > 1 and query.device.type == "cpu"  # elsewhere SDPA's fast kernels take as many heads of each
     if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     sizes = list(segments)
-    parts = [
-        nn.functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=shared
+    of_keys = sizes if key_segments is None else list(key_segments)
+    parts = []
+    for q, k, v in zip(
+        torch.split(query, sizes, 2), torch.split(key, of_keys, 2), torch.split(value, of_keys, 2), strict=True
+    ):
+        mask = None if q.shape[2] == k.shape[2] else lower_right(q.shape[2], k.shape[2], q.device)
+        parts.append(
+            nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None, enable_gqa=shared
+            )
         )
-        for q, k, v in zip(*(torch.split(each, sizes, 2) for each in (query, key, value)), strict=True)
-    ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
+def lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the last query may look at all keys, each one before at one fewer."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: tuple[Tensor, int],
+    keys: tuple[Tensor, int],
+    scaling: float | None,
 ) -> Tensor:
-    """The same for all rows in one call of PyTorch's flash attention, on a GPU in 16 bits. `boundaries` int32
-    [rows + 1]: where rows begin; `longest`: tokens of the longest."""
+    """The same for all rows in one call of PyTorch's flash attention, on a GPU in 16 bits. `queries`, `keys`: where
+    rows begin among them, int32 [rows + 1], and how many the longest row has."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        boundaries,
-        boundaries,
-        longest,
-        longest,
+        queries[0],
+        keys[0],
+        queries[1],
+        keys[1],
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.train.batch import IGNORE_INDEX, Batch
+from core.train.batch import IGNORE_INDEX, Batch, common_prefix, share_prefixes
 
 
 class TokenDataset:
@@ -47,6 +47,8 @@ class TokenDataset:
         self.lengths = self._summed(self.sequence_lengths)
         """Tokens of each example, in the sequences that are trained."""
         self.label_counts = self._summed(self.sequence_labels)
+        self.share_prompts = False
+        """Whether packed batches have a beginning that the sequences of an example have in common once."""
         self.held: object = None
         """What has to live as long as these rows do: the lease of the files that the arrays are."""
 
@@ -133,7 +135,7 @@ class TokenDataset:
         )
 
     def pack(self, rows: Iterable[int], only: Sequence[int] | None = None) -> Batch:
-        """The examples' sequences end to end. `only`: as `collate` has it."""
+        """The examples' sequences end to end, or as `share_prompts` says. `only`: as `collate` has it."""
         examples, numbers, places = self._chosen(rows, only)
         items = [self._row(number) for number in numbers]
         lengths = tuple(len(ids) for ids, _ in items)
@@ -141,7 +143,7 @@ class TokenDataset:
         learned = np.concatenate([learned for _, learned in items])
         labels = np.where(learned, ids, IGNORE_INDEX)
         counts = tuple(int(learned.sum()) for _, learned in items)
-        return Batch(
+        batch = Batch(
             torch.from_numpy(ids).unsqueeze(0),
             torch.from_numpy(labels).unsqueeze(0),
             lengths,
@@ -153,6 +155,19 @@ class TokenDataset:
             counts,
             self._values(examples, places),
             self._token_values(numbers),
+        )
+        return share_prefixes(batch) if self.share_prompts and len(places) > 1 else batch
+
+    def shared_tokens(self) -> int:
+        """Tokens of all examples that are the same as in the first sequence of their example, from the beginning on:
+        what `share_prompts` saves."""
+        if self.trained == 1:
+            return 0
+        spans = [self.ids[start:end] for start, end in zip(self.starts, self.ends, strict=True)]
+        return sum(
+            common_prefix(spans[first], spans[first + place])
+            for first in range(0, len(spans), self.sequences)
+            for place in range(1, self.trained)
         )
 
     def blank(self, row: int, pad_token_id: int, *, packed: bool) -> Batch:

@@ -188,12 +188,14 @@ def _batches(spec: JobSpec, used: TokenDataset, whole: TokenDataset) -> dict[str
             batches += 1
             sizes = [part.sizes(packed=packed)[row] for row in rows]
             slots += sum(sizes) if packed else len(rows) * max(sizes)
-    found = {
+    found: dict[str, Any] = {
         "steps": steps,
         "batches": batches,
         "padding_share": round(1 - tokens / slots, 4),
         "total_steps": orders[0].total_steps(spec.training.num_train_epochs, spec.training.max_steps),
     }
+    if isinstance(spec.batching, Packed) and spec.batching.share_prompts and used.trained > 1:
+        found["shared_tokens"] = sum(part.shared_tokens() for part in parts.values())
     return found | ({"blocks": len(parts), "block_rows": streaming.BLOCK_ROWS} if spec.data.streaming else {})
 
 

@@ -67,6 +67,8 @@ class StreamLoader:
         """As RowLoader has it; set with `shares`."""
         self.prepare: Callable[[TokenDataset], None] | None = None
         """Gives the rows of a block what they need before their first batch; None: nothing. Called once a block."""
+        self.share_prompts = False
+        """As TokenDataset has it, for every block."""
         self._prepared: TokenDataset | None = None
         self._rank, self._world = rank, world
         self._data, self._spec, self._between, self._block_rows = data, spec, between, BLOCK_ROWS
@@ -96,6 +98,7 @@ class StreamLoader:
     def batches(self, step: int) -> StepBatches:
         self._go_to(step)
         packed, block = isinstance(self._spec.batching, Packed), self._block
+        block.dataset.share_prompts = self.share_prompts
         if self.prepare is not None and self._prepared is not block.dataset:
             self.prepare(block.dataset)
             self._prepared = block.dataset

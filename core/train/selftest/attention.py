@@ -151,7 +151,8 @@ def _varlen(dtype: str, device: torch.device) -> Measured:
     leaves, exact, above = _inputs(dtype, device, rows=1)
     boundaries = torch.tensor([0, *LENGTHS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     try:
-        found = varlen(leaves[0], leaves[1], leaves[2], boundaries, max(LENGTHS), None)
+        lengths = (boundaries, max(LENGTHS))
+        found = varlen(leaves[0], leaves[1], leaves[2], lengths, lengths, None)
     except (ImportError, NotImplementedError) as error:
         raise NotAvailable(str(error).splitlines()[0]) from error
     wanted = exact_attention(exact, _apart())

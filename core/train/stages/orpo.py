@@ -73,7 +73,7 @@ def _with_prompts(batch: Batch) -> tuple[Batch, list[Tensor]]:
     """The batch with a label at every token of the chosen sequences, and which labels of each sequence are an
     answer's."""
     labels = batch.labels.clone()
-    flat, ids = labels.view(-1), batch.input_ids.view(-1)
+    flat, ids = labels.view(-1), batch.row_ids()
     width = batch.input_ids.shape[1]
     starts, at = [], 0
     for row, length in enumerate(batch.lengths):
