@@ -19,7 +19,7 @@ TORCH_HAS ?= $(if $(filter command,$(firstword $(origin TORCH))),torch==2.13.0||
 ANOTHER_TORCH := $(and $(TORCH_HAS),$(filter-out $(TORCH_HAS),$(TORCH_CHOICE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test smoke kernels chaos rehearsal check check-style check-types fmt docs lock clean
+.PHONY: help install demo up test smoke kernels matrix chaos rehearsal check check-style check-types fmt docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ rehearsal: $(VENV)/.test ## the tests of GPU code without a GPU: torch's CUDA bu
 
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
 	@$(BIN)/python -m tests.support.chaos $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),30) --database $(or $(DB),sqlite)
+
+matrix: $(VENV)/.test ## every allowed cell of stage, method, base, optimizer, batching and memory: hours. CELLS=pairs: minutes
+	@$(BIN)/python -m tests.support.matrix $(if $(filter pairs,$(CELLS)),,--all) --write
 
 smoke: $(VENV)/.test ## EFT_HARDWARE_SMOKE=1: five minutes of real training on this box's card, and a report to send in
 	@$(BIN)/python -m bench.smoke

@@ -18,13 +18,18 @@ EVERYTHING = os.environ.get("EFT_TEST_EVERYTHING") == "1"
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows of the axes' product in which every pair of values of two axes occurs, the same ones at every call.
+    """Rows of the axes' product in which every pair of values of two axes occurs, the same ones at every call."""
+    rows = list(product(*axes))
+    return rows if EVERYTHING else covering(rows)
+
+
+def covering(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those of the rows in which every pair of values occurs that occurs in any of them.
 
     Greedy: the next row is the first of those with the most pairs that no row has had yet.
     """
-    rows = list(product(*axes))
-    if EVERYTHING or not rows:
-        return rows
+    if not rows:
+        return []
     places = list(combinations(range(len(rows[0])), 2)) or [(0, 0)]
     pairs = [{(one, other, repr(row[one]), repr(row[other])) for one, other in places} for row in rows]
     missing, chosen = set().union(*pairs), list[int]()

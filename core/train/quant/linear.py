@@ -88,7 +88,8 @@ class QuantLinear(nn.Linear):
         """Sum of the squares of each row, float32 [N]: made at the first call, and kept."""
         if self._row_squares is None or self._row_squares.device != self.packed.device:
             with torch.no_grad():
-                norms = torch.linalg.vector_norm(self.dense_weight(), dim=1, dtype=torch.float32)
+                # In float32 as a merge has it: rounded to 16 bits first, the norms of narrow rows would be others.
+                norms = torch.linalg.vector_norm(self.dense_weight(torch.float32), dim=1)
             self._row_squares = norms.square()
         return self._row_squares
 
