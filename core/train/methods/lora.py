@@ -12,7 +12,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.method import LowRank
-from core.train.adapters import target_modules
+from core.train.base.adapters import target_modules
 from core.train.optim.groups import ParameterGroup, decay_groups, split
 
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")

@@ -8,7 +8,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.method import OFT
-from core.train.adapters import target_modules
+from core.train.base.adapters import target_modules
 from core.train.optim.groups import ParameterGroup, decay_groups
 
 

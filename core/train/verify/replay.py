@@ -19,7 +19,7 @@ from core.spec.axes.stage import Head
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
-from core.train.adapters import load_adapter
+from core.train.base.adapters import load_adapter
 from core.train.base.events import NullEventWriter
 from core.train.base.rng import seed_all
 from core.train.data.dataset import TokenDataset
