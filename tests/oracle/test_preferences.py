@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import get_scheduler
 
 from core.spec.axes.method import LoRA
+from core.spec.run.folder import REFERENCE
 from core.spec.run.orders import RunOrder
 from core.train.base.rng import seed_all
 from core.train.data.dataset import TokenDataset
@@ -59,7 +61,13 @@ BETA, SMOOTHING, NLL = 0.5, 0.1, 0.5
 
 
 def trained(
-    tmp_path: Path, model_dir: Path, stage: dict[str, Any], accumulation: int, precision: str = "fp32", epochs: int = 2
+    tmp_path: Path,
+    model_dir: Path,
+    stage: dict[str, Any],
+    accumulation: int,
+    precision: str = "fp32",
+    epochs: int = 2,
+    adapter: Path | None = None,
 ) -> Path:
     kto = stage["type"] == "kto"
     rows = write_rows(tmp_path / "rows.jsonl", judged(ROWS) if kto else preferences(ROWS))
@@ -84,6 +92,9 @@ def trained(
         },
         **axes,
     )
+    if adapter is not None:
+        order = RunOrder.model_validate_json((folder / "run.json").read_bytes())
+        (folder / "run.json").write_text(order.model_copy(update={"adapter_dir": str(adapter)}).model_dump_json())
     assert run(folder) == 0, events(folder)[-1]
     return folder
 
@@ -213,6 +224,26 @@ def test_what_trl_lacks_is_the_formula_of_its_authors(
     final = load_file(folder / "artifacts" / "adapter" / "adapter_model.safetensors")
     for parameter, value in trained_parameters(model).items():
         torch.testing.assert_close(final[parameter], value, rtol=0, atol=1e-5, msg=parameter)
+
+
+def test_the_reference_of_a_continued_adapter_is_that_adapter(tmp_path: Path, tiny_dir: Path) -> None:
+    """To the bit the same whatever the loss, and that of plain PEFT with the adapter; the base model's is another."""
+    first = trained(tmp_path, tiny_dir, {"type": "simpo"}, ACCUMULATION, epochs=1)
+    adapter = first / "artifacts" / "adapter"
+    found = []
+    for loss in ("sigmoid", "ipo"):
+        folder = tmp_path / loss
+        folder.mkdir()
+        folder = trained(folder, tiny_dir, {"type": "dpo", "loss": loss}, ACCUMULATION, epochs=1, adapter=adapter)
+        found.append((folder / REFERENCE).read_bytes())
+    assert found[0] == found[1]
+    ours = load_file(folder / REFERENCE)["train"]
+    base, dataset = load_model(tiny_dir, torch.float32), examples(folder, load_tokenizer(tiny_dir))
+    with torch.no_grad():
+        alone = log_probabilities(base, dataset, range(ROWS))
+        continued = log_probabilities(PeftModel.from_pretrained(base, adapter), dataset, range(ROWS))
+    torch.testing.assert_close(ours, continued, rtol=1e-5, atol=1e-5)
+    assert (ours - alone).abs().min() > 1e-3
 
 
 def log_probabilities(model: Any, dataset: TokenDataset, rows: Sequence[int]) -> Tensor:

@@ -127,6 +127,25 @@ def test_stages_of_pairs_and_labels(tmp_path: Path, tiny_dir: Path, verify: Any,
         assert document["largest"][figure]["absolute"] < 1e-5, figure
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_continued_pre_training(tmp_path: Path, tiny_dir: Path, verify: Any, precision: str, tolerance: float) -> None:
+    rows = [{"text": f"chapter {n}:" + " and on it goes" * (n % 5 + 1)} for n in range(8)]
+    folder = write_run(
+        tmp_path / "run",
+        tiny_dir,
+        write_rows(tmp_path / "rows.jsonl", rows),
+        stage="cpt",
+        method={"type": "lora", "r": 4, "lora_dropout": 0.0},
+        optimizer={"learning_rate": 2e-3},
+        training={"max_steps": 2, "max_length": 64, "per_device_train_batch_size": 4, "precision": precision},
+    )
+    assert run(folder) == 0
+    code, out, _ = verify(str(folder), "--json", "--tolerance", str(tolerance))
+    document = json.loads(out)
+    assert code == 0 and len(document["steps"]) == 2, document["largest"]["loss"]
+    assert document["largest"]["grad_norm"]["relative"] < 10 * tolerance
+
+
 def test_what_a_template_writes_behind_an_answer_is_left_out() -> None:
     chosen, rejected = ([1, 2, 3, 4, 9], [False, False, True, True, False]), ([1, 2, 7, 9], [False, False, True, False])
     assert columns("dpo", [chosen, rejected], {}) == {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [7]}

@@ -96,14 +96,25 @@ def test_an_adapter_is_merged_first_and_the_merged_model_is_made_once(
     service: Service, parent: str, continued: str, rows: str
 ) -> None:
     model = {"type": "job", "id": parent, "adapter": "merge"}
-    first = service.submit(spec(model, rows, method={"type": "lora", "r": 2}))
+    held_out = service.folder / "held-out-rows.jsonl"
+    held_out.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(90, 98))
+    )
+    both = {"data": {"train": rows, "eval": service.upload(held_out)}}
+    first = service.submit(spec(model, rows, method={"type": "qlora", "r": 2}, **both))
     full = service.submit(spec(parent, rows, method="full"))
     for job_id in (first, full):
         service.wait(job_id, "succeeded")
-    assert len(list((service.data / "models" / "merged").glob("*/manifest.json"))) == 1
+    assert len(list((service.data / "models" / "merged").glob("*/manifest.json"))) == 1, "one for both"
     assert service.client.get(f"/jobs/{full}").json()["spec"]["model"]["adapter"] == "merge"
-    began = [losses(service, one)[0] for one in (first, full, continued)]
-    assert began == pytest.approx([began[-1]] * 3, abs=2e-3), "merged (rounded to bf16) or beside: the same model"
+    began = [losses(service, one)[0] for one in (full, continued)]
+    assert began == pytest.approx([began[-1]] * 2, abs=2e-3), "merged (rounded to bf16) or beside: the same model"
+    over = service.submit(spec({"type": "job", "id": first, "adapter": "merge"}, rows, 1, **both))
+    service.wait(over, "succeeded")
+    ended, goes_on = (service.job(one)["result"] for one in (first, over))
+    assert ended["eval_after"]["eval_loss"] < ended["eval_before"]["eval_loss"] - 0.01
+    same = pytest.approx(ended["eval_after"]["eval_loss"], abs=2e-3)
+    assert goes_on["eval_before"]["eval_loss"] == same, "an adapter over packed weights, merged onto those"
 
     grandchild = service.submit(spec(full, rows))
     service.wait(grandchild, "succeeded")

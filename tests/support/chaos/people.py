@@ -313,8 +313,8 @@ class People:
         assert reply.status_code == 200, f"GET {path}: {reply.status_code} {reply.text[:300]}"
         return reply
 
-    def upload(self, content: bytes, name: str) -> str:
-        reply = self._client.post("/files", files={"file": (name, content)})
+    def upload(self, content: bytes, name: str, format: str | None = None) -> str:
+        reply = self._client.post("/files", files={"file": (name, content)}, data={"format": format} if format else {})
         assert reply.status_code == 201, reply.text
         return str(reply.json()["id"])
 

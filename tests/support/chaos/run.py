@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -158,10 +158,13 @@ class Run:
     def _people(self, observer: Observer) -> People:
         waiting = People(self.inst.url, self.inst.key, [], "", dict)
         wait_until(lambda: self._answers(waiting), 60, "the API")
-        train, held_out = specs.write_rows(self.folder)
-        files = [waiting.upload(path.read_bytes(), path.name) for path in (train, held_out)]
+        paths = asdict(specs.write_rows(self.folder))
+        formats = {"judged": "kto"}
+        files = specs.Files(
+            **{name: waiting.upload(path.read_bytes(), path.name, formats.get(name)) for name, path in paths.items()}
+        )
         waiting.close()
-        jobs = specs.all_specs(self.folder / "models" / "tiny", files[0], files[1], self.plan.scale)
+        jobs = specs.all_specs(self.folder / "models" / "tiny", files, self.plan.scale)
         run = f"chaos-{self.plan.seed}"
         return People(self.inst.url, self.inst.key, jobs[: self.plan.specs], run, lambda: observer.statuses)
 
