@@ -65,6 +65,7 @@ up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
 	@$(BIN)/eft up
 
 test: $(VENV)/.test ## every test, suite by suite
+	@$(BIN)/python -m tests.rehearsal.install || echo "the suite rehearsal will be skipped"
 	@$(BIN)/python .ci/suites.py
 
 kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table, and write the table anew
@@ -72,7 +73,8 @@ kernels: $(VENV)/.test ## compile the Triton kernels for every GPU in the table,
 	@$(BIN)/python -m core.docs
 
 rehearsal: $(VENV)/.test ## the tests of GPU code without a GPU: torch's CUDA build over a runtime of ours (527 MB, once)
-	@$(BIN)/python -m pytest -p tests.rehearsal.environment -n 2 --dist loadgroup tests/rehearsal
+	@$(BIN)/python -m tests.rehearsal.install
+	@$(BIN)/python .ci/suites.py rehearsal
 
 chaos: $(VENV)/.test ## a storm of kills on a whole installation: SEED=… MINUTES=30 DB=sqlite|postgres
 	@$(BIN)/python -m tests.support.chaos $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),30) --database $(or $(DB),sqlite)

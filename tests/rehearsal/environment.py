@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsal import branches
-from tests.rehearsal.install import ROOT, SITE, Unavailable, prepare
+from tests.rehearsal.install import BUILT, ROOT, SITE, Unavailable, prepare
 
 INSIDE = "EFT_REHEARSAL"
 """Set in a process that is in the environment, or to the reason why there is none."""
@@ -24,10 +24,12 @@ INSIDE = "EFT_REHEARSAL"
 def variables(**settings: object) -> dict[str, str]:
     """The environment of a process that sees GPUs which are not there; `settings`: those of runtime/, in lower case."""
     found = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(BUILT), str(SITE), str(ROOT)]),
+        "LD_LIBRARY_PATH": str(BUILT),
         INSIDE: "yes",
         "OMP_NUM_THREADS": "1",
         "REHEARSAL_POISON": "1",
+        "REHEARSAL_BYTES": str(4 << 30),
     }
     return found | {f"REHEARSAL_{name.upper()}": str(value) for name, value in settings.items()}
 
@@ -44,7 +46,7 @@ def _enter() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Name the branches on the device's type that the whole suite has not taken as on a GPU."""
+    """Fail a run of the whole suite that has not taken every branch on the device's type as on a GPU."""
     folder = os.environ.get(branches.FOLDER)
     if not folder or hasattr(session.config, "workerinput"):
         return
@@ -52,10 +54,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     asked = {str(Path(argument).absolute()) for argument in session.config.args}
     whole = everything <= asked or str(Path(__file__).parent) in asked
     if session.exitstatus == 0 and whole and not session.config.option.keyword:
-        missed, idle = branches.missed(Path(folder))
-        for words, found in (("never taken as on a GPU", missed), ("no exception any more", idle)):
-            for module, source in sorted(found):
-                print(f"\n{words}: {source} of {module}", file=sys.stderr, flush=True)
+        for fault in branches.faults(Path(folder)):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            print(f"\n{fault}", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
 
 

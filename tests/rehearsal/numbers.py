@@ -27,10 +27,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.rehearsal.install import LIBRARIES
-
 aten: Any = torch.ops.aten
-RUNTIME = ctypes.CDLL(str(LIBRARIES / "libcudart.so.13"))
+RUNTIME = ctypes.CDLL("libcudart.so.13")  # the one that torch has loaded
 RUNTIME.rehearsal_alias.restype = ctypes.c_void_p
 RUNTIME.rehearsal_alias.argtypes = [ctypes.c_void_p]
 for name in ("rehearsal_prompt", "rehearsal_finish"):
@@ -45,6 +43,7 @@ COMPUTES_NOTHING = {
     aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default,
     aten.empty_like.default, aten.set_.source_Storage_storage_offset, aten.set_.source_Storage, aten.resize_.default,
 }  # fmt: skip
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
 
 _queued: dict[int, Callable[[], None]] = {}
@@ -124,6 +123,13 @@ class Numbers(TorchDispatchMode):
             if func in (aten.equal.default, aten.is_nonzero.default):  # they answer the host
                 finish()
                 return func(*tree_map(_on_cpu, args), **kwargs)
+            if func in INDEXED and any(each is not None and each.dtype == torch.bool for each in args[1]):
+                finish()  # how many places a mask has is a question of the host
+                args = (args[0], [part for each in args[1] for part in _places(each)], *args[2:])
+            elif torch.Tag.dynamic_output_shape in func.tags and func not in INDEXED:
+                finish()
+                found = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+                return tree_map(lambda each: each.to(given[0].device) if isinstance(each, Tensor) else each, found)
             if func.namespace not in ("aten", "prims"):  # an operator of ours or another's: made of these
                 return self._inside(func, args, kwargs)
             drawn = _drawn(func)
@@ -168,6 +174,13 @@ class Numbers(TorchDispatchMode):
             finish()
 
 
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """A mask as numbers of its places in each dimension; other indices as they are."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [each.to(index.device) for each in _on_cpu(index).nonzero().unbind(1)]
+
+
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return alias(value) if value.is_cuda else value.clone() if value.dim() == 0 else value
@@ -191,6 +204,8 @@ def _drawn(func: Any) -> int | None:
 
 @torch.no_grad()
 def _compute(func: Any, args: Any, kwargs: Any, results: list[Tensor], seed: int | None) -> None:
+    if func is aten.log_sigmoid_backward.default:  # the GPU's kernel hands it nothing from the forward
+        args = (*args[:2], aten.log_sigmoid_forward(args[1])[1])
     found = _attention(func, args, kwargs)
     if found is None and seed is None:
         found = func(*args, **kwargs)
@@ -273,7 +288,12 @@ def _backend(func: Any) -> Callable[..., Any]:
 
 
 def enter() -> None:
-    """Compute in this thread and in all that are started from now on (torch calls this at the end of its import)."""
+    """Compute in this thread and in all that are started from now on (torch calls this at the end of its import).
+
+    REHEARSAL_HIP is the version of HIP that torch says it was built for.
+    """
+    if version := os.environ.get("REHEARSAL_HIP"):
+        torch.version.hip, torch.version.cuda = version, None
     if os.environ.get("REHEARSAL_NUMBERS") == "0":
         return
     begin = threading.Thread.run

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,42 +22,36 @@ from core.train.memory.transfer.transfer import StagedTransfer, Transfer
 from core.train.model.placement import DeviceMissing, place
 from tests.rehearsal import numbers
 from tests.rehearsal.environment import variables
+from tests.rehearsal.support import bare, python, visible
 from tests.support.trainer import ROOT
 
 GPU = torch.device("cuda", 0)
-
-
-def python(program: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own, where torch is imported."""
-    environment = variables(**settings.pop("about", {"devices": 2})) | settings
-    command = [sys.executable, "-c", f"import torch\n{program}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
 
 
 # --- devices and memory ------------------------------------------------------------------------------
 
 
 def test_the_host_cannot_touch_device_memory() -> None:
-    ended = python("import ctypes; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 16)")
-    assert ended.returncode == -signal.SIGSEGV
+    program = """
+at = ctypes.c_void_p()
+print(cuda.cudaMalloc(ctypes.byref(at), 16), flush=True)
+ctypes.string_at(at.value, 16)
+"""
+    ended = bare(program, devices=1)
+    assert ended.stdout.split() == ["0"] and ended.returncode == -signal.SIGSEGV
 
 
 def test_memory_is_as_large_as_the_device_and_no_larger() -> None:
     program = """
-size = torch.cuda.get_device_properties(0).total_memory
-kept = torch.empty(size - (8 << 20), dtype=torch.uint8, device="cuda")
-try:
-    torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
-except torch.OutOfMemoryError as error:
-    print("refused", size, torch.cuda.mem_get_info()[0])
-other = torch.empty(16 << 20, dtype=torch.uint8, device="cuda:1")
-del kept
-torch.cuda.empty_cache()
-torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
-print("freed")
+def refused(megabytes, into=ctypes.c_void_p()):
+    return cuda.cudaMalloc(ctypes.byref(into), ctypes.c_size_t(megabytes << 20))
+kept, other = ctypes.c_void_p(), ctypes.c_void_p()
+print(refused(1016, kept), refused(16), cuda.cudaGetLastError(), cuda.cudaGetLastError())
+print(cuda.cudaSetDevice(1), refused(16), cuda.cudaSetDevice(2), cuda.cudaSetDevice(0))
+print(cuda.cudaFree(kept), refused(16))
 """
-    ended = python(program, about={"devices": 2, "bytes": 1 << 30, "poison": 0})
-    assert ended.stdout.split() == ["refused", str(1 << 30), str(8 << 20), "freed"], ended.stderr
+    ended = bare(program, devices=2, bytes=1 << 30)
+    assert ended.stdout.split() == ["0", "2", "2", "0", "0", "0", "101", "0", "0", "0"], ended.stderr
 
 
 def test_a_tensor_of_another_device_is_refused() -> None:
@@ -83,9 +76,8 @@ def test_an_operation_without_a_cpu_form_says_so() -> None:
 
 @pytest.mark.parametrize("mask", ["", "-1", "1,0"])
 def test_a_mask_shows_the_devices_that_it_names(mask: str) -> None:
-    program = "print([torch.cuda.get_device_properties(i).pci_bus_id for i in range(torch.cuda.device_count())])"
     expected = [int(part) for part in mask.split(",") if part and part != "-1"]
-    assert json.loads(python(program, CUDA_VISIBLE_DEVICES=mask).stdout) == expected
+    assert visible({"CUDA_VISIBLE_DEVICES": mask}, devices=2) == expected
 
 
 # --- streams -----------------------------------------------------------------------------------------
@@ -210,32 +202,29 @@ def test_each_rank_is_placed_on_its_device() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_hidden_gpu_is_missed_and_not_replaced_by_the_cpu() -> None:
+def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:
+    """It has imported torch with all GPUs hidden. Where a library has read that already, it starts cold; and a GPU that
+    a variable names and torch does not see is missed, and not replaced by the CPU."""
     program = """
 from core.spec.axes.method import LoRA
 from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
-from core.train.model.placement import DeviceMissing, place
-for accelerator in ("gpu", "any"):
-    try:
-        print(place(Resources(accelerator=accelerator), Training(), LoRA()).device)
-    except DeviceMissing as error:
-        print("missing")
-"""
-    assert python(program, CUDA_VISIBLE_DEVICES="5").stdout.split() == ["missing", "missing"]
-
-
-def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:
-    """It has imported torch with all GPUs hidden. Where a library has read that already, it starts cold."""
-    program = """
 from core.train.entry import standby
+from core.train.model.placement import DeviceMissing, place
 heeded = standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"})
 print(heeded, *(torch.cuda.get_device_properties(0).pci_bus_id for _ in range(heeded)))
+if not heeded:
+    for accelerator in ("gpu", "any"):
+        try:
+            print(place(Resources(accelerator=accelerator), Training(), LoRA()).device)
+        except DeviceMissing:
+            print("missing")
 """
     ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
     assert ended.stdout.split() == ["True", "1"], ended.stderr[-2000:]
     late = "import torch.cuda; torch.cuda.is_available()" + program
-    assert python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU).stdout.split() == ["False"]
+    ended = python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
+    assert ended.stdout.split() == ["False", "missing", "missing"], ended.stderr[-2000:]
 
 
 # --- the self-test -----------------------------------------------------------------------------------
@@ -250,7 +239,7 @@ def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
         "core.train.selftest",
         str(journal),
         "--only",
-        "optimizer.adamw,qlora.nf4.bf16,loss.portable.bf16,attention.flash.bf16",
+        "matmul.bf16,optimizer.adamw,qlora.nf4.bf16,loss.portable.bf16,attention.flash.bf16",
     ]
     ended = subprocess.run(
         command, cwd=ROOT, env=variables(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -260,4 +249,4 @@ def test_the_self_test_runs_on_the_device(tmp_path: Path) -> None:
     about = next(line["device"] for line in lines if "device" in line)
     assert about["device_name"] == "Rehearsal (no GPU)" and about["runtime"].startswith("cuda")
     assert lines[-1] == {"done": True}
-    assert [line["part"]["status"] for line in lines if "part" in line] == ["passed"] * 4, lines
+    assert [line["part"]["status"] for line in lines if "part" in line] == ["passed"] * 5, lines

@@ -44,14 +44,24 @@ static void begin(void) {
     poison = (int)setting("REHEARSAL_POISON", 0);
     register_limit = setting("REHEARSAL_REGISTER_LIMIT", -1);
     if (physical < 0 || physical > MAX_DEVICES) fatal("REHEARSAL_DEVICES is out of range", "");
-    const char *mask = getenv("CUDA_VISIBLE_DEVICES");
+    const char *mask = getenv("HIP_VISIBLE_DEVICES");
+    if (!getenv("REHEARSAL_HIP") || !mask) mask = getenv("CUDA_VISIBLE_DEVICES");
     if (!mask) {
         for (int i = 0; i < physical; i++) visible[visible_count++] = i;
-    } else {  /* the first number that names no device ends the list (CUDA C++ Programming Guide) */
+    } else {  /* the first entry that names no device ends the list (CUDA C++ Programming Guide) */
         for (char *rest = (char *)mask; *rest && visible_count < physical;) {
             char *end;
-            long number = strtol(rest, &end, 10);
-            if (end == rest || number < 0 || number >= physical) break;
+            long number;
+            if (!strncmp(rest, "GPU-", 4)) {  /* ours differ in the last number alone */
+                char *last = rest + strcspn(rest, ",");
+                while (last > rest && last[-1] != '-') last--;
+                number = strtol(last, &end, 16) - 1;
+                if (end == last) break;
+            } else {
+                number = strtol(rest, &end, 10);
+                if (end == rest) break;
+            }
+            if (number < 0 || number >= physical) break;
             visible[visible_count++] = (int)number;
             rest = *end == ',' ? end + 1 : end;
         }
@@ -149,13 +159,24 @@ API int cudaDeviceGetAttribute(int *value, int attribute, int device) {
     return OK;
 }
 
+/* The device's entry in REHEARSAL_NAMES, a list with commas: torch's CUDA build also shows it as its `gcnArchName`. */
+static void name_of(int device, char *into, size_t room_for) {
+    const char *rest = getenv("REHEARSAL_NAMES");
+    for (int i = 0; rest && *rest && i < visible[device]; i++) {
+        rest += strcspn(rest, ",");
+        if (*rest) rest++;
+    }
+    if (!rest || !*rest) rest = "Rehearsal (no GPU)";
+    snprintf(into, room_for, "%.*s", (int)strcspn(rest, ","), rest);
+}
+
 static void put32(char *at, int32_t value) { memcpy(at, &value, sizeof value); }
 static void put64(char *at, int64_t value) { memcpy(at, &value, sizeof value); }
 
 API int cudaGetDeviceProperties(char *found, int device) {
     if (device < 0 || device >= rehearsal_devices()) return rehearsal_error(INVALID_DEVICE);
     memset(found, 0, 1008);
-    snprintf(found, 256, "Rehearsal (no GPU)");
+    name_of(device, found, 256);
     found[256 + 15] = (char)(visible[device] + 1);     /* uuid */
     put64(found + 288, (int64_t)total);
     put64(found + 296, 49152);                         /* shared memory of a block */

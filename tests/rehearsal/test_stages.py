@@ -1,0 +1,61 @@
+"""Every stage and every optimizer on `device.type == "cuda"`, held to the CPU: two steps of the tiny model each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from safetensors.torch import load
+
+from core.spec.axes.optimizer import Optimizer
+from core.spec.axes.stage import Stage
+from core.spec.run.exit_codes import EXIT_OK
+from core.train.kernels.interface import backend_for
+from core.train.recipe import run
+from tests.support.preferences import judged, preferences
+from tests.support.trainer import PLAIN, events, log, pairs, weights, write_rows, write_run
+
+STAGES: dict[str, Any] = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
+OPTIMIZERS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "prompt_completion": pairs(4),
+    "text": [{"text": row["prompt"] + row["completion"]} for row in pairs(4)],
+    "preference": preferences(4),
+    "kto": judged(4),
+}
+"""Row format → rows; a stage takes the first of its formats that is here."""
+OFF: dict[str, float] = {}
+"""Rows that differ from the CPU, by how much at most, relative to the largest weight of a tensor."""
+
+
+def train(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[str, Any]) -> Path:
+    row_format = next(each for each in STAGES[stage].rows if each in ROWS)
+    path = write_rows(folder.with_suffix(".jsonl"), ROWS[row_format])
+    run_dir = write_run(
+        folder, model, path, stage=stage, resources={"accelerator": accelerator},
+        data={"train": {"type": "path", "path": str(path), "format": row_format}, "rendering": PLAIN},
+        training={"max_steps": 2, "per_device_train_batch_size": 2, "max_length": 64, "precision": "bf16"}, **axes,
+    )  # fmt: skip
+    backend_for.cache_clear()
+    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize("name", [*(f"stage {each}" for each in STAGES), *(f"optimizer {each}" for each in OPTIMIZERS)])
+def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind, _, which = name.partition(" ")
+    axes: dict[str, Any] = {"method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}}
+    if kind == "optimizer":
+        axes = {"method": "full", "optimizer": {"type": which, "learning_rate": 1e-3}}
+    stage = which if kind == "stage" else "sft"
+    here = train(tmp_path / "gpu", tiny_dir, "gpu", stage, axes)
+    monkeypatch.setenv("EFT_KERNELS", "portable")  # what a GPU without Triton computes
+    there = train(tmp_path / "cpu", tiny_dir, "cpu", stage, axes)
+    assert events(here, "run_record")[0]["record"]["environment"]["device"] == "cuda"
+    losses = [[event["values"]["loss"] for event in events(folder, "metrics")] for folder in (here, there)]
+    assert losses[0] == pytest.approx(losses[1], rel=OFF.get(name, 0), abs=0) and len(losses[0]) == 2
+    tensors = [load(weights(folder)) for folder in (here, there)]
+    for tensor, wanted in tensors[1].items():
+        gap = (tensors[0][tensor].float() - wanted.float()).abs().max()
+        assert gap <= OFF.get(name, 0) * wanted.abs().max(), tensor
