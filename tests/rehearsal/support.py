@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from core.spec.run.folder import ORDER_FILE
 from tests.rehearsal.environment import variables
 from tests.rehearsal.install import BUILT
 from tests.support.trainer import ROOT
@@ -19,6 +22,21 @@ count, name = ctypes.c_int(), ctypes.create_string_buffer(32)
 cuda.cudaGetDeviceCount(ctypes.byref(count))
 print([cuda.cudaDeviceGetPCIBusId(name, 32, i) or int(name.value[5:7], 16) for i in range(count.value)])
 """
+
+
+def train(run_dir: Path) -> int:
+    """Run a job in this process; its exit code. On the CPU with the kernels that a GPU without Triton takes: those in C
+    differ in a last bit."""
+    from core.train.kernels import interface, native
+    from core.train.recipe import run
+
+    order = json.loads((run_dir / ORDER_FILE).read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        if order["spec"]["resources"]["accelerator"] == "cpu":
+            patch.setenv("EFT_KERNELS", "portable")
+            native.library.cache_clear()
+        interface.backend_for.cache_clear()
+        return run(run_dir)
 
 
 def bare(

@@ -10,7 +10,7 @@ import pytest
 
 from core.hardware.device_mask import Gpu
 from core.spec.run.exit_codes import EXIT_OK
-from tests.rehearsal.support import python, visible
+from tests.rehearsal.support import python, train, visible
 from tests.support.interpreter import TRITON
 from tests.support.trainer import events, pairs, write_rows, write_run
 from worker.environment import child_environment
@@ -70,9 +70,7 @@ def test_each_architecture_is_placed_as_its_row_says_and_trains(tmp_path: Path, 
         assert each["kernels"]["backend"] == "portable" and "Triton" not in each["kernels"]["reason"]
     environment = events(there, "run_record")[0]["record"]["environment"]
     assert (environment["arch"], environment["device_name"]) == ("gfx1201", "gfx1201")
-    from core.train.recipe import run
-
-    assert run(here) == EXIT_OK
+    assert train(here) == EXIT_OK
     losses = [[event["values"]["loss"] for event in events(folder, "metrics")] for folder in (there, here)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 

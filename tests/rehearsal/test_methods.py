@@ -17,10 +17,8 @@ from safetensors.torch import load
 
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.batch import Batch
-from core.train.kernels.interface import backend_for
 from core.train.memory.transfer.transfer import StagedTransfer, Transfer
-from core.train.recipe import run
-from tests.rehearsal import numbers
+from tests.rehearsal import numbers, support
 from tests.support.trainer import events, log, pairs, weights, write_rows, write_run
 
 LORA, QLORA = {"type": "lora", "r": 4}, {"type": "qlora", "r": 4}
@@ -130,13 +128,10 @@ def train(blocks_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             resources={"accelerator": accelerator}, **axes,
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            if accelerator == "cpu":  # what a GPU without Triton computes; the kernels in C differ in a last bit
-                patch.setenv("EFT_KERNELS", "portable")
             if mutant:
                 MUTANTS[mutant][2](patch)
-            backend_for.cache_clear()
             numbers.order(order or "late")
-            code = run(run_dir)
+            code = support.train(run_dir)
             assert mutant or code == EXIT_OK, (events(run_dir)[-1], log(run_dir))
         return run_dir
 

@@ -131,6 +131,18 @@ def test_staged_transfers_move_what_is_there_after_the_event(order: str, pinned:
     assert torch.equal(found, source.to(torch.bfloat16) * 2)
 
 
+def test_torchs_sanitizer_finds_no_race_in_transfers_and_finds_what_is_taken_out() -> None:
+    """Intact, without the waits before the copies, and without the waits for them."""
+    command = [sys.executable, "-m", "tests.rehearsal.sanitized"]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=variables(numbers=0), capture_output=True, text=True, check=False, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout)
+    assert found.pop("gradient changed behind its event") == ["race"]
+    assert found == {name: ["clean", "race", "race"] for name in ("optimizer", "blocks", "activations")}
+
+
 def test_random_numbers_are_those_of_the_generators_state() -> None:
     torch.manual_seed(3)
     state = capture_rng()
@@ -203,27 +215,35 @@ def test_each_rank_is_placed_on_its_device() -> None:
 
 
 def test_the_spare_heeds_the_number_that_comes_with_its_order() -> None:
-    """It has imported torch with all GPUs hidden. Where a library has read that already, it starts cold; and a GPU that
-    a variable names and torch does not see is missed, and not replaced by the CPU."""
+    """It has imported all that a run needs with all GPUs hidden; and torchao, which asks for GPUs, is installed."""
     program = """
+import sys
+from core.train.entry import standby
+standby.imports()
+print("torchao" in sys.modules, standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"}))
+print(torch.cuda.get_device_properties(0).pci_bus_id)
+"""
+    ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
+    assert ended.stdout.split() == ["True", "True", "1"], ended.stderr[-2000:]
+
+
+def test_the_spare_starts_cold_where_a_library_has_read_the_number() -> None:
+    """And a GPU that a variable names and torch does not see is missed, and not replaced by the CPU."""
+    program = """
+torch.cuda.is_available()
+from core.train.entry import standby
+print(standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"}))
 from core.spec.axes.method import LoRA
 from core.spec.axes.runtime import Resources
 from core.spec.axes.training import Training
-from core.train.entry import standby
 from core.train.model.placement import DeviceMissing, place
-heeded = standby._change_environment({"CUDA_VISIBLE_DEVICES": "1"})
-print(heeded, *(torch.cuda.get_device_properties(0).pci_bus_id for _ in range(heeded)))
-if not heeded:
-    for accelerator in ("gpu", "any"):
-        try:
-            print(place(Resources(accelerator=accelerator), Training(), LoRA()).device)
-        except DeviceMissing:
-            print("missing")
+for accelerator in ("gpu", "any"):
+    try:
+        print(place(Resources(accelerator=accelerator), Training(), LoRA()).device)
+    except DeviceMissing:
+        print("missing")
 """
     ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
-    assert ended.stdout.split() == ["True", "1"], ended.stderr[-2000:]
-    late = "import torch.cuda; torch.cuda.is_available()" + program
-    ended = python(late, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
     assert ended.stdout.split() == ["False", "missing", "missing"], ended.stderr[-2000:]
 
 

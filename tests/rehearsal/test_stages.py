@@ -11,8 +11,7 @@ from safetensors.torch import load
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.stage import Stage
 from core.spec.run.exit_codes import EXIT_OK
-from core.train.kernels.interface import backend_for
-from core.train.recipe import run
+from tests.rehearsal.support import train
 from tests.support.preferences import judged, preferences
 from tests.support.trainer import PLAIN, events, log, pairs, weights, write_rows, write_run
 
@@ -29,7 +28,7 @@ OFF: dict[str, float] = {}
 """Rows that differ from the CPU, by how much at most, relative to the largest weight of a tensor."""
 
 
-def train(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[str, Any]) -> Path:
+def trained(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[str, Any]) -> Path:
     row_format = next(each for each in STAGES[stage].rows if each in ROWS)
     path = write_rows(folder.with_suffix(".jsonl"), ROWS[row_format])
     run_dir = write_run(
@@ -37,21 +36,19 @@ def train(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[st
         data={"train": {"type": "path", "path": str(path), "format": row_format}, "rendering": PLAIN},
         training={"max_steps": 2, "per_device_train_batch_size": 2, "max_length": 64, "precision": "bf16"}, **axes,
     )  # fmt: skip
-    backend_for.cache_clear()
-    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
+    assert train(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
     return run_dir
 
 
 @pytest.mark.parametrize("name", [*(f"stage {each}" for each in STAGES), *(f"optimizer {each}" for each in OPTIMIZERS)])
-def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_two_steps_are_the_cpus(tmp_path: Path, tiny_dir: Path, name: str) -> None:
     kind, _, which = name.partition(" ")
     axes: dict[str, Any] = {"method": {"type": "lora", "r": 4}, "optimizer": {"learning_rate": 1e-2}}
     if kind == "optimizer":
         axes = {"method": "full", "optimizer": {"type": which, "learning_rate": 1e-3}}
     stage = which if kind == "stage" else "sft"
-    here = train(tmp_path / "gpu", tiny_dir, "gpu", stage, axes)
-    monkeypatch.setenv("EFT_KERNELS", "portable")  # what a GPU without Triton computes
-    there = train(tmp_path / "cpu", tiny_dir, "cpu", stage, axes)
+    here = trained(tmp_path / "gpu", tiny_dir, "gpu", stage, axes)
+    there = trained(tmp_path / "cpu", tiny_dir, "cpu", stage, axes)
     assert events(here, "run_record")[0]["record"]["environment"]["device"] == "cuda"
     losses = [[event["values"]["loss"] for event in events(folder, "metrics")] for folder in (here, there)]
     assert losses[0] == pytest.approx(losses[1], rel=OFF.get(name, 0), abs=0) and len(losses[0]) == 2

@@ -22,6 +22,9 @@ from core.train import __main__ as trainer
 from core.train.entry.fencing import STDIN, await_order, leave
 
 STDOUT, STDERR = 1, 2
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch asks NVML how many GPUs there are. Otherwise it asks the runtime, which then reads once and for all
+which GPUs this process sees (docs.pytorch.org/docs/stable/notes/cuda.html, "Environment variables")."""
 
 
 def main() -> int:
@@ -49,7 +52,8 @@ def main() -> int:
 
 
 def imports() -> None:
-    """All that a run on the way to its first step imports."""
+    """All that a run on the way to its first step imports. Libraries such as torchao ask torch for GPUs meanwhile."""
+    os.environ[ASK_NVML] = "1"
     import peft
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.llama import modeling_llama
@@ -115,6 +119,7 @@ def _change_environment(changes: dict[str, str | None]) -> bool:
         return True
     import torch
 
+    os.environ.pop(ASK_NVML, None)
     return torch.cuda.is_available()
 
 
