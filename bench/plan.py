@@ -287,7 +287,6 @@ def planned(work: Path, combination: Combination, device_name: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "rehearsal"])
-    parser.add_argument("--smallest", action="store_true", help="rehearsal: find the smallest device that does, too")
     parser.add_argument("--only", help="names, or parts of them, with commas")
     parser.add_argument("--account", action="store_true", help="also count tensors (slow), to see what is missing")
     parser.add_argument("--work", type=Path, help="a folder for the models, to be used again")
@@ -300,7 +299,7 @@ def main() -> None:
     if args.device == "rehearsal":
         from bench import plan_rehearsal
 
-        plan_rehearsal.main(args.only, args.smallest)
+        plan_rehearsal.main(args.only)
         return
     with tempfile.TemporaryDirectory() as aside:
         work = args.work or Path(aside)

@@ -1,11 +1,13 @@
 """Planned memory against torch's GPU allocator, without a GPU: `python -m bench.plan --device rehearsal`.
 
 A row is a job over a model of real size, in a process of its own over the runtime of tests/rehearsal. The model is
-built as a trainer builds it, and takes two optimizer steps; no kernel computes, and weights are made on the device
-without values. What is measured is `torch.cuda.max_memory_allocated`: the allocator, autograd and the choice of
-kernels are real, the kernels are not, so workspaces of vendors' libraries and the driver's context are not in it. Then
-the job is run once more on a device of the size that the planner asks for (`--smallest`: also on smaller ones, by
-halving).
+built as a trainer builds it, and takes two optimizer steps; no kernel computes, and weights are made without values.
+What is measured is `torch.cuda.max_memory_allocated`: the allocator, autograd and the choice of kernels are real, the
+kernels are not, so workspaces of vendors' libraries and the driver's context are not in it.
+
+Then the same process does it again on a device of the size that the planner asks for, and by halving finds the smallest
+device on which the job runs. Blocks that are streamed and states that are offloaded lie in host memory, where they are
+really written: their rows are for models of which they fit.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,19 @@ WITHIN = 0.05
 MARGIN = 0.9
 """Share of a device that the planner gives to a job."""
 HALVINGS = 4
-OUT_OF_MEMORY = 3
-"""Exit code of a child whose device is too small."""
+LARGEST = 250 * GIB
+"""Enough for every row."""
+CHILDREN = 2
+"""Rows at a time."""
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": LLAMA | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "1b, 2 blocks": LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 32,
         "head_dim": 64, "tie_word_embeddings": True,
     },
     "8b": LLAMA | {
@@ -48,6 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+MEMORY: dict[str, dict[str, Any]] = {
+    "": {},
+    "streamed": {"stream": "host"},
+    "offloaded": {"offload_optimizer": "host"},
+    "inputs offloaded": {"activation_offloading": "host"},
+}
+
+
 @dataclass(frozen=True)
 class Row:
     shape: str
@@ -56,11 +73,13 @@ class Row:
     checkpointed: bool
     rows: int
     tokens: int
+    memory: str = ""
+    """`streamed` or `offloaded`: what lies in host memory."""
 
     @property
     def name(self) -> str:
         kept = "checkpointed" if self.checkpointed else "all kept"
-        return f"{self.shape} {self.kind}, {kept}, {self.rows}x{self.tokens}"
+        return ", ".join(filter(None, (f"{self.shape} {self.kind}", self.memory, kept, f"{self.rows}x{self.tokens}")))
 
     @property
     def job(self) -> dict[str, Any]:
@@ -69,7 +88,7 @@ class Row:
             "data": "/rows.jsonl",
             "training": {"per_device_train_batch_size": self.rows, "precision": "bf16"},
             "resources": {"accelerator": "gpu"},
-            "memory": {"gradient_checkpointing": True} if self.checkpointed else {},
+            "memory": {"gradient_checkpointing": self.checkpointed} | MEMORY[self.memory],
         }
         match self.kind:
             case "full":
@@ -84,21 +103,28 @@ class Row:
 
 
 ROWS = [
-    Row("1b", "lora", True, 1, 2048),
-    Row("1b", "lora", False, 1, 2048),
-    Row("1b", "full", True, 4, 2048),
-    Row("8b", "lora", True, 1, 2048),
-    Row("8b", "lora", True, 4, 2048),
-    Row("8b", "lora", True, 4, 8192),
-    Row("8b", "lora", False, 1, 2048),
-    Row("8b", "qlora", True, 1, 2048),
-    Row("8b", "qlora", True, 4, 2048),
-    Row("8b", "int8", True, 1, 2048),
-    Row("8b", "full", True, 1, 2048),
-    Row("8b", "full", True, 4, 2048),
-    Row("70b", "lora", True, 1, 2048),
-    Row("70b", "qlora", True, 1, 2048),
-]
+    *(
+        Row("1b", kind, checkpointed, rows, tokens)
+        for kind in ("lora", "qlora", "int8", "full")
+        for checkpointed, rows, tokens in ((True, 1, 2048), (True, 4, 8192), (False, 1, 2048))
+    ),
+    *(
+        Row("8b", kind, checkpointed, rows, tokens)
+        for kind in ("lora", "qlora", "int8", "full")
+        for checkpointed, rows, tokens in (
+            (True, 1, 2048), (True, 4, 2048), (True, 1, 8192), (True, 4, 8192), (False, 1, 2048)
+        )
+    ),
+    *(
+        Row("70b", kind, True, rows, tokens)
+        for kind in ("lora", "qlora", "int8")
+        for rows, tokens in ((1, 2048), (4, 2048))
+    ),
+    Row("8b", "lora", True, 4, 2048, "inputs offloaded"),
+    Row("8b", "qlora", True, 1, 2048, "streamed"),
+    Row("8b", "qlora", True, 4, 2048, "streamed"),
+    Row("1b, 2 blocks", "full", True, 1, 2048, "offloaded"),
+]  # fmt: skip
 
 
 # --- in the child ------------------------------------------------------------------------------------
@@ -133,8 +159,8 @@ def folder_of(shape: str, work: Path) -> Path:
     return folder
 
 
-def without_values() -> None:
-    """Have models loaded as tensors of the device that nobody fills: values do not change what the allocator gives."""
+def without_values(device: str) -> None:
+    """Have models loaded as tensors that nobody fills: values do not change what the allocator gives."""
     import torch
     from torch import nn
 
@@ -147,14 +173,14 @@ def without_values() -> None:
     from core.train.quant.skeleton import skeleton
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
-        return torch.empty(shape, dtype=dtype, device="cuda")
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def nf4(weight: Any, block: int = 64, double: bool = True) -> Any:
         n, kept = weight.numel(), (tuple(weight.shape), weight.dtype, block)
         blocks, packed = -(-n // block), empty(-(-n // 2), 1, dtype=torch.uint8)
         if not double:
             return NF4Weight(packed, empty(blocks), None, None, None, *kept)
-        nested = empty(-(-blocks // 256)), dynamic_map(torch.device("cuda")), empty().reshape(())
+        nested = empty(-(-blocks // 256)), dynamic_map(torch.device(device)), empty().reshape(())
         return NF4Weight(packed, empty(blocks, dtype=torch.uint8), *nested, *kept)
 
     def int8(weight: Any, block: int = 64) -> Any:
@@ -187,7 +213,7 @@ def without_values() -> None:
 
 
 def measure(row: Row, work: Path) -> dict[str, Any]:
-    """The child: plan, build, two optimizer steps; bytes."""
+    """Plan, build, two optimizer steps; bytes. torch.OutOfMemoryError where the device is too small."""
     import numpy as np
     import torch
 
@@ -203,13 +229,10 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
     from core.train.data.dataset import TokenDataset
     from core.train.engine import build_engine
     from core.train.model.build import build_model
-    from core.train.model.load import quiet
     from core.train.model.placement import place
     from core.train.run import Run
     from core.train.stages.sft import SupervisedFineTuning
 
-    quiet()
-    without_values()
     folder = folder_of(row.shape, work)
     spec = resolve(JobSpec.model_validate(row.job))
     placement = place(spec.resources, spec.training, method_of(spec))
@@ -218,98 +241,123 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
     order = RunOrder(job_id="plan", attempt=1, spec=spec, model_dir=str(folder), train=DataOrder(sources=[]))
     tokenizer = tokenizer_for(folder)
     torch.cuda.reset_peak_memory_stats()
-    built = build_model(Run(order, work, NullEventWriter()), placement, tokenizer, row.tokens)
-    engine = build_engine(
-        built.model, spec.optimizer, device=placement.device, autocast=placement.autocast, updates=built.updates
-    )
-    stage = SupervisedFineTuning()
-    ids = (np.arange(row.rows * row.tokens) * 7919 + 11) % 1000
-    ends = np.arange(1, row.rows + 1) * row.tokens
-    flags = np.ones(len(ids), dtype=np.bool_)
-    data = TokenDataset(ids.astype(np.int32), flags, ends - row.tokens, ends, np.arange(row.rows))
-    for _ in range(STEPS):
-        batch = data.collate(range(row.rows), 0)
-        engine.backward(engine.forward(batch, stage.loss, {"label_tokens": batch.label_tokens}).total)
-        del batch
-        engine.step()
-    return {
-        "planned": planned.peak,
-        "moment": planned.moment,
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "whole_logits": engine.policy.whole_logits,
-    }
+    with Run(order, work, NullEventWriter()) as run:
+        built = build_model(run, placement, tokenizer, row.tokens)
+        engine = build_engine(
+            built.model, spec.optimizer, device=placement.device, autocast=placement.autocast, updates=built.updates
+        )
+        stage = SupervisedFineTuning()
+        ids = (np.arange(row.rows * row.tokens) * 7919 + 11) % 1000
+        ends = np.arange(1, row.rows + 1) * row.tokens
+        flags = np.ones(len(ids), dtype=np.bool_)
+        data = TokenDataset(ids.astype(np.int32), flags, ends - row.tokens, ends, np.arange(row.rows))
+        for _ in range(STEPS):
+            batch = data.collate(range(row.rows), 0)
+            engine.backward(engine.forward(batch, stage.loss, {"label_tokens": batch.label_tokens}).total)
+            del batch
+            engine.step()
+        engine.updates.synchronize()
+        return {
+            "planned": planned.peak,
+            "moment": planned.moment,
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "whole_logits": engine.policy.whole_logits,
+        }
+
+
+def runs_on(size: int, row: Row, work: Path) -> bool:
+    """Whether the job runs on a device of this size."""
+    import ctypes
+
+    import torch
+
+    forget()
+    ctypes.CDLL("libcudart.so.13").rehearsal_resize(ctypes.c_int64(size))
+    try:
+        measure(row, work)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def forget() -> None:
+    """Give back all that a job has left on the device."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < 1 << 20, torch.cuda.memory_allocated()  # tables of quantisation stay
 
 
 def child(name: str, work: Path) -> None:
-    import torch
+    """One row as a line of JSON."""
 
-    try:
-        print(json.dumps(measure(next(row for row in ROWS if row.name == name), work)))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    from core.train.model.load import quiet
+
+    quiet()
+    row = next(row for row in ROWS if row.name == name)
+    without_values("cpu" if row.memory in ("streamed", "offloaded") else "cuda")
+    found = measure(row, work)
+    asked = int(found["planned"] / MARGIN)
+    fits = runs_on(asked, row, work)
+    low, high = int(found["allocated"] * 0.95), max(found["reserved"], asked)
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs_on(middle, row, work) else (middle, high)
+    print(json.dumps(found | {"asked": asked, "fits": fits, "smallest": high}), flush=True)
+    os._exit(0)  # nothing is to be tidied up, and threads of libraries may wait for one another
 
 
 # --- in the parent -----------------------------------------------------------------------------------
 
 
-def main(only: str | None, smallest: bool) -> None:
+def main(only: str | None) -> None:
     from tests.rehearsal.install import Unavailable, prepare
 
     try:
         prepare()
     except Unavailable as why:
         sys.exit(f"no rehearsal: {why}")
-    wanted = [row for row in ROWS if not only or any(part in row.name for part in only.split(","))]
-    with tempfile.TemporaryDirectory() as aside:
-        results = [_compare(row, Path(aside), smallest) for row in wanted]
+    wanted = [row for row in ROWS if not only or any(part in row.name for part in only.split(";"))]
+    with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(CHILDREN) as pool:
+        for shape in {row.shape for row in wanted}:
+            folder_of(shape, Path(aside))
+        results = list(pool.map(lambda row: _compare(row, Path(aside)), wanted))
     far = [each["name"] for each in results if abs(each["error"]) > WITHIN]
     unfit = [each["name"] for each in results if not each["fits"]]
-    print(
-        f"{len(results) - len(far)} of {len(results)} within {WITHIN:.0%}" + (f"; not: {', '.join(far)}" if far else "")
-    )
-    print(f"{len(results) - len(unfit)} of {len(results)} run on a device of the planned size")
+    told = f"; not: {', '.join(far)}" if far else ""
+    print(f"{len(results) - len(far)} of {len(results)} within {WITHIN:.0%}{told}")
+    told = f"; not: {', '.join(unfit)}" if unfit else ""
+    print(f"{len(results) - len(unfit)} of {len(results)} run on a device of the planned size{told}")
     about = {"device": "rehearsal", "hardware": hardware(), "within": WITHIN, "rows": results}
     finish({"plan": about})
 
 
-def _compare(row: Row, work: Path, smallest: bool) -> dict[str, Any]:
-    found = _run(row, work, 250 * GIB)
-    assert found is not None, "250 GiB are enough for every row"
-    assert found["whole_logits"] is None, "the loss in chunks is what is planned"
-    asked = int(found["planned"] / MARGIN)
-    fits = _run(row, work, asked) is not None
-    error = found["planned"] / found["allocated"] - 1
-    needs = ""
-    if smallest:
-        low, high = found["allocated"], max(found["reserved"], asked)
-        for _ in range(HALVINGS):
-            middle = (low + high) // 2
-            low, high = (low, middle) if _run(row, work, middle) is not None else (middle, high)
-        found["smallest"] = high
-        needs = f"   at least {high / GIB:.2f}"
-    planned, allocated, reserved = (found[name] / GIB for name in ("planned", "allocated", "reserved"))
-    print(
-        f"{row.name:<32} planned {planned:7.2f} GiB   allocated {allocated:7.2f}   {error:+6.1%}   "
-        f"reserved {reserved:7.2f}   {'runs' if fits else 'OUT OF MEMORY'} on {asked / GIB:.2f}{needs}"
-        f"   ({found['moment']})",
-        flush=True,
-    )
-    return found | {"name": row.name, "error": error, "fits": fits}
-
-
-def _run(row: Row, work: Path, size: int) -> dict[str, Any] | None:
-    """What the child says; None where a device of this size has no memory for it."""
+def _compare(row: Row, work: Path) -> dict[str, Any]:
     from tests.rehearsal.environment import variables
 
-    about = variables(bytes=size, numbers=0, poison=0, order="prompt", largest=1 << 20)
+    about = variables(bytes=LARGEST, numbers=0, poison=0, order="prompt", largest=1 << 20)
     command = [sys.executable, "-m", "bench.plan_rehearsal", row.name, str(work)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | about, check=False)
-    if ended.returncode == OUT_OF_MEMORY:
-        return None
-    ended.check_returncode()
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | about, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{row.name}: {ended.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    assert found["whole_logits"] is None, "the loss in chunks is what is planned"
+    found["error"] = found["planned"] / found["allocated"] - 1
+    planned, allocated, reserved, asked, smallest = (
+        found[name] / GIB for name in ("planned", "allocated", "reserved", "asked", "smallest")
+    )
+    print(
+        f"{row.name:<46} planned {planned:7.2f} GiB   allocated {allocated:7.2f}   {found['error']:+6.1%}   "
+        f"reserved {reserved:7.2f}   {'runs' if found['fits'] else 'OUT OF MEMORY'} on {asked:.2f}   "
+        f"smallest {smallest:.2f}   ({found['moment']})",
+        flush=True,
+    )
+    return found | {"name": row.name}
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ def _head() -> list[str]:
         "follow the sources that they name. [performance.md](performance.md) says what has been run. `eft doctor`",
         "shows what applies to your box.",
         "",
+        "GPU code is tested without a GPU: every branch that asks for a GPU or for HIP is taken in a",
+        "[rehearsal](rehearsal.md), and the Triton kernels are executed from their AMD machine code",
+        "([kernels](kernels.md)). Only a card can show speed, overlap of copies and computation, the numerics of the",
+        "vendors' libraries, drivers, and RCCL or NCCL;",
+        "[the tests to run first on one](rehearsal.md#what-only-a-gpu-can-show).",
+        "",
     ]
 
 
@@ -100,6 +106,9 @@ def _faults() -> list[str]:
         "not have it: set it there if your versions are free of the fault. The worker's log names every change. The",
         "run record of a job lists the faults of its GPU, the variables set against them, and the limits of its",
         "matrix products.",
+        "",
+        "**ROCm 10.0** was branched in July 2026 ([TheRock#7000](https://github.com/ROCm/TheRock/issues/7000)). No",
+        "report of a fault that is new in it was found, and no report that one of these is gone: all rows apply to it.",
         "",
         "| fault | seen on | effect | workaround | sources |",
         "|---|---|---|---|---|",

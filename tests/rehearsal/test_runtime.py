@@ -20,7 +20,7 @@ from core.train.base.rng import capture_rng, restore_rng
 from core.train.memory.transfer.pinned import page_lock, unlock, whole_pages
 from core.train.memory.transfer.transfer import StagedTransfer, Transfer
 from core.train.model.placement import DeviceMissing, place
-from tests.rehearsal import numbers
+from tests.rehearsal import branches, numbers
 from tests.rehearsal.environment import variables
 from tests.rehearsal.support import bare, python, visible
 from tests.support.trainer import ROOT
@@ -245,6 +245,24 @@ for accelerator in ("gpu", "any"):
 """
     ended = python(program, CUDA_VISIBLE_DEVICES=device_mask.NO_GPU)
     assert ended.stdout.split() == ["False", "missing", "missing"], ended.stderr[-2000:]
+
+
+# --- the list of branches ----------------------------------------------------------------------------
+
+
+def test_a_branch_that_was_not_taken_and_an_exception_without_need_are_named(tmp_path: Path) -> None:
+    """This is what fails a run of the whole suite (environment.py)."""
+    found = sorted(set(branches.device_tests()) - set(branches.EXCEPTIONS))
+    assert len(found) > 40
+    noted = tmp_path / "1"
+    noted.write_text("".join(f"{module}\t{source}\n" for module, source in found))
+    assert branches.faults(tmp_path) == []
+    module, source = next(iter(branches.EXCEPTIONS))
+    noted.write_text("".join(f"{module}\t{source}\n" for module, source in [*found[1:], (module, source)]))
+    assert branches.faults(tmp_path) == [
+        f"{found[0][1]} of {found[0][0]} never came out as on a GPU",
+        f"{source} of {module} is an exception without need",
+    ]
 
 
 # --- the self-test -----------------------------------------------------------------------------------
