@@ -13,6 +13,7 @@ from core.spec.axes.stage import Stage
 from core.spec.run.exit_codes import EXIT_OK
 from tests.rehearsal.support import train
 from tests.support.preferences import judged, preferences
+from tests.support.rewards import solutions
 from tests.support.trainer import PLAIN, events, log, pairs, weights, write_rows, write_run
 
 STAGES: dict[str, Any] = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
@@ -22,6 +23,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": row["prompt"] + row["completion"]} for row in pairs(4)],
     "preference": preferences(4),
     "kto": judged(4),
+    "stepwise": solutions(4),
 }
 """Row format → rows; a stage takes the first of its formats that is here."""
 OFF: dict[str, float] = {}
