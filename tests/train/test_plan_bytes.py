@@ -29,7 +29,7 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
-from core.train.model.heads import TASKS, head_name, with_head
+from core.train.model.heads import TASKS, head_name, head_of_model, with_head
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
@@ -78,7 +78,8 @@ def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
         return adapt(model, method, task=TASKS[head], head=name)
 
     if isinstance(method, Full):
-        return adapt_full(headed(load_model(folder, torch.float32)), method)
+        whole = headed(load_model(folder, torch.float32))
+        return adapt_full(whole, method, None if head == "tokens" else head_of_model(whole))
     if packing is None:
         return adapted(headed(load_model(folder, torch.bfloat16)))
     load_quantized(folder, torch.bfloat16, packing, cache)

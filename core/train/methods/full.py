@@ -9,23 +9,23 @@ from torch import nn
 from core.plan.models.freeze import trained_names
 from core.plan.models.shape import OF_BLOCK
 from core.spec.axes.method import Full
-from core.train.model.heads import has_head, head_of_model
 from core.train.optim.groups import ParameterGroup, decay_groups
 
 _ALL = Full()
 
 
-def adapt_full(model: nn.Module, spec: Full = _ALL) -> nn.Module:
+def adapt_full(model: nn.Module, spec: Full = _ALL, new_head: nn.Module | None = None) -> nn.Module:
     """Give every parameter that is trained a gradient. The weights are expected in float32: in bf16 an update smaller
-    than 1/256 of a weight is lost to rounding, so bf16 runs compute under autocast over float32 weights. A reward
-    model's head is always trained. SpecError for a part of the model that does not exist."""
+    than 1/256 of a weight is lost to rounding, so bf16 runs compute under autocast over float32 weights.
+    `new_head`: the head of a reward model, which is always trained. SpecError for a part of the model that does not
+    exist."""
     model.requires_grad_(True)
     if spec.train is None:
         return model
     list_name, count = _layers(model)
     part, new = spec.train, set[nn.Parameter]()
-    if has_head(model):
-        part, new = part.model_copy(update={"head": False}), set(head_of_model(model).parameters())
+    if new_head is not None:
+        part, new = part.model_copy(update={"head": False}), set(new_head.parameters())
     names = [name for name, parameter in model.named_parameters() if parameter not in new]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     tied = head is None or head.weight is embedding.weight

@@ -26,7 +26,7 @@ from core.train.memory.offload.activations import ActivationOffload
 from core.train.methods.neftune import add_noise
 from core.train.model.choose_stream import choose_stream
 from core.train.model.gemm_limits import pad_ranks
-from core.train.model.heads import TASKS, head_name, pad_token_of, with_head
+from core.train.model.heads import TASKS, has_head, head_name, head_of_model, pad_token_of, with_head
 from core.train.model.load import context_length, given_head, load_model, packed_as
 from core.train.model.placement import Placement
 from core.train.optim.groups import ParameterGroup
@@ -305,7 +305,7 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
         case Full():
             from core.train.methods import full
 
-            adapted = full.adapt_full(model, method)
+            adapted = full.adapt_full(model, method, head_of_model(model) if has_head(model) else None)
             return adapted, full.parameter_groups(adapted)
         case _ as unknown:
             assert_never(unknown)

@@ -29,7 +29,7 @@ from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
 from core.train.model.compute import prepare_compute
-from core.train.model.heads import TASKS, head_name, head_of_model, pad_token_of, with_head
+from core.train.model.heads import TASKS, has_head, head_name, head_of_model, pad_token_of, with_head
 from core.train.model.load import given_head, load_model, load_tokenizer
 from core.train.run import Run
 from core.train.verify.columns import columns
@@ -143,7 +143,7 @@ def start_of(
         model = with_head(model, head, pad_token_id)
         name = head_name(model)
     if isinstance(method, Full):
-        return adapt_full(model, method).to(device)
+        return adapt_full(model, method, head_of_model(model) if has_head(model) else None).to(device)
     if isinstance(method, OFT):
         return adapt_oft(model, method, task=TASKS[head], head=name).to(device)
     adapted = adapt_lora(model, method, task=TASKS[head], head=name)
