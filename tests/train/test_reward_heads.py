@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from core.errors import EftError
 from core.spec.axes.method import Full, LoRA
-from core.train.adapters import load_adapter
+from core.train.base.adapters import load_adapter
 from core.train.base.rng import seed_all
 from core.train.data.dataset import TokenDataset
 from core.train.data.truncate import cut_rows

@@ -200,8 +200,11 @@ class Renderer:
         steps = self._plain.pieces(row.steps, line, inert=self._inert_strings)
         (border,) = self._plain.pieces([separator], line, inert=False)
         if not border:
-            words = f"the tokenizer has no token for the separator {separator!r}, so no step could be judged"
-            raise SpecError(words, field="stage.step_separator")
+            words = (
+                f"the tokenizer has no token for the separator {separator!r}, so no step could be judged; train another "
+                "model"
+            )
+            raise SpecError(words, field="model")
         judged: list[int] = []
         for at, step in enumerate(steps):
             if not step:
