@@ -65,5 +65,6 @@ BUCKETS_IN_FLIGHT = 2
 
 # --- exports ---------------------------------------------------------------------------------------------
 
-GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5}
-"""Bits of a weight in a GGUF file: scales included."""
+GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5, "Q6_K": 8.5, "Q5_K_M": 8.5, "Q4_K_M": 6.6}
+"""Most bits of a weight in a GGUF file, scales included; for K-quants those of a model whose rows their blocks do not
+divide (core/train/export/gguf/mixtures.py)."""

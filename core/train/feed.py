@@ -62,6 +62,11 @@ class RunData:
         return [dataset[row][0] for row in range(min(len(dataset), FIRST_ROWS))]
 
     @property
+    def training_rows(self) -> list[Tensor]:
+        """Ids of the first training rows."""
+        return [self.train[row][0] for row in range(min(len(self.train), FIRST_ROWS))]
+
+    @property
     def completions(self) -> bool:
         """Whether the labels are completions (or some of them), not all tokens."""
         return self.options.loss_on != "all"

@@ -221,6 +221,7 @@ def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[s
         run.notice(rose.code, rose.message)
     built.hand_back()
     rows_of: RowsOf = "training" if data.eval is None else "held_out"
-    trained = Trained(engine.model, tokenizer, loop.stage, record, result, state, data.first_rows, rows_of)
+    rows = (data.first_rows, rows_of, data.training_rows)
+    trained = Trained(engine.model, tokenizer, loop.stage, record, result, state, *rows)
     result, artifacts = write_artifacts(run, trained)
     run.events.write("result", result=result, artifacts=artifacts)

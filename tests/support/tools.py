@@ -12,7 +12,8 @@ CACHE = HOME / "cache"
 
 
 def gguf_tools() -> Tools:
-    """Install what writes and reads GGUF files, or answer what is there."""
+    """Install what writes, quantises and reads GGUF files, or answer what is there."""
+    install("quants", CACHE, offline=False, field="export")
     return install("gguf", Path(CACHE), offline=False, field="export")
 
 

@@ -27,8 +27,12 @@ class Merged(SpecModel):
     """Least retention (docs/exports.md) with which the model is released. Default: 0.999."""
 
 
-GGUF_RETENTION = {"F16": 0.999, "Q8_0": 0.99}
+GGUF_RETENTION = {"F16": 0.999, "Q8_0": 0.99, "Q6_K": 0.98, "Q5_K_M": 0.95, "Q4_K_M": 0.90}
 """Least retention of a GGUF file by its type."""
+
+
+K_QUANTS = ("Q6_K", "Q5_K_M", "Q4_K_M")
+"""Types of GGUF files that are made with an importance matrix."""
 
 
 class GGUF(SpecModel):
@@ -37,12 +41,13 @@ class GGUF(SpecModel):
     trained model."""
 
     type: Literal["gguf"] = "gguf"
-    quantization: Literal["F16", "Q8_0"] = "Q8_0"
-    """File type, by llama.cpp's names."""
+    quantization: Literal["F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M"] = "Q8_0"
+    """File type, by llama.cpp's names. K-quants (`Q6_K` and smaller) use an importance matrix over training rows."""
     merge_onto: MergeOnto = "trained"
     """Weights that the adapter is merged into; see `merged`."""
     min_retention: Retention | None = None
-    """Least retention (docs/exports.md) with which the file is released. Default: 0.999 for F16, 0.99 for Q8_0."""
+    """Least retention (docs/exports.md) with which the file is released. Default: 0.999 for F16, 0.99 for
+    Q8_0, 0.98 for Q6_K, 0.95 for Q5_K_M, 0.90 for Q4_K_M."""
 
 
 Export = Annotated[Merged | GGUF, Field(discriminator="type"), short_form(by_type, otherwise="merged")]

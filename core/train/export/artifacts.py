@@ -43,6 +43,8 @@ class Trained:
     """Rows of ids on which exported formats are compared."""
     rows_of: RowsOf
     """Whether these rows are held out."""
+    calibration: Sequence[Tensor]
+    """Rows of ids that it was trained on."""
 
 
 def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -76,6 +78,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
             cache_dir=run.cache_dir,
             rows=probes(trained.rows, vocabulary),
             rows_of=trained.rows_of,
+            calibration=trained.calibration,
             name=spec.name or f"{base} tuned",
             between=run.check_stop,
         )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.spec.axes.export import GGUF, Export
+from core.spec.axes.export import GGUF, K_QUANTS, Export
 from core.train.export.gguf.fits import refuse_gguf
 from core.train.tools.install import install
 
 
 def prepare_exports(exports: Sequence[Export], model_dir: Path, cache_dir: Path, *, offline: bool) -> None:
     """Install what the formats need and check the model. ToolsMissing or ModelError."""
-    if any(isinstance(item, GGUF) for item in exports):
+    ggufs = [item for item in exports if isinstance(item, GGUF)]
+    if any(item.quantization in K_QUANTS for item in ggufs):
+        install("quants", cache_dir, offline=offline, field="export")
+    if ggufs:
         refuse_gguf(model_dir, install("gguf", cache_dir, offline=offline, field="export"))

@@ -36,11 +36,14 @@ class Tools:
     """An installed set."""
 
     folder: Path
+    beside: tuple[Path, ...] = ()
+    """Folders of other sets that programs see as well."""
 
     def run(self, program: Path, *arguments: str, between: Callable[[], None] = lambda: None) -> None:
         """Run a Python program over the set; its output goes to this process's standard error. ToolFailed where it
         fails. `between` runs twice a second and may raise, which ends the program."""
-        environment = os.environ | {"PYTHONPATH": f"{self.folder}{os.pathsep}{HOME}", "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join(map(str, (self.folder, *self.beside, HOME)))
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-P", str(program), *arguments]
         with tempfile.TemporaryFile() as output:
             # stdin is the worker's line to this process: it is not for others.

@@ -58,6 +58,8 @@ class Subject:
     rows: Sequence[Tensor]
     """Rows of ids to compare on."""
     rows_of: RowsOf
+    calibration: Sequence[Tensor]
+    """Training rows of ids, on which quantisation may be based."""
     name: str
     """Display name, for formats that carry one."""
     between: Callable[[], None]

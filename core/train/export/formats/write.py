@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, assert_never
@@ -36,7 +37,10 @@ def write_formats(spec: JobSpec, subject: Subject, events: EventWriter) -> list[
             folder = subject.artifacts / name
             about: dict[str, Any] = item.model_dump() | {"folder": name}
             try:
-                outcomes.append(about | _written(item, subject, folder) | {"released": True})
+                begun = time.monotonic()
+                written = _written(item, subject, folder)
+                taken = {"bytes": _bytes(folder), "seconds": round(time.monotonic() - begun, 3)}
+                outcomes.append(about | written | taken | {"released": True})
             except Exception as error:
                 if isinstance(error, StopRequested) or disk_full(error):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -77,6 +81,10 @@ def _title(item: Export) -> str:
             return f"the GGUF file ({quantization})"
         case _ as never:
             assert_never(never)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _withheld(error: Exception, folder: Path, name: str) -> dict[str, Any]:
