@@ -106,7 +106,7 @@ def test_a_job_hands_back_what_each_reader_reads(tmp_path: Path, model_dir: Path
     assert not fields["tokenizer.ggml.add_bos_token"].contents()
     sizes = [(artifacts / f"gguf-{kind}/model-{kind}.gguf").stat().st_size for kind in ("Q4_K_M", "Q8_0", "F16")]
     assert sizes[0] < 0.8 * sizes[1] and sizes[1] < 0.7 * sizes[2]
-    assert all(one["seconds"] > 0 and one["bytes"] > size for one, size in zip((q4, q8, f16), sizes, strict=True))
+    assert all(one["seconds"] > 0 and one["bytes"] >= size for one, size in zip((q4, q8, f16), sizes, strict=True))
 
 
 # --- what is refused before work begins ------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def write_importance(
             model(input_ids=row.long()[None], use_cache=False)
             count += len(row)
     names = _names(converted)
-    found = {names[name]: (total / count).numpy() for name, total in sums.items() if name in names}
+    found: dict[str, Any] = {names[name]: (total / count).numpy() for name, total in sums.items() if name in names}
     with file.open("wb") as stream:
         np.savez(stream, **found)
 
