@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from core.spec.axes.export import GGUF, Merged, required_retention
+from core.spec.axes.export import GGUF, K_QUANTS, Merged, required_retention
 from core.spec.axes.method import Full, LoRA
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.export.formats.gguf import PROGRAMS, conversion, write_gguf
@@ -279,6 +279,8 @@ def test_files_of_each_family_are_read_as_what_was_trained(tmp_path: Path) -> No
     for (family, subject), kind in zip(subjects.items(), kinds, strict=True):
         path = tmp_path / f"{family}.gguf"
         subject.once("converted-trained", path.rename)
-        about = write_gguf(GGUF(quantization=kind), subject, subject.artifacts / "gguf")
-        assert about["retention"]["retention"] > required_retention(GGUF(quantization=kind)), (family, about)
+        # Random weights of 64 columns lose more in 4 bits than trained ones do.
+        item = GGUF(quantization=kind, min_retention=0.75 if kind in K_QUANTS else None)
+        about = write_gguf(item, subject, subject.artifacts / "gguf")
+        assert about["retention"]["retention"] > required_retention(item), (family, about)
         subject.close()
