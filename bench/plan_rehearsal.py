@@ -198,7 +198,7 @@ def without_values(device: str) -> None:
         for name, tensor in model.state_dict().items():
             yield name, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
-    def load(folder: Path, dtype: torch.dtype) -> Any:
+    def load(folder: Path, dtype: torch.dtype, *, head: str) -> Any:
         model, _ = skeleton(folder, dtype)
         for module in model.modules():
             for name, parameter in module._parameters.items():
