@@ -24,6 +24,19 @@ def training_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) 
     return _chunk(shape, numbers, tokens, device) + (2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0)
 
 
+def logprobs_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
+    """Bytes of the same where a stage needs the log-probability of each label (core/train/policy.py): always chunks, unless
+    the head is none of the known ones. The product is in float32, the gradient beside it in the head's dtype, and that
+    of every label's hidden state, in float32, is kept for the backward."""
+    if numbers.whole:
+        return 12 * shape.vocab * tokens
+    each = 4 + (numbers.computed if numbers.computed < 4 else 0)
+    each += 4 if shape.logits_capped and device.kind == "cpu" else 0
+    rows = min(tokens, chunk_rows(device.kind, max(1, shape.vocab), 4))
+    head = 2 * 4 * shape.vocab * shape.hidden if numbers.trained else 0
+    return rows * shape.vocab * each + 4 * tokens * shape.hidden + head
+
+
 def evaluation_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     """Bytes of the logits in evaluation. Whole: the product, and in float32 the product and the softmax's
     logarithms."""
@@ -40,7 +53,11 @@ def _chunk(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     return rows * shape.vocab * (numbers.computed + wide)
 
 
-def logits_why(shape: Shape, numbers: Numbers, tokens: int) -> str:
+def logits_why(shape: Shape, numbers: Numbers, tokens: int, *, logprobs: bool = False) -> str:
+    if logprobs and not numbers.whole:
+        return "a chunk of them, and a gradient for every label" + (
+            ", and the head's gradient twice" if numbers.trained else ""
+        )
     if not chunked(shape, numbers, tokens):
         return "all of them: the head is trained, and they are few"
     return "a chunk of them" + (", and the head's gradient twice" if numbers.trained else "")

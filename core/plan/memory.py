@@ -22,7 +22,7 @@ from core.plan.constants import (
     SCRATCH_BYTES,
 )
 from core.plan.device import SLACK_BYTES, Device
-from core.plan.logits import chunked, evaluation_bytes, logits_why, training_bytes
+from core.plan.logits import chunked, evaluation_bytes, logits_why, logprobs_bytes, training_bytes
 from core.plan.models.shape import Shape
 from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
@@ -41,6 +41,7 @@ from core.spec.axes.runtime import (
     NoSamples,
     NoStream,
 )
+from core.spec.axes.stage import DPO, KTO, ORPO, SimPO
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
@@ -187,11 +188,16 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     of_window = Item("gradients", 0 if offloads else window, "of the micro-batches before, in float32")
     of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
     casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
+    logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO)
     moments: dict[str, list[Item]] = {
         "loss": [
             of_window,
             Item("activations", kept_.all + casts + ended(shape, numbers, tokens), kept_.why),
-            Item("logits", training_bytes(shape, numbers, tokens, device), logits_why(shape, numbers, tokens)),
+            Item(
+                "logits",
+                (logprobs_bytes if logprobs else training_bytes)(shape, numbers, tokens, device),
+                logits_why(shape, numbers, tokens, logprobs=logprobs),
+            ),
         ],
         "backward begins": [of_window, Item("activations", kept_.first + casts, kept_.why)],
         "backward ends": [of_all, Item("activations", kept_.last, "of the first block")],

@@ -19,7 +19,7 @@ from core.plan.memory import plan
 from core.plan.models.families import FAMILIES
 from core.plan.models.shape import Shape
 from core.spec.axes.method import OFT, Full, LoRA
-from core.spec.axes.stage import ProcessReward, Reward
+from core.spec.axes.stage import DPO, ProcessReward, Reward
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 from core.spec.settled import method_of
@@ -36,6 +36,7 @@ from core.train.optim.optimizers import build_optimizer
 from core.train.quant.adapters import fuse_adapters
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
+from core.train.stages.dpo import DirectPreference
 from core.train.stages.process_reward import ProcessRewardModel
 from core.train.stages.reward import RewardModel
 from tests.support.live_bytes import LiveBytes
@@ -103,10 +104,12 @@ METHODS = [
     {"method": "full", "stage": "reward"},
     {"method": {"type": "lora", "r": 4}, "stage": "reward"},
     {"method": {"type": "qlora", "r": 4}, "stage": "process_reward"},
+    {"method": "full", "stage": "dpo"},
+    {"method": {"type": "lora", "r": 4}, "stage": "dpo"},
 ]
 NAMES = [
     *("full", "last layer", "lora", "attention", "dropout", "dora", "oft", "qoft", "nf4", "qdora", "int8"),
-    *("full with a score", "lora with a score", "nf4 with labels"),
+    *("full with a score", "lora with a score", "nf4 with labels", "full dpo", "lora dpo"),
 ]
 
 
@@ -140,7 +143,7 @@ def test_the_most_that_torch_has_at_once(
 ) -> None:
     """Every tensor of two optimizer steps, counted as long as it lives (tests/support/live_bytes.py); the plan is
     within a tenth of it."""
-    sequences = 2 if axes.get("stage") == "reward" else 1
+    sequences = 2 if axes.get("stage") in ("reward", "dpo") else 1
     spec = resolve(
         JobSpec.model_validate(
             {
@@ -178,6 +181,9 @@ def loss_of(spec: JobSpec, engine: Engine, batch: Batch) -> Tensor:
         case ProcessReward():
             batch = replace(batch, token_values={"label": torch.ones(batch.label_tokens)})
             return engine.forward(batch, ProcessRewardModel().loss, {"judged_steps": batch.label_tokens}).total
+        case DPO() as dpo:
+            batch = replace(batch, values={"reference": torch.zeros(batch.examples, 2)})
+            return engine.forward(batch, DirectPreference(dpo).loss, {"pairs": batch.examples}).total
         case _:
             return by_kernels(engine, batch, batch.label_tokens).total
 

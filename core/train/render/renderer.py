@@ -201,8 +201,8 @@ class Renderer:
         (border,) = self._plain.pieces([separator], line, inert=False)
         if not border:
             words = (
-                f"the tokenizer has no token for the separator {separator!r}, so no step could be judged; train another "
-                "model"
+                f"the tokenizer has no token for the separator {separator!r}, so no step could be judged; train "
+                "another model"
             )
             raise SpecError(words, field="model")
         judged: list[int] = []
