@@ -23,6 +23,8 @@ from core.spec.resolve import resolve
 from core.train.base.rng import seed_all
 from core.train.batch import Batch
 from core.train.engine import Diverged, Engine, build_engine
+from core.train.kernels import native
+from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, pack, quantised_step, unpack
 from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
@@ -30,7 +32,7 @@ from core.train.model.load import load_model
 from core.train.optim.groups import ParameterGroup, hidden_matrices
 from core.train.optim.momentum import slow_mean_decay
 from core.train.optim.optimizers import build_optimizer
-from core.train.optim.quantised import maps_4bit, maps_8bit, pack, unpack
+from core.train.optim.quantised import maps_4bit, maps_8bit
 from tests.support.losses import summed
 
 READ: TypeAdapter[Any] = TypeAdapter(Optimizer)
@@ -233,6 +235,26 @@ def test_what_is_packed_comes_back_as_its_nearest(bits: int, block: int, maps: A
             part, scale = what[at : at + block], what[at : at + block].abs().max()
             nearest = (part[:, None] - (table * scale)[None, :]).abs().min(dim=1).values
             torch.testing.assert_close((back[at : at + block] - part).abs(), nearest, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "block", "maps"), [(8, 256, maps_8bit), (4, 128, maps_4bit)])
+@pytest.mark.parametrize("n", [(1 << 20) + 4096, 5001, 1])
+def test_the_compiled_step_is_the_portable_one_to_the_bit(bits: int, block: int, maps: Any, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    start = torch.randn(n, generator=generator)
+    results = []
+    gradients = [torch.randn(n, generator=generator) * 10.0**-turn for turn in range(4)]
+    gradients[1][: n // 2] = 0.0
+    for step in (native.adamw_step, quantised_step):
+        parameter = start.clone()
+        codes = [torch.zeros(-(-n * bits // 8), dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.zeros(-(-n // block)) for _ in range(2)]
+        means = QuantisedMeans(codes[0], scales[0], codes[1], scales[1], maps(torch.device("cpu")), block, bits)
+        group = {"betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
+        for turn, gradient in enumerate(gradients, start=1):
+            step(parameter, gradient, means, AdamNumbers.of_step(group, turn))
+        results.append((parameter, *codes, *scales))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("adamw_8bit", 0.05), ("adamw_4bit", 0.4)])

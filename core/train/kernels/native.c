@@ -188,3 +188,68 @@ void eft_softmax_scale(uint16_t *logits, const float *top, const float *factor, 
             z[i] = to_bf16(exponential(from_bf16(z[i]) - largest) * by);
     }
 }
+
+#define LARGEST_BLOCK 256
+
+/* Codes of a block as values: table[code] · scale. Codes of 4 bits share a byte, the first in the high half. */
+static inline void unpack_block(float *values, const uint8_t *codes, float scale, const float *table, int bits,
+                                int64_t n) {
+    if (bits == 8)
+        for (int64_t i = 0; i < n; i++)
+            values[i] = table[codes[i]] * scale;
+    else
+        for (int64_t i = 0; i < n; i++)
+            values[i] = table[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4] * scale;
+}
+
+/* The other way round; returns the scale. A code is the number of bounds that are below the value. */
+static inline float pack_block(uint8_t *codes, const float *values, const float *bounds, int bits, int64_t n) {
+    float largest = 0.0f, scaled[LARGEST_BLOCK];
+    int32_t place[LARGEST_BLOCK];
+    for (int64_t i = 0; i < n; i++) {
+        float size = of_bits(bits_of(values[i]) & 0x7fffffffu);
+        largest = size > largest ? size : largest;
+    }
+    float by = largest > 1e-12f ? largest : 1e-12f;
+    for (int64_t i = 0; i < n; i++) {
+        scaled[i] = values[i] / by;
+        place[i] = 0;
+    }
+    for (int32_t half = 1 << (bits - 1); half; half >>= 1)
+        for (int64_t i = 0; i < n; i++)
+            place[i] += bounds[place[i] + half - 1] < scaled[i] ? half : 0;
+    if (bits == 8)
+        for (int64_t i = 0; i < n; i++)
+            codes[i] = (uint8_t)place[i];
+    else
+        for (int64_t i = 0; i < n; i += 2)
+            codes[i / 2] = (uint8_t)(place[i] << 4 | (i + 1 < n ? place[i + 1] : 0));
+    return largest;
+}
+
+/* AdamW over means of 8 or 4 bits; core/train/kernels/adamw.py has the arithmetic. `block` is even and at most 256. */
+void eft_adamw(float *parameter, const float *gradient, uint8_t *mean, float *mean_scale, uint8_t *square,
+               float *square_scale, const float *mean_table, const float *square_table, const float *mean_bounds,
+               const float *square_bounds, int64_t n, int64_t block, int bits, const float *numbers, int threads) {
+    float keep = numbers[0], first = numbers[1], first_rest = numbers[2], second = numbers[3];
+    float second_rest = numbers[4], root = numbers[5], eps = numbers[6], rate = numbers[7];
+    int64_t blocks = (n + block - 1) / block;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t at = 0; at < blocks; at++) {
+        int64_t start = at * block, here = n - start < block ? n - start : block;
+        float m[LARGEST_BLOCK], s[LARGEST_BLOCK];
+        float *p = parameter + start;
+        const float *g = gradient + start;
+        uint8_t *mean_codes = mean + start * bits / 8, *square_codes = square + start * bits / 8;
+        unpack_block(m, mean_codes, mean_scale[at], mean_table, bits, here);
+        unpack_block(s, square_codes, square_scale[at], square_table, bits, here);
+        for (int64_t i = 0; i < here; i++) {
+            m[i] = m[i] * first + g[i] * first_rest;
+            s[i] = s[i] * second + g[i] * g[i] * second_rest;
+            float below = __builtin_sqrtf(s[i]) * root + eps;
+            p[i] = p[i] * keep - m[i] / below * rate;
+        }
+        mean_scale[at] = pack_block(mean_codes, m, mean_bounds, bits, here);
+        square_scale[at] = pack_block(square_codes, s, square_bounds, bits, here);
+    }
+}

@@ -15,13 +15,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from core.base.files import sync
+from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, bounds_of, quantised_step
 
 log = logging.getLogger("eft.train.kernels")
 
@@ -78,6 +79,25 @@ def softmax_scale_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
     _ready().eft_softmax_scale(_at(logits), _at(top), _at(factor), *_size(logits), torch.get_num_threads())
 
 
+def adamw_step(parameter: Tensor, gradient: Tensor, means: QuantisedMeans, numbers: AdamNumbers) -> None:
+    """`core.train.kernels.adamw.quantised_step` to the bit, of contiguous float32 values on the CPU."""
+    _adamw(_ready(), parameter, gradient, means, numbers)
+
+
+def _adamw(
+    kernels: ctypes.CDLL, parameter: Tensor, gradient: Tensor, means: QuantisedMeans, numbers: AdamNumbers
+) -> None:
+    n = numbers
+    factors = (n.keep, n.first, 1.0 - n.first, n.second, 1.0 - n.second, n.root, n.eps, n.rate)
+    bounds = [bounds_of(table) for table in means.maps]
+    kernels.eft_adamw(
+        _at(parameter), _at(gradient), _at(means.mean), _at(means.mean_scale), _at(means.square),
+        _at(means.square_scale), _at(means.maps[0]), _at(means.maps[1]), _at(bounds[0]), _at(bounds[1]),
+        ctypes.c_int64(parameter.numel()), ctypes.c_int64(means.block), means.bits, (ctypes.c_float * 8)(*factors),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
 def _nf4(kernels: ctypes.CDLL, out: Tensor, packed: Tensor, scales: list[Tensor], block: int) -> None:
     from core.train.quant.layout import nf4_map
 
@@ -130,7 +150,7 @@ def _load() -> ctypes.CDLL:
             if not target.is_file():
                 _compile(compiler, Path(aside) / "made.so", target)
             loaded = ctypes.CDLL(str(target))  # stays loaded when the file goes
-            for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale"):
+            for name in ("eft_nf4", "eft_int8", "eft_softmax_stats", "eft_softmax_scale", "eft_adamw"):
                 getattr(loaded, name).restype = None
         except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
             if kept is not None:
@@ -193,7 +213,26 @@ def _try_out(kernels: ctypes.CDLL) -> None:
         dequantize_int8_into(wanted, int8.packed, int8.scales, 64)
         if not torch.equal(ours, wanted):
             raise NativeUnavailable(f"their int8 in {dtype} differs from torch's on this processor")
+    _try_adamw(kernels, values)
     _try_softmax(kernels, values[:19200].view(6, 3200).to(torch.bfloat16))
+
+
+def _try_adamw(kernels: ctypes.CDLL, values: Tensor) -> None:
+    for bits, block in ((8, 256), (4, 128)):
+        rising = torch.linspace(-1, 1, 1 << bits), torch.linspace(0, 1, 1 << bits)
+        results = []
+        for step in (partial(_adamw, kernels), quantised_step):
+            parameter = values.clone()
+            codes = (torch.zeros(-(-values.numel() * bits // 8), dtype=torch.uint8) for _ in range(2))
+            scales = (torch.zeros(-(-values.numel() // block)) for _ in range(2))
+            (mean, square), (of_mean, of_square) = codes, scales
+            means = QuantisedMeans(mean, of_mean, square, of_square, rising, block, bits)
+            for turn in (1, 2):
+                numbers = AdamNumbers(0.99, 0.9, 0.999, (1.0 - 0.999**turn) ** -0.5, 1e-8, 1e-2)
+                step(parameter, values / turn, means, numbers)
+            results.append((parameter, mean, square, of_mean, of_square))
+        if not all(map(torch.equal, *results)):
+            raise NativeUnavailable(f"their AdamW of {bits} bits differs from torch's on this processor")
 
 
 def _try_softmax(kernels: ctypes.CDLL, logits: Tensor) -> None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.plan.optimizers import QUANTISED_FROM
+from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, adam_step, quantised_step
+from core.train.kernels.native import adamw_step, serves
 from core.train.optim.momentum import Groups, with_gradient
 from core.train.quant.layout import dynamic_map
 
 Maps = Callable[[torch.device], tuple[Tensor, Tensor]]
 """The map of signed values and that of values which are never negative, float32 in rising order."""
 NAMES = ("exp_avg_q", "exp_avg_sq_q")
-PIECE = 1 << 20
-"""Values that are unpacked at once: their means, gradients and bounds stay small beside the state."""
 
 
 @cache
@@ -44,27 +43,6 @@ def maps_4bit(device: torch.device) -> tuple[Tensor, Tensor]:
         values += means.tolist() + (-means).tolist()
     signed = torch.tensor(sorted(values), dtype=torch.float32, device=device)
     return signed, torch.linspace(0, 1, 17, dtype=torch.float32, device=device)[1:]
-
-
-def pack(values: Tensor, table: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """(uint8 codes, float32 scales) of float32 values [n]; n is a multiple of `block`, but for the last piece."""
-    n = values.numel()
-    padded = nn.functional.pad(values, (0, -n % block)).view(-1, block)
-    scales = padded.abs().amax(dim=1)
-    scaled = (padded / scales.clamp(min=1e-12).unsqueeze(1)).view(-1)[:n]
-    codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2).to(torch.uint8)
-    if bits == 4:
-        codes = nn.functional.pad(codes, (0, n % 2)).view(-1, 2)
-        codes = (codes[:, 0] << 4) | codes[:, 1]
-    return codes, scales
-
-
-def unpack(codes: Tensor, scales: Tensor, table: Tensor, block: int, bits: int, n: int) -> Tensor:
-    """The float32 values [n] of `pack`."""
-    if bits == 4:
-        codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:n]
-    values = nn.functional.pad(table[codes.int()], (0, -n % block)).view(-1, block)
-    return values.mul_(scales.unsqueeze(1)).view(-1)[:n]
 
 
 class QuantisedAdamW(torch.optim.Optimizer):
@@ -90,29 +68,16 @@ class QuantisedAdamW(torch.optim.Optimizer):
             for parameter, gradient in zip(*with_gradient(group), strict=True):
                 state = self._state(parameter)
                 state["step"] += 1
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                numbers = AdamNumbers.of_step(group, int(state["step"]))
                 if "exp_avg" in state:
-                    _adam(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], group, int(state["step"]))
-                else:
-                    self._step_in_pieces(parameter, gradient, state, group)
-
-    def _step_in_pieces(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> None:
-        bits, block, maps = self._bits, self._block, self._maps(parameter.device)
-        flat = parameter.view(-1)
-        gradient = gradient.reshape(-1)
-        for start in range(0, flat.numel(), PIECE):
-            n = min(PIECE, flat.numel() - start)
-            codes = slice(start * bits // 8, -(-(start + n) * bits // 8))
-            scales = slice(start // block, -(-(start + n) // block))
-            mean, square = (
-                unpack(state[name][codes], state[f"{name}_scale"][scales], table, block, bits, n)
-                for name, table in zip(NAMES, maps, strict=True)
-            )
-            _adam(flat[start : start + n], gradient[start : start + n], mean, square, group, int(state["step"]))
-            for name, table, values in zip(NAMES, maps, (mean, square), strict=True):
-                state[name][codes], state[f"{name}_scale"][scales] = pack(values, table, block, bits)
+                    adam_step(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], numbers)
+                    continue
+                (mean, of_mean), (square, of_square) = ((state[name], state[f"{name}_scale"]) for name in NAMES)
+                maps = self._maps(parameter.device)
+                means = QuantisedMeans(mean, of_mean, square, of_square, maps, self._block, self._bits)
+                flat = parameter.view(-1)
+                compiled = flat.device.type == "cpu" and flat.dtype == torch.float32 and serves(flat.dtype)
+                (adamw_step if compiled else quantised_step)(flat, gradient.reshape(-1), means, numbers)
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -129,12 +94,3 @@ class QuantisedAdamW(torch.optim.Optimizer):
             state[name] = torch.zeros(-(-n * self._bits // 8), dtype=torch.uint8, device=device)
             state[f"{name}_scale"] = torch.zeros(-(-n // self._block), device=device)
         return state
-
-
-def _adam(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, group: dict[str, Any], step: int) -> None:
-    """Update the means and the parameter in place."""
-    first, second = group["betas"]
-    mean.lerp_(gradient, 1.0 - first)
-    square.mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
-    below = (square.sqrt() / (1.0 - second**step) ** 0.5).add_(group["eps"])
-    parameter.addcdiv_(mean, below, value=-group["lr"] / (1.0 - first**step))
