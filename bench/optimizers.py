@@ -27,6 +27,10 @@ READ: TypeAdapter[Any] = TypeAdapter(Optimizer)
 ARMS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
 
 
+class NoPeer(Exception):
+    """No library has the algorithm."""
+
+
 def parameters(device: torch.device) -> dict[str, nn.Parameter]:
     """The same weights and gradients at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +53,7 @@ def ours(name: str, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def peer(name: str, trained: dict[str, nn.Parameter]) -> tuple[str, torch.optim.Optimizer]:
-    """(what it is, the optimizer). ImportError where its library is not installed, LookupError where there is none."""
+    """(what it is, the optimizer). ImportError where its library is not installed, NoPeer where there is none."""
     found: Any = list(trained.values())
     match name:
         case "adamw":
@@ -77,11 +81,13 @@ def peer(name: str, trained: dict[str, nn.Parameter]) -> tuple[str, torch.optim.
             if name == "ademamix":
                 return "pytorch-optimizer AdEMAMix", pytorch_optimizer.AdEMAMix(found, lr=RATE)
             if name == "galore":
-                groups: Any = [{"params": found, "rank": RANK, "update_proj_gap": 200, "scale": 0.25}]
+                groups: Any = [
+                    {"params": found, "rank": RANK, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
+                ]
                 return "pytorch-optimizer GaLore", pytorch_optimizer.GaLore(groups, lr=RATE)
-            raise LookupError("pytorch-optimizer's AdaLomo steps inside the backward")
+            raise NoPeer("pytorch-optimizer's AdaLomo steps inside the backward")
         case _:
-            raise LookupError("no library with a permissive licence has this algorithm")
+            raise NoPeer("no library with a permissive licence has this algorithm")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -126,12 +132,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS, help="these optimizers")
     parser.add_argument("--times", type=int, default=3, help="steps of one figure")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     print(f"{hardware()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {device}")
     results: dict[str, dict[str, Any]] = {}
-    for name in ARMS:
+    for name in arguments.only:
         trained = parameters(device)
         mine = ours(name, trained)
         measure = clock(mine, device, arguments.times)
@@ -139,7 +146,7 @@ def main() -> None:
         try:
             what, other = peer(name, parameters(device))
             theirs = clock(other, device, arguments.times)
-        except (ImportError, LookupError) as error:
+        except (ImportError, NoPeer) as error:
             found: dict[str, Any] = {"ours": measure(), "peer": None, "why": str(error)}
             print(f"{name:<52} ours {found['ours']:10.4g} ms   no peer: {error}", flush=True)
         else:

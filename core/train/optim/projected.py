@@ -63,9 +63,10 @@ class ProjectedAdamW(torch.optim.Optimizer):
         if _is_due(state, group):
             _, _, right = torch.linalg.svd(tall.float(), full_matrices=False)
             state["projection"] = right[: group["rank"]].contiguous()
-        update = _adam(tall @ state["projection"].t(), state, group) @ state["projection"]
-        whole: Tensor = (update.t() if wide else update) * group["scale"]
-        return whole
+        along = state["projection"]
+        moved = _adam(tall @ along.t(), state, group)  # [larger, rank]
+        update: Tensor = along.t() @ moved.t() if wide else moved @ along  # as the gradient lies in memory
+        return update.mul_(group["scale"])
 
     def _apollo(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
         wide, rank = gradient.shape[0] < gradient.shape[1], group["rank"]
