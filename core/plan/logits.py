@@ -25,9 +25,9 @@ def training_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) 
 
 
 def logprobs_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
-    """Bytes of the same where a stage needs the log-probability of each label (core/train/policy.py): always chunks, unless
-    the head is none of the known ones. The product is in float32, the gradient beside it in the head's dtype, and that
-    of every label's hidden state, in float32, is kept for the backward."""
+    """Bytes of the same where a stage needs the log-probability of each label (core/train/policy.py): always chunks,
+    unless the head is none of the known ones. The product is in float32, the gradient beside it in the head's dtype,
+    and that of every label's hidden state, in float32, is kept for the backward."""
     if numbers.whole:
         return 12 * shape.vocab * tokens
     each = 4 + (numbers.computed if numbers.computed < 4 else 0)
