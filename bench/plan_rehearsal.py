@@ -1,12 +1,12 @@
 """Planned memory against torch's GPU allocator, without a GPU: `python -m bench.plan --device rehearsal`.
 
-A row is a job over a model of real size, in a process of its own over the runtime of tests/rehearsal. The model is
+A row is a job over a model of real size, in processes of its own over the runtime of tests/rehearsal. The model is
 built as a trainer builds it, and takes two optimizer steps; no kernel computes, and weights are made without values.
 What is measured is `torch.cuda.max_memory_allocated`: the allocator, autograd and the choice of kernels are real, the
 kernels are not, so workspaces of vendors' libraries and the driver's context are not in it.
 
-Then the same process does it again on a device of the size that the planner asks for, and by halving finds the smallest
-device on which the job runs. Blocks that are streamed and states that are offloaded lie in host memory, where they are
+Then the job is run on a device of the size that the planner asks for, and by halving the smallest device on which it
+runs is found. Blocks that are streamed and states that are offloaded lie in host memory, where they are
 really written: their rows are for models of which they fit.
 """
 
@@ -31,6 +31,8 @@ WITHIN = 0.05
 MARGIN = 0.9
 """Share of a device that the planner gives to a job."""
 HALVINGS = 4
+OUT_OF_MEMORY = 3
+"""Exit code of a child whose device is too small."""
 LARGEST = 250 * GIB
 """Enough for every row."""
 CHILDREN = 2
@@ -266,50 +268,21 @@ def measure(row: Row, work: Path) -> dict[str, Any]:
         }
 
 
-def runs_on(size: int, row: Row, work: Path) -> bool:
-    """Whether the job runs on a device of this size."""
-    import ctypes
-
-    import torch
-
-    forget()
-    ctypes.CDLL("libcudart.so.13").rehearsal_resize(ctypes.c_int64(size))
-    try:
-        measure(row, work)
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
-def forget() -> None:
-    """Give back all that a job has left on the device."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 1 << 20, torch.cuda.memory_allocated()  # tables of quantisation stay
-
-
 def child(name: str, work: Path) -> None:
     """One row as a line of JSON."""
+    import torch
 
     from core.train.model.load import quiet
 
     quiet()
     row = next(row for row in ROWS if row.name == name)
     without_values("cpu" if row.memory in ("streamed", "offloaded") else "cuda")
-    found = measure(row, work)
-    asked = int(found["planned"] / MARGIN)
-    fits = runs_on(asked, row, work)
-    low, high = int(found["allocated"] * 0.95), max(found["reserved"], asked)
-    for _ in range(HALVINGS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if runs_on(middle, row, work) else (middle, high)
-    print(json.dumps(found | {"asked": asked, "fits": fits, "smallest": high}), flush=True)
-    os._exit(0)  # nothing is to be tidied up, and threads of libraries may wait for one another
+    end = 0
+    try:
+        print(json.dumps(measure(row, work)), flush=True)
+    except torch.OutOfMemoryError:
+        end = OUT_OF_MEMORY
+    os._exit(end)  # nothing is to be tidied up, and threads of libraries may wait for one another
 
 
 # --- in the parent -----------------------------------------------------------------------------------
@@ -337,15 +310,31 @@ def main(only: str | None) -> None:
     finish({"plan": about})
 
 
-def _compare(row: Row, work: Path) -> dict[str, Any]:
+def _run(row: Row, work: Path, size: int) -> dict[str, Any] | None:
+    """What the child says; None where a device of this size has no memory for it."""
     from tests.rehearsal.environment import variables
 
-    about = variables(bytes=LARGEST, numbers=0, poison=0, order="prompt", largest=1 << 20)
+    about = variables(bytes=size, numbers=0, poison=0, order="prompt", largest=1 << 20)
     command = [sys.executable, "-m", "bench.plan_rehearsal", row.name, str(work)]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | about, check=False)
+    if ended.returncode == OUT_OF_MEMORY:
+        return None
     if ended.returncode:
         raise RuntimeError(f"{row.name}: {ended.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _compare(row: Row, work: Path) -> dict[str, Any]:
+    found = _run(row, work, LARGEST)
+    assert found is not None, "enough for every row"
+    found["asked"] = int(found["planned"] / MARGIN)
+    found["fits"] = _run(row, work, found["asked"]) is not None
+    low, high = int(found["allocated"] * 0.95), max(found["reserved"], found["asked"])
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _run(row, work, middle) is not None else (middle, high)
+    found["smallest"] = high
     assert found["whole_logits"] is None, "the loss in chunks is what is planned"
     found["error"] = found["planned"] / found["allocated"] - 1
     planned, allocated, reserved, asked, smallest = (

@@ -102,8 +102,6 @@ int page_locked(const void *pointer) {
 
 API void *rehearsal_alias(void *pointer) { return reachable(pointer); }
 API int64_t rehearsal_used(int device) { return (int64_t)used[device]; }
-/* Another size for every device from now on, at most REHEARSAL_BYTES: for one process that tries several. */
-API void rehearsal_resize(int64_t bytes) { rehearsal_devices(); total = (size_t)bytes; }
 API int rehearsal_locked_ranges(void) { return host_count; }
 
 /* --- devices */
