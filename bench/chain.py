@@ -143,7 +143,7 @@ def accuracy(model_dir: Path, adapter: Path, rows: Sequence[Row]) -> float:
     with torch.no_grad():
         for row in rows:
             chosen, rejected = (
-                float(model(torch.tensor([_answered(tokenizer, row["prompt"] + row[answer])])).logits)
+                float(model(torch.tensor([_rendered(tokenizer, row["prompt"] + row[answer])])).logits)
                 for answer in ("chosen", "rejected")
             )
             right += chosen > rejected
@@ -153,13 +153,6 @@ def accuracy(model_dir: Path, adapter: Path, rows: Sequence[Row]) -> float:
 def _rendered(tokenizer: Any, messages: list[Row], **options: Any) -> list[int]:
     ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
     return ids
-
-
-def _answered(tokenizer: Any, messages: list[Row]) -> list[int]:
-    """A chat as in training: it ends with the token that ends the answer."""
-    ids = _rendered(tokenizer, messages)
-    last = max(place for place, token in enumerate(ids) if token == tokenizer.eos_token_id)
-    return ids[: last + 1]
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
