@@ -50,7 +50,7 @@ def test_short_forms_are_resolved_and_the_job_waits(api: Any, chat: str) -> None
     assert job["created_at"].endswith("Z")
     assert job["started_at"] is job["finished_at"] is job["result"] is job["failure"] is job["progress"] is None
     resolved = job["spec"]
-    assert resolved["method"] == {"type": "full"}
+    assert resolved["method"] == {"type": "full", "train": None}
     assert resolved["optimizer"]["learning_rate"] == 2e-5
     assert resolved["stage"] == {"type": "sft", "loss": "nll", "loss_on": "completions"}
     assert resolved["evaluation"]["type"] == "held_out"

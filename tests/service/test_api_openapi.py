@@ -98,7 +98,7 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
 
 def test_the_job_spec_shows_its_short_forms(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["JobSpec"]["properties"]
-    assert fields["method"]["anyOf"][0]["enum"] == ["auto", "full", "lora", "qlora"]
+    assert fields["method"]["anyOf"][0]["enum"] == ["auto", "full", "lora", "oft", "qlora"]
     for axis in ("method", "schedule", "stage"):
         short, whole = fields[axis]["anyOf"]
         assert short["type"] == "string"

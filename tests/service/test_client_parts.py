@@ -310,7 +310,8 @@ def test_strangers_text_commands_no_terminal(terminal: bool, monkeypatch: pytest
     output.text(f"{evil}\r50%\r100%\r\n")
     output.note(evil)
     print_error(EftClientError(evil), output)
-    output.data.print(jobs_table([Job.parse({"id": "job-1", "status": "queued", "created_at": "", "name": evil})], 150))
+    named = Job.parse({"id": "job-1", "status": "queued", "created_at": "", "name": evil})
+    output.data.print(jobs_table([named], output.data))
     told = stream.buffer.getvalue().decode() + notes.buffer.getvalue().decode()  # type: ignore[attr-defined]
     if not terminal:  # a log in a file is the log
         assert told.startswith(f"{evil}\r50%\r100%\r\n")

@@ -33,10 +33,16 @@ os._exit(0)
 """One process for all of them: it is what they import that takes its time."""
 
 
+ELSEWHERE = "_program.py"
+"""Ends the names of programs that import what is not in eft's environment; they take what their caller gives them."""
+
+
 def entries() -> list[str]:
     found = []
     for folder in ("api", "worker", "box", "core"):
         for path in sorted((HOME / folder).glob("**/*.py")):
+            if path.name.endswith(ELSEWHERE):
+                continue
             if '\nif __name__ == "__main__":\n' in path.read_text(encoding="utf-8"):
                 parts = path.relative_to(HOME).with_suffix("").parts
                 found.append(".".join(parts[:-1] if parts[-1] == "__main__" else parts))

@@ -290,7 +290,7 @@ def test_a_token_budget_that_is_left_out_looks_at_the_size_of_the_data(world: Wo
     assert job["spec"]["batching"]["tokens_per_batch"] == 64, "what was told is what is stored"
     world.http.post(f"/jobs/{job['id']}/cancel")
     given = {"type": "packed", "tokens_per_batch": 8192}
-    assert asked(batching=given)["spec"]["batching"] == given
+    assert asked(batching=given)["spec"]["batching"] == {**given, "share_prompts": True}
     assert asked(batching="packed", training={"max_steps": 30})["spec"]["batching"]["tokens_per_batch"] == 8192
     lines = b"".join(b'{"prompt": "%d %s", "completion": "yes"}\n' % (n, b"word " * 200) for n in range(1000))
     jsonl = {"content-type": "application/jsonl"}
