@@ -163,5 +163,5 @@ def _varlen_gap(device: torch.device, queries: Sequence[int], keys: Sequence[int
     except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
         return f"variable-length flash attention does not run here ({str(error).splitlines()[0]})"
     pairs: list[tuple[Tensor, Tensor]] = [(ours, theirs), *zip(gradients, expected, strict=True)]
-    gap = max(float((a - b).float().abs().max() / b.float().abs().max()) for a, b in pairs)
+    gap = max(float((a - b).detach().float().abs().max() / b.detach().float().abs().max()) for a, b in pairs)
     return f"variable-length flash attention is off by {gap:.1%} here" if gap > COARSE else None
