@@ -42,9 +42,10 @@ class OddsRatioPreference(Stage):
         tokens = policy.logprobs(whole)
         parts = torch.split(tokens, whole.label_counts())
         counts = batch.label_counts()
-        # The labels of an answer are the marked ones among those of its sequence.
-        answers = [part[mark] for part, mark in zip(parts, learned, strict=True)]
-        logps = torch.stack([answer.sum() for answer in answers]).view(-1, 2)
+        # The labels of an answer are the marked ones among those of its sequence. Picking them out by the mask would
+        # make the host wait for the device, which alone knows how many there are.
+        answers = [torch.where(mark, part, 0.0).sum() for part, mark in zip(parts, learned, strict=True)]
+        logps = torch.stack(answers).view(-1, 2)
         nll = -torch.stack([part.sum() for part in parts[::2]]).sum() * (1.0 if sum(counts) else 0.0)
         means = logps / label_counts(batch, logps)
         odds = means - _log1mexp(means)
