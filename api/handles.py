@@ -1,7 +1,7 @@
 """Path parameters that name an object by id, by the beginning of its id, by its name, or as `last`."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: FastAPI reads the annotations of `_dependency`'s function.
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import Depends, Path, Request
@@ -33,47 +33,22 @@ async def _resolve(request: Request, app: AppState, kind: Handled, handle: str) 
     return await run_in_threadpool(look)
 
 
-def _words(kind: Handled) -> str:
-    return f"Id of a {kind.word}, the beginning of one ({handles.SHORTEST} characters or more), a name, or `last`."
+def _dependency(kind: Handled) -> Callable[..., Awaitable[str]]:
+    """A route's path parameter `{job_id}`, `{file_id}` … as the id that it means."""
+    words = f"Id of a {kind.word}, the beginning of one ({handles.SHORTEST} characters or more), a name, or `last`."
+    examples = [f"{kind.prefix}-01kar3v8x5m2h6n9qst4wyz0bc"]
+
+    async def found(
+        request: Request,
+        app: App,
+        handle: Annotated[str, Path(alias=kind.field, description=words, examples=examples)],
+    ) -> str:
+        return await _resolve(request, app, kind, handle)
+
+    return found
 
 
-def _example(kind: Handled) -> list[str]:
-    return [f"{kind.prefix}-01kar3v8x5m2h6n9qst4wyz0bc"]
-
-
-async def _job_id(
-    request: Request,
-    app: App,
-    job_id: Annotated[str, Path(description=_words(handles.JOB), examples=_example(handles.JOB))],
-) -> str:
-    return await _resolve(request, app, handles.JOB, job_id)
-
-
-async def _file_id(
-    request: Request,
-    app: App,
-    file_id: Annotated[str, Path(description=_words(handles.FILE), examples=_example(handles.FILE))],
-) -> str:
-    return await _resolve(request, app, handles.FILE, file_id)
-
-
-async def _pipeline_id(
-    request: Request,
-    app: App,
-    pipeline_id: Annotated[str, Path(description=_words(handles.PIPELINE), examples=_example(handles.PIPELINE))],
-) -> str:
-    return await _resolve(request, app, handles.PIPELINE, pipeline_id)
-
-
-async def _webhook_id(
-    request: Request,
-    app: App,
-    webhook_id: Annotated[str, Path(description=_words(handles.WEBHOOK), examples=_example(handles.WEBHOOK))],
-) -> str:
-    return await _resolve(request, app, handles.WEBHOOK, webhook_id)
-
-
-JobId = Annotated[str, Depends(_job_id)]
-FileId = Annotated[str, Depends(_file_id)]
-PipelineId = Annotated[str, Depends(_pipeline_id)]
-WebhookId = Annotated[str, Depends(_webhook_id)]
+JobId = Annotated[str, Depends(_dependency(handles.JOB))]
+FileId = Annotated[str, Depends(_dependency(handles.FILE))]
+PipelineId = Annotated[str, Depends(_dependency(handles.PIPELINE))]
+WebhookId = Annotated[str, Depends(_dependency(handles.WEBHOOK))]
