@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eft.commands.data import SetOption
 from eft.commands.plan import tell_notices
 from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings
@@ -17,11 +18,6 @@ LIMIT = "resources.max_runtime_seconds"
 LONGEST_NAME = 100
 """Characters of a job's name (docs/spec.md)."""
 COPY = " copy"
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Set a field, e.g. optimizer.learning_rate=1e-4."),
-]
 
 
 @manual(
