@@ -23,7 +23,7 @@ from core.plan.constants import (
 )
 from core.plan.device import SLACK_BYTES, Device
 from core.plan.logits import chunked, evaluation_bytes, logits_why, logprobs_bytes, training_bytes
-from core.plan.models.shape import Shape
+from core.plan.models.shape import Shape, Weight
 from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
@@ -188,6 +188,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     of_window = Item("gradients", 0 if offloads else window, "of the micro-batches before, in float32")
     of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
     casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
+    again = min(casts, _casts_of_block(shape, held, numbers)) if kept_.recomputed else casts
     logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO)
     moments: dict[str, list[Item]] = {
         "loss": [
@@ -199,7 +200,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
                 logits_why(shape, numbers, tokens, logprobs=logprobs),
             ),
         ],
-        "backward begins": [of_window, Item("activations", kept_.first + casts, kept_.why)],
+        "backward begins": [of_window, Item("activations", kept_.first + again, kept_.why)],
         "backward ends": [of_all, Item("activations", kept_.last, "of the first block")],
         "step": [of_all, *_reducing(spec)],
     }
@@ -283,6 +284,8 @@ class _Kept:
     """At the peak of the first block's backward."""
     why: str
     host: tuple[Item, ...] = ()
+    recomputed: bool = True
+    """Whether a block's backward computes its inside once more."""
 
 
 def _kept(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, what: Pass, *, streams: bool) -> _Kept:
@@ -306,7 +309,8 @@ def _kept(spec: JobSpec, shape: Shape, held: WeightBytes, device: Device, what: 
     offloads = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
     entry = _numbers(spec, shape, device, frozenset()).residual * shape.hidden * what.tokens
     if not how and not streams and not offloads:
-        return _Kept(everything, everything + work, one + work, f"what every block keeps, {what.tokens} tokens")
+        why = f"what every block keeps, {what.tokens} tokens"
+        return _Kept(everything, everything + work, one + work, why, recomputed=False)
     inputs = shape.layers * entry
     if offloads:
         aside = Item("activations", inputs, "the input of every block")
@@ -361,8 +365,20 @@ def _casts(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
     if not numbers.trained:
         return 0 if numbers.fused else held.adapter // 2
     head = 0 if chunked(shape, numbers, 0) else shape.vocab * shape.hidden
-    blocks = shape.blocks[held.first :]
-    return 2 * (head + sum(weight.numel for block in blocks for weight in block if len(weight.shape) >= 2))
+    return 2 * (head + sum(_matrices(block) for block in shape.blocks[held.first :]))
+
+
+def _casts_of_block(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:
+    """Bytes of the rounded copies that a block makes again where its backward recomputes it: those of the forward went
+    with its autocast."""
+    if not numbers.trained:
+        return _casts(shape, held, numbers)
+    return 2 * max((_matrices(block) for block in shape.patterns), default=0)
+
+
+def _matrices(block: Iterable[Weight]) -> int:
+    """Numbers of the matrices of a block."""
+    return sum(weight.numel for weight in block if len(weight.shape) >= 2)
 
 
 def _travelling(shape: Shape, held: WeightBytes, numbers: Numbers) -> int:

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from core.train.kernels.ops import dequantize
 from core.train.quant.int8 import quantize_int8
 from core.train.quant.linear import QuantLinear
 from core.train.quant.nf4 import quantize_nf4
@@ -76,3 +78,21 @@ def test_writing_to_the_weight_is_an_error_not_a_loss() -> None:
         layer.weight.data += delta
     reading = layer.weight.to(torch.float32) + 1  # reading is free
     assert type(reading) is torch.Tensor
+
+
+def test_a_look_at_the_weight_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT looks many times at every weight that it adapts: a whole model would be unpacked each time."""
+    layer, unpacked = _layer(), []
+    monkeypatch.setattr(
+        "core.train.quant.linear.dequantize", lambda *given: unpacked.append(given) or dequantize(*given)
+    )
+    model = get_peft_model(nn.Sequential(layer), LoraConfig(r=2, target_modules=["0"]))
+    weight = model.base_model.model[0].base_layer.weight
+    assert weight.shape == weight.size() == (64, 128) and weight.dtype == torch.bfloat16 and weight.numel() == 64 * 128
+    assert weight.device == layer.packed.device and not weight.is_meta and weight.is_floating_point()
+    assert unpacked == []
+    assert weight.sum().isfinite() and len(unpacked) == 1
+    assert torch.equal(weight[3], layer.dense_weight()[3]) and torch.equal(weight.T, layer.dense_weight().T)
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    product = torch.nn.functional.linear(x, weight)
+    assert type(product) is torch.Tensor and torch.equal(product, x @ layer.dense_weight().T)

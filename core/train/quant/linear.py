@@ -1,17 +1,20 @@
 """`QuantLinear`: an nn.Linear whose weight is packed, as PEFT, transformers and torch see one.
 
-What holds: `.weight` reads as a dense tensor of the right shape and dtype (made when asked for) and refuses to be
-written to, since a write would be lost; dtype moves (`.to(torch.bfloat16)`, `.half()`) leave the packed weight and
-its scales alone and move the bias; the state dict has bitsandbytes' names for NF4; deep copies and device moves work.
+What holds: `.weight` reads as a dense tensor of the right shape and dtype (its values are made when something computes
+with them) and refuses to be written to, since a write would be lost; dtype moves (`.to(torch.bfloat16)`, `.half()`)
+leave the packed weight and its scales alone and move the bias; the state dict has bitsandbytes' names for NF4; deep
+copies and device moves work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from core.train.kernels.autograd import linear
 from core.train.kernels.format import Format
@@ -23,6 +26,9 @@ from core.train.quant.layout import SUFFIXES, NF4Weight, nf4_from_state
 
 PackedWeight = NF4Weight | Int8Weight
 _BUFFERS = ("packed", "absmax", "nested_absmax", "nested_map", "offset")
+_OF_SHAPE = {"shape", "dtype", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad", "grad_fn", "layout"}
+_OF_PLACE = {"device", "is_cpu", "is_cuda", "is_meta"}
+_ASKS_SHAPE = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex"}
 
 
 class QuantLinear(nn.Linear):
@@ -105,8 +111,10 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
-        """Dense, made for this call, to read only."""
-        return self.dense_weight().as_subclass(_ReadOnly)
+        """Dense, to read only; its values are made when something computes with them."""
+        shape = (self.out_features, self.in_features)
+        make = partial(dequantize, self.packed, self.scales, self.format, self.block, list(shape), self.quantized_dtype)
+        return DenseWeight.of(self.packed, shape, self.quantized_dtype, make)
 
     @weight.setter
     def weight(self, value: Any) -> NoReturn:
@@ -179,12 +187,47 @@ class _ReadOnly(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = func.__name__
-        if name == "__set__" or (args and isinstance(args[0], cls) and _writes(name)):
+        if name == "__set__" or (args and isinstance(args[0], _ReadOnly) and _writes(name)):
             _refuse()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         # `.data` and `.detach()` are the same memory: writing to them would be lost as well.
-        return result.as_subclass(cls) if name in ("__get__", "detach") and isinstance(result, Tensor) else result
+        return result.as_subclass(_ReadOnly) if name in ("__get__", "detach") and isinstance(result, Tensor) else result
+
+
+class DenseWeight(_ReadOnly):
+    """A dense weight of `shape` and `dtype` on the device of `packed`; `make` makes its values, when something computes
+    with them. PEFT asks every layer that it adapts for its weight's shape, dtype and device, some twenty times: with
+    values, a whole model would be unpacked each time. What bypasses torch's hooks for subclasses meets a tensor on the
+    device `meta`, and fails instead of computing with other values."""
+
+    _make: Callable[[], Tensor]
+    _packed: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> Self:
+        weight = torch.empty(*shape, dtype=dtype, device="meta").as_subclass(cls)
+        weight._make, weight._packed = make, packed
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = func.__name__
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        if attribute in _OF_PLACE:
+            return getattr(args[0]._packed, attribute)
+        if attribute not in _OF_SHAPE and name not in _ASKS_SHAPE and not _written(name, args):
+            args, kwargs = tree_map_only(cls, _values, (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _values(weight: DenseWeight) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight._make().as_subclass(_ReadOnly)
+
+
+def _written(name: str, args: Any) -> bool:
+    return name == "__set__" or bool(args and isinstance(args[0], _ReadOnly) and _writes(name))
 
 
 def _writes(name: str) -> bool:
