@@ -17,7 +17,7 @@ from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.export import GGUF, Merged
-from core.spec.axes.method import Full
+from core.spec.axes.method import Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
 from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
@@ -392,15 +392,27 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
         )
 
 
+def _of_its_method(spec: JobSpec) -> Iterator[Fault]:
+    """Faults of a method's own, beside the table for the same reason."""
+    if isinstance(spec.method, LowRank) and spec.method.started and _adapter(spec) == "continue":
+        yield Fault(
+            "adapter_has_begun",
+            f"`init_lora_weights: {spec.method.init_lora_weights}` says where a new adapter begins, and the job "
+            "continues one; remove the field, or set `model.adapter: merge`",
+            "method.init_lora_weights",
+        )
+
+
 def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
     """One fault for every rule that refuses the job (or a preview of its rows), and those of its stage; none: it can
     run."""
     values = values_of(spec)
-    return tuple(
+    of_table = (
         Fault(rule.code, rule.message, rule.field)
         for rule in RULES
         if rule.refuses(values) and not (preview and rule.training_only)
-    ) + tuple(_of_its_stage(spec, preview=preview))
+    )
+    return (*of_table, *_of_its_stage(spec, preview=preview), *_of_its_method(spec))
 
 
 def cells(*axes: str) -> Iterator[tuple[dict[str, str], tuple[Rule, ...]]]:

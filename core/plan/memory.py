@@ -345,7 +345,7 @@ def _numbers(spec: JobSpec, shape: Shape, device: Device, adapted: frozenset[str
                 computed,
                 False,
                 adapted,
-                rank=method.r,
+                rank=method.computed_rank,
                 dropout=0 if not method.lora_dropout else computed if device.kind == "cpu" else 1,
                 dora=method.use_dora,
                 fused=spec.quantization is not None and not isinstance(spec.quantization, NoQuantization),
@@ -433,21 +433,24 @@ def _host(spec: JobSpec, held: WeightBytes, device: Device, stream: Decision) ->
 
 
 def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> Iterable[Item]:
-    one = state_of(spec.optimizer).trained(held.trained_tensors)
+    one = state_of(spec.optimizer).trained(held.trained_tensors) + 4 * held.starts
     yield Item(
         "checkpoints",
         one * (spec.checkpoint.keep_last + 1),
         f"{spec.checkpoint.keep_last} are kept while the next is written; weights, optimizer, gradients",
     )
     if isinstance(spec.evaluation, HeldOut) and spec.evaluation.load_best_model_at_end:
-        yield Item("best weights", 2 * 4 * held.trained, "of the best evaluation, and of the one before")
+        yield Item(
+            "best weights", 2 * 4 * (held.trained + held.starts), "of the best evaluation, and of the one before"
+        )
     whole = held.weights
     if stream.where == "disk":
         yield Item("image", whole, "the blocks as they are streamed, kept in the cache")
     elif isinstance(spec.quantization, NF4 | Int8) and not shape.packed:
         yield Item("packed weights", whole, "kept in the cache for further runs")
     size = shape.parameters * shape.file_bits // 8
-    yield Item("result", size if isinstance(method_of(spec), Full) else 4 * held.trained, "what the job hands back")
+    adapter = 4 * (held.trained + held.starts)
+    yield Item("result", size if isinstance(method_of(spec), Full) else adapter, "what the job hands back")
     for export in spec.export:
         match export:
             case Merged(dtype=dtype):

@@ -254,7 +254,9 @@ VALUES: dict[str, dict[str, str]] = {
         "fft": "full",
         "finetune": "full",
         "full_finetuning": "full",
+        "olora": "{type: lora, init_lora_weights: olora}",
         "peft": "lora",
+        "pissa": "{type: lora, init_lora_weights: pissa}",
         "rslora": "{type: lora, use_rslora: true}",
     },
     "optimizer": {

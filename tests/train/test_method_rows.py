@@ -36,6 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "rank 1": {"method": {"type": "lora", "r": 1, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}},
     "lora+": {"method": {"type": "lora", "r": 4, "loraplus_lr_ratio": 16}},
     "lora+ with dora": {"method": {"type": "qlora", "r": 4, "loraplus_lr_ratio": 4, "use_dora": True}},
+    "pissa": {"method": {"type": "lora", "r": 4, "init_lora_weights": "pissa", "use_rslora": True}},
+    "olora over nf4": {"method": {"type": "qlora", "r": 4, "init_lora_weights": "olora"}},
     "neftune": {"method": {"type": "lora", "r": 4}, "training": AXES["training"] | {"neftune_noise_alpha": 5}},
     "oft": {"method": {"type": "oft", "oft_block_size": 8}},
     "oft over nf4": {"method": {"type": "oft", "r": 4, "use_cayley_neumann": False}, "quantization": "nf4"},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -26,6 +27,7 @@ from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora, parameter_groups
 from core.train.methods.neftune import add_noise
 from core.train.methods.oft import adapt_oft
+from core.train.methods.start import begin_at_base, write_out_starts
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
@@ -52,6 +54,69 @@ def test_lora_plus_is_pefts_to_the_bit(tiny_dir: Path, dora: bool) -> None:
             optimizer.zero_grad()
     assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in trained.items())
     assert one.param_groups[0]["lr"] == 1e-2, "the rate of a step is that of A"
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_begins_as_pefts_and_loads_over_the_base(
+    tiny_dir: Path, tmp_path: Path, how: Any, rslora: bool
+) -> None:
+    spec = LoRA(r=4, lora_alpha=6, use_rslora=rslora, init_lora_weights=how)
+    theirs: Any = get_peft_model(
+        load_model(tiny_dir, torch.float32),
+        LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, target_modules="all-linear", init_lora_weights=how),
+    )
+    ours = adapted(tiny_dir, spec)
+    base = load_model(tiny_dir, torch.float32)
+    begin_at_base(ours, spec, torch.device("cpu"))
+    ids = torch.arange(2, 26).view(2, 12)
+    assert torch.equal(ours(ids).logits, base(ids).logits), "it begins as the base, to the bit"
+    optimizers = []
+    for model in (ours, theirs):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers.append(torch.optim.SGD(trained, lr=1e-3))
+    for _ in range(2):
+        losses = [model(input_ids=ids, labels=ids).loss for model in (ours, theirs)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                mine = ours.get_parameter(name)
+                torch.testing.assert_close(mine, parameter, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-3, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+    trained_to = ours(ids).logits.detach()
+    assert (trained_to - base(ids).logits).abs().max() > 1e-3
+    write_out_starts(ours)
+    ours.save_pretrained(tmp_path)
+    read: Any = PeftModel.from_pretrained(base, str(tmp_path))
+    torch.testing.assert_close(read(ids).logits, trained_to, rtol=1e-5, atol=1e-6)
+    assert {p.shape[0] for n, p in read.named_parameters() if "lora_A" in n} == {8}
+
+
+def test_an_approximate_start_is_near_the_exact_one(tiny_dir: Path) -> None:
+    products = []
+    for how in ("pissa", "pissa_niter_16"):
+        spec = LoRA(r=4, lora_alpha=8, init_lora_weights=how)
+        model = adapted(tiny_dir, spec)
+        begin_at_base(model, spec, torch.device("cpu"))
+        layer = model.get_base_model().model.layers[0].mlp.up_proj
+        products.append(layer.lora_B["default"].weight @ layer.lora_A["default"].weight)
+    torch.testing.assert_close(*products, rtol=0.05, atol=0.01)
+
+
+def test_a_layer_with_too_few_directions(tiny_dir: Path) -> None:
+    method = {"type": "lora", "r": 128, "init_lora_weights": "olora"}
+    job = resolve(parse_job({"model": str(tiny_dir), "data": "/rows.jsonl", "method": method}))
+    assert isinstance(job.method, LoRA)
+    with pytest.raises(SpecError, match="directions") as planned:
+        plan(job, Shape.of_folder(tiny_dir), longest=64, device=Device("cpu"))
+    with pytest.raises(SpecError, match="directions") as found:
+        begin_at_base(adapted(tiny_dir, job.method), job.method, torch.device("cpu"))
+    assert planned.value.field == found.value.field == "method.r"
 
 
 def test_noise_is_that_of_transformers_and_only_while_training() -> None:
@@ -178,6 +243,10 @@ def test_a_pattern_without_parameters(tiny_dir: Path, groups: list[dict[str, Any
         ({"method": {"type": "full", "train": {"layers": "middle 2"}}}, "method.train.layers"),
         ({"method": {"type": "lora", "loraplus_lr_ratio": 0.5}}, "method.loraplus_lr_ratio"),
         ({"method": {"type": "full", "loraplus_lr_ratio": 4}}, "method.loraplus_lr_ratio"),
+        ({"method": {"type": "lora", "init_lora_weights": "pissa", "lora_dropout": 0.1}}, "method"),
+        ({"method": {"type": "lora", "init_lora_weights": "olora", "use_dora": True}}, "method"),
+        ({"method": {"type": "lora", "init_lora_weights": "pissa", "r": 256}}, "method"),
+        ({"method": {"type": "lora", "init_lora_weights": "loftq"}}, "method.init_lora_weights"),
         ({"method": {"type": "oft", "r": 4, "oft_block_size": 8}}, "method"),
         ({"training": {"neftune_noise_alpha": 0}}, "training.neftune_noise_alpha"),
         ({"optimizer": {"parameter_groups": [{"pattern": "a b"}]}}, "optimizer.parameter_groups[0].pattern"),

@@ -18,7 +18,7 @@ from core.plan.device import Device
 from core.plan.memory import plan
 from core.plan.models.families import FAMILIES
 from core.plan.models.shape import Shape
-from core.spec.axes.method import OFT, Full, LoRA
+from core.spec.axes.method import OFT, Full, LoRA, LowRank
 from core.spec.axes.stage import DPO, ProcessReward, Reward
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
@@ -29,6 +29,7 @@ from core.train.kernels.scratch import clear_scratch
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
+from core.train.methods.start import begin_at_base
 from core.train.model.heads import TASKS, head_name, head_of_model, with_head
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
@@ -76,7 +77,10 @@ def built(folder: Path, spec: JobSpec, cache: Path) -> Any:
     def adapted(model: Any) -> Any:
         name = None if head == "tokens" else head_name(model)
         adapt: Any = adapt_oft if isinstance(method, OFT) else partial(adapt_lora, autocast=True)
-        return adapt(model, method, task=TASKS[head], head=name)
+        made = adapt(model, method, task=TASKS[head], head=name)
+        if isinstance(method, LowRank) and method.started:
+            begin_at_base(made, method, torch.device("cpu"))
+        return made
 
     if isinstance(method, Full):
         whole = headed(load_model(folder, torch.float32))
@@ -96,6 +100,7 @@ METHODS = [
     {"method": {"type": "lora", "r": 4, "target_modules": "attention"}},
     {"method": {"type": "lora", "r": 4, "lora_dropout": 0.5}},
     {"method": {"type": "lora", "r": 4, "use_dora": True}},
+    {"method": {"type": "lora", "r": 4, "init_lora_weights": "pissa"}},
     {"method": {"type": "oft"}},
     {"method": {"type": "oft"}, "quantization": "nf4"},
     {"method": {"type": "qlora", "r": 4}},
@@ -108,7 +113,7 @@ METHODS = [
     {"method": {"type": "lora", "r": 4}, "stage": "dpo"},
 ]
 NAMES = [
-    *("full", "last layer", "lora", "attention", "dropout", "dora", "oft", "qoft", "nf4", "qdora", "int8"),
+    *("full", "last layer", "lora", "attention", "dropout", "dora", "pissa", "oft", "qoft", "nf4", "qdora", "int8"),
     *("full with a score", "lora with a score", "nf4 with labels", "full dpo", "lora dpo"),
 ]
 

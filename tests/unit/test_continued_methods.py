@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from core.errors import SpecError
@@ -22,6 +24,18 @@ def test_a_rotation_is_not_continued_as_lora() -> None:
         with pytest.raises(SpecError, match="merge") as refused:
             _continued(method, parent)
         assert refused.value.field == "method"
+
+
+def test_an_adapter_from_the_bases_weights_is_continued_at_twice_its_rank() -> None:
+    parent = LoRA(r=8, lora_alpha=16, init_lora_weights="pissa").handed_back()
+    assert (parent.r, parent.lora_alpha, parent.init_lora_weights) == (16, 32, "default")
+    assert _continued(LoRA(), parent) == parent
+    with pytest.raises(SpecError) as refused:
+        _continued(LoRA(r=8), parent)
+    assert refused.value.field == "method.r"
+    rooted = LoRA(r=8, lora_alpha=16, use_rslora=True, init_lora_weights="olora").handed_back()
+    assert rooted.lora_alpha is not None
+    assert math.isclose(rooted.lora_alpha / math.sqrt(16), 16 / math.sqrt(8), rel_tol=1e-12)
 
 
 def test_rates_are_the_new_jobs_own() -> None:

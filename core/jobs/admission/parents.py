@@ -20,7 +20,7 @@ from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 
-INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights")
 INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann")
 """Fields of a method that an adapter has from its making on."""
 
@@ -135,8 +135,9 @@ def _taken_over(spec: JobSpec, model: JobModel, parent: JobSpec) -> JobSpec:
             _require_head(spec.model_copy(update={"model": model.model_copy(update={"adapter": adapter})}), parent)
     updates: dict[str, Any] = {"model": model.model_copy(update={"adapter": adapter})}
     if adapter == "continue":
+        has = parent.method.handed_back()
         if isinstance(method, Adapter):  # of others the table of compatibility says why not
-            updates["method"] = _continued(method, parent.method) if named else parent.method
+            updates["method"] = _continued(method, has) if named else has
         if not named and spec.quantization is None:
             updates["quantization"] = parent.quantization
     return spec.model_copy(update=updates)

@@ -39,6 +39,8 @@ class WeightBytes:
     """Base weights of all blocks that would not be streamed: norms, biases, tables of packed layers."""
     adapter: int
     """Adapter weights in float32."""
+    starts: int
+    """Numbers of the weights that adapters began with, where they keep those."""
     trained_tensors: tuple[TrainedTensor, ...]
     trained: int
     """Trained parameters."""
@@ -140,6 +142,7 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
             if not (asked.embeddings or asked.norms):
                 first = min(layers_of(asked, shape.layers), default=shape.layers)
     new = _new_head(spec, shape)
+    starts = 0 if not isinstance(method, LowRank) or not method.started else sum(t.numel for t in tensors)
     tensors += new
     if not shape.experts:  # their parameters have other names in memory
         check_groups(spec.optimizer.parameter_groups, (tensor.name for tensor in tensors))
@@ -149,7 +152,8 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
         still=sum(block.still for block in blocks),
-        adapter=0 if full else 4 * count + (_places(tensors) if isinstance(method, OFT) else 0),
+        adapter=0 if full else 4 * count + (_places(tensors) if isinstance(method, OFT) else 4 * starts),
+        starts=starts,
         trained_tensors=tuple(tensors),
         trained=count,
         dense=sum(part.dense for part in (outside, *blocks)),
@@ -175,8 +179,20 @@ def _adapter(method: LowRank, weight: Weight, prefix: str) -> Iterator[TrainedTe
         a, b = "lora_embedding_A", "lora_embedding_B"
     yield TrainedTensor((method.r, weight.inputs), True, f"{module}.{a}")
     yield TrainedTensor((weight.outputs, method.r), True, f"{module}.{b}")
+    if method.started:
+        check_started(method, weight.kind, weight.outputs, weight.inputs, module)
     if method.use_dora:
         yield TrainedTensor((weight.outputs,), False, f"{module}.lora_magnitude_vector.weight")
+
+
+def check_started(method: LowRank, kind: str, outputs: int, inputs: int, module: str) -> None:
+    """SpecError where a weight has no such beginning of an adapter."""
+    how = f"`init_lora_weights: {method.init_lora_weights}`"
+    if kind != "linear":
+        raise SpecError(f"{how} decomposes the weights of linear layers, and {module} is none", field=TARGETS)
+    if method.r > min(outputs, inputs):
+        words = f"{how} takes {method.r} directions of each weight, and {module} has {min(outputs, inputs)}"
+        raise SpecError(f"{words}; lower `r`, or leave that layer out of `target_modules`", field="method.r")
 
 
 def _rotation(method: OFT, weight: Weight, prefix: str) -> Iterator[TrainedTensor]:

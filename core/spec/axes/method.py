@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -54,11 +55,19 @@ class Adapter(SpecModel):
     target_modules: Targets = "all-linear"
     """`all-linear` (every linear layer except the head), `attention` (its projections), or a list of module names."""
 
+    def handed_back(self) -> Self:
+        """The method that the adapter handed back is one of."""
+        return self
+
+
+MAX_RANK = 256
+RandomisedPiSSA = Annotated[str, StringConstraints(pattern=r"^pissa_niter_[1-9][0-9]?$")]
+
 
 class LowRank(Adapter):
     """Common fields of LoRA and QLoRA; not an arm."""
 
-    r: Annotated[int, Field(ge=1, le=256)] = 32
+    r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
     """Rank of the update."""
     lora_alpha: Annotated[float, Field(gt=0, le=4096)] | None = None
     """The update is scaled by lora_alpha / r. Default: 2 r."""
@@ -68,9 +77,53 @@ class LowRank(Adapter):
     """Scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732)."""
     use_dora: bool = False
     """DoRA: a trained magnitude beside the low-rank direction (arXiv:2402.09353)."""
+    init_lora_weights: Literal["default", "pissa", "olora"] | RandomisedPiSSA = "default"
+    """Where the adapter begins. `default`: A is random and B is zero. `pissa`: the largest singular directions of each
+    weight (arXiv:2404.02948), and `pissa_niter_N` an approximation of these by N iterations. `olora`: the first
+    directions of its QR decomposition (arXiv:2406.01775). What an adapter begins with is subtracted from its output, so
+    that the base keeps its weights; the adapter that is handed back has rank 2 r, and `r` is at most 128."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1024)] | None = None
     """LoRA+: factor of the learning rate of the B matrices, with any optimizer (arXiv:2402.12354 recommends 16).
     Magnitudes of DoRA have it too. Default: 1."""
+
+    @model_validator(mode="after")
+    def _begins_anywhere(self) -> Self:
+        if self.init_lora_weights == "default":
+            return self
+        if self.lora_dropout:
+            raise ValueError(
+                f"`init_lora_weights: {self.init_lora_weights}` puts a part of the base's weights into the adapter, "
+                "and `lora_dropout` would drop that: set it to 0"
+            )
+        if self.use_dora:
+            raise ValueError(
+                f"`init_lora_weights: {self.init_lora_weights}` and `use_dora` each begin from the base's weights in "
+                "another way: remove one of them"
+            )
+        if self.r > MAX_RANK // 2:
+            raise ValueError(
+                f"with `init_lora_weights: {self.init_lora_weights}` the adapter that is handed back has twice the "
+                f"rank, which may be no more than {MAX_RANK}: set `r` to at most {MAX_RANK // 2}"
+            )
+        return self
+
+    @property
+    def started(self) -> bool:
+        """Whether the adapter begins with a part of the base's weights."""
+        return self.init_lora_weights != "default"
+
+    @property
+    def computed_rank(self) -> int:
+        """Rank of the products, and of the adapter that is handed back."""
+        return 2 * self.r if self.started else self.r
+
+    def handed_back(self) -> Self:
+        """The method that the adapter handed back is one of: twice the rank, where it began elsewhere."""
+        if not self.started:
+            return self
+        factor = math.sqrt(2) if self.use_rslora else 2.0
+        alpha = None if self.lora_alpha is None else self.lora_alpha * factor
+        return self.model_copy(update={"r": 2 * self.r, "lora_alpha": alpha, "init_lora_weights": "default"})
 
 
 class LoRA(LowRank):

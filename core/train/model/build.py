@@ -71,6 +71,9 @@ class Built:
             self.offload.hand_back()
         if self.fp8 is not None:
             dense_again(self.model)
+        from core.train.methods.start import write_out_starts
+
+        write_out_starts(self.model)
 
     def about(self) -> dict[str, Any]:
         """Entries of the run record."""
@@ -292,6 +295,10 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
             adapted = lora.adapt_lora(model, method, autocast=autocast, task=task, head=head)
             if run.adapter_dir is not None:
                 load_adapter(adapted, run.adapter_dir)
+            if method.started:
+                from core.train.methods.start import begin_at_base
+
+                begin_at_base(adapted, method, placement.device, run.check_stop)
             if (multiple := placement.limits.rank_multiple) > 1:
                 pad_ranks(adapted, multiple)
             return adapted, lora.parameter_groups(adapted, method)

@@ -23,7 +23,7 @@ from core.errors import SpecError
 from core.hardware.tables.faults import Limits
 from core.plan.memory import training_pass
 from core.spec.job import JobSpec
-from core.train.kernels.padded import PaddedA, PaddedB
+from core.train.kernels.padded import PaddedA, PaddedB, StartedA, StartedB
 from core.train.kernels.row_split import RowSplit
 
 # --- ranks -----------------------------------------------------------------------------------------------
@@ -40,6 +40,11 @@ def pad_ranks(model: nn.Module, multiple: int) -> int:
             if name not in module.lora_A:  # an embedding's
                 continue
             a, b = module.lora_A[name], module.lora_B[name]
+            if isinstance(a, StartedA) and isinstance(b, StartedB):
+                padded = -(-a.padded_rank // multiple) * multiple
+                changed += padded != a.padded_rank
+                a.padded_rank = b.padded_rank = padded
+                continue
             if type(a) is not nn.Linear or type(b) is not nn.Linear or rank % multiple == 0:
                 continue
             padded = -(-rank // multiple) * multiple
