@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
@@ -26,10 +27,11 @@ from api.queue.schemas import place_view
 from api.queue.settings import queue_settings
 from core.errors import Fault, NotFound
 from core.jobs.base.states import Status
-from core.jobs.lifecycle import priority
+from core.jobs.lifecycle import changes
 from core.jobs.lifecycle.submit import cancel, find, pause, resume
 from core.jobs.scheduling import cluster
 from core.jobs.views import explain, queries
+from core.spec.job import TAG
 
 router = APIRouter(tags=["jobs"])
 
@@ -113,6 +115,14 @@ def _statuses(words: list[str]) -> list[Status]:
     return [Status(word) for word in words]
 
 
+def _tags(words: list[str]) -> list[str]:
+    for word in words:
+        if re.fullmatch(TAG, word) is None:
+            message = f"`{printable(word)}` is not a tag: letters, digits and `._:/=+-`, at most 50 characters"
+            raise BadRequest(message, field="tag", faults=(Fault("invalid_value", message, "tag"),))
+    return words
+
+
 @router.get(
     "/jobs",
     summary="List jobs",
@@ -125,6 +135,10 @@ def list_jobs(
     app: App,
     status: Annotated[list[str] | None, Query(description="Only these; may be given several times.")] = None,
     name: Annotated[str | None, Query(max_length=100, pattern=r"^[^\x00]*$", description="Only of this name.")] = None,
+    tag: Annotated[
+        list[str] | None, Query(max_length=20, description="Only with this tag; may be given several times: with all.")
+    ] = None,
+    archived: Annotated[bool, Query(description="Archived ones too.")] = False,
     created_after: Annotated[QueryMoment | None, Query(description="Only younger ones; ISO 8601.")] = None,
     limit: Limit = 20,
     after: After = None,
@@ -138,6 +152,8 @@ def list_jobs(
             statuses=_statuses(status or []),
             name=name,
             created_after=since,
+            tags=_tags(tag or []),
+            archived=archived,
             after=after,
             limit=limit,
         )
@@ -171,19 +187,24 @@ def show_job(job_id: JobId, principal: Reading, app: App) -> Response:
 
 @router.patch(
     "/jobs/{job_id}",
-    summary="Change a job's priority",
+    summary="Change a job's priority, tags or note, or archive it",
     response_model=schemas.JobView,
     response_class=JSONResponse,
     responses=responses(404, 409, 413, 415, 422),
-    openapi_extra=json_body(schemas.JobChange, {"priority": 5}),
+    openapi_extra=json_body(schemas.JobChange, {"tags": ["baseline"], "note": "best so far"}),
 )
 async def change_job(request: Request, job_id: JobId, principal: Writing, app: App) -> Response:
-    """A waiting job gets its new position at once; running jobs continue. `spec` stays as submitted."""
+    """A waiting job with another priority gets its new position at once; running jobs continue. `spec` stays as
+    submitted. An archived job is left out of lists, and nothing else changes for it."""
     wish = await read_json(request, schemas.JobChange, app.settings.max_body_bytes)
 
     def write() -> dict[str, Any]:
         with app.database.write() as session:
-            return schemas.job_view(priority.change(session, principal, job_id, wish.priority))
+            labels = changes.Labels(wish.tags, wish.note, wish.archived)
+            job = changes.label(session, principal, job_id, labels)
+            if wish.priority is not None:
+                job = changes.prioritise(session, principal, job_id, wish.priority)
+            return schemas.job_view(job)
 
     return JSONResponse(await run_in_threadpool(write))
 

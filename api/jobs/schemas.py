@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.http.body import Body
 from api.jobs import plan_schemas
 from api.view import view_of
 from core.db.tables import Artifact, Job
 from core.jobs.lifecycle.deletion import Freed
-from core.spec.job import JobSpec
+from core.spec.job import JobSpec, Note, Tags
 
 _ID = "job-01kar3v8x5m2h6n9qst4wyz0bc"
 _FILE = "file-01kar3v8x5m2h6n9qst4wyz0bc"
@@ -54,6 +54,9 @@ _LINKS = {name: f"/jobs/{_ID}/{name}" for name in ACTIONS}
 _JOB: dict[str, Any] = {
     "id": _ID,
     "name": "voice intents",
+    "tags": ["baseline"],
+    "note": None,
+    "archived_at": None,
     "status": "running",
     "reason": "runs on box-1",
     "attempt": 2,
@@ -85,6 +88,10 @@ class JobView(BaseModel):
 
     id: str
     name: str | None
+    tags: list[str]
+    note: str | None
+    archived_at: str | None
+    """Since when `GET /jobs` leaves it out; null: it does not."""
     status: str
     """queued, preparing, starting, running, pausing, paused, stopping; and final: succeeded, failed, cancelled."""
     reason: str
@@ -156,8 +163,20 @@ class JobDeleted(BaseModel):
 class JobChange(Body):
     """What may be changed of a job that has been submitted."""
 
-    priority: int = Field(ge=-100, le=100)
+    priority: int | None = Field(default=None, ge=-100, le=100)
     """Jobs of a higher one go first. A project has a limit (docs/queue.md)."""
+    tags: Tags | None = None
+    """All tags that it has from now on."""
+    note: Note | None = None
+    """"" removes it."""
+    archived: bool | None = None
+    """Hide an ended job from `GET /jobs`, or show it again."""
+
+    @model_validator(mode="after")
+    def _something(self) -> JobChange:
+        if all(value is None for value in (self.priority, self.tags, self.note, self.archived)):
+            raise ValueError("say what to change: `priority`, `tags`, `note` or `archived`")
+        return self
 
 
 class RetryResources(Body):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from eft.commands import again, artifacts, data, export, files, help, jobs, look, pipelines, plan
+from eft.commands import again, artifacts, data, export, files, help, jobs, labels, look, pipelines, plan
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
@@ -48,6 +48,10 @@ for verb in (
     jobs.priority,
     jobs.cancel,
     jobs.delete,
+    labels.tag,
+    labels.note,
+    labels.archive,
+    labels.unarchive,
     pipelines.lineage,
 ):
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)

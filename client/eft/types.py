@@ -63,6 +63,14 @@ class Job:
         return self.status in FINAL
 
     @property
+    def tags(self) -> list[str]:
+        return list(self.raw.get("tags") or ())
+
+    @property
+    def note(self) -> str | None:
+        return self.raw.get("note")
+
+    @property
     def tries(self) -> int:
         """How many times it was begun to train; 0 while that has not happened, or where the answer does not say."""
         return int(self.raw.get("training_attempts") or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from core.spec.axes.batching import Batching, Rows
 from core.spec.axes.data import DataField
@@ -21,6 +21,10 @@ from core.spec.base import SpecModel
 SPEC_VERSION = 1
 
 JobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,98}[A-Za-z0-9])?$")]
+TAG = r"^[A-Za-z0-9](?:[A-Za-z0-9._:/=+-]{0,48}[A-Za-z0-9])?$"
+Tag = Annotated[str, StringConstraints(pattern=TAG)]
+Tags = Annotated[list[Tag], Field(max_length=20)]
+Note = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00]*$")]
 WebhookId = Annotated[str, StringConstraints(pattern=r"^hook-[0-9a-z]{26}$")]
 
 
@@ -31,6 +35,11 @@ class JobSpec(SpecModel):
     """Version of this format; arms are only added to it."""
     name: JobName | None = None
     """Display name: letters, digits, space, dot, dash and underscore, at most 100 characters."""
+    tags: Tags = Field(default=[])
+    """Words to find the job by (`GET /jobs?tag=`): letters, digits and `._:/=+-`, at most 50 characters. They can be
+    changed at any time and do not affect training."""
+    note: Note | None = None
+    """Free text for people, at most 2,000 characters. It can be changed at any time."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Priority in the queue (docs/queue.md): jobs of a higher priority go first, whatever their owners have used. Each
     project has a limit; a job below 0 yields to all others."""
@@ -67,6 +76,11 @@ class JobSpec(SpecModel):
     notify: Annotated[list[WebhookId], Field(max_length=10)] = Field(default=[])
     """Ids of webhooks of the project to notify of this job (docs/notices.md), beside those that are notified of all
     jobs."""
+
+    @field_validator("tags")
+    @classmethod
+    def _each_tag_once(cls, tags: list[str]) -> list[str]:
+        return list(dict.fromkeys(tags))
 
     @model_validator(mode="after")
     def _steps_of_a_stream(self) -> JobSpec:

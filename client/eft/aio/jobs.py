@@ -46,14 +46,19 @@ class AsyncJobs:
         status: Sequence[str] | None = None,
         name: str | None = None,
         created_after: str | None = None,
+        tags: Sequence[str] | None = None,
+        archived: bool = False,
         limit: int = 20,
         after: str | None = None,
     ) -> Page:
-        """Newest first; `after` is the `next` of the page before."""
+        """Those that have all of `tags`, newest first; archived ones only with `archived`. `after` is the `next` of the
+        page before."""
         params: dict[str, Param] = {
             "status": status,
             "name": name,
             "created_after": created_after,
+            "tag": tags,
+            "archived": "true" if archived else None,
             "limit": limit,
             "after": after,
         }
@@ -88,6 +93,14 @@ class AsyncJobs:
     async def set_priority(self, job_id: str, priority: int) -> Job:
         """Change the priority of a job that has not ended; its place in the queue changes at once."""
         body = {"priority": priority}
+        return Job.parse(await self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
+
+    async def label(
+        self, job_id: str, *, tags: Sequence[str] | None = None, note: str | None = None, archived: bool | None = None
+    ) -> Job:
+        """Replace a job's tags, its note ("" removes it), or archive it: lists leave it out. What is None stays."""
+        given = {"tags": None if tags is None else list(tags), "note": note, "archived": archived}
+        body = {name: value for name, value in given.items() if value is not None}
         return Job.parse(await self._transport.json("PATCH", paths.job(job_id), body=body, idempotent=True))
 
     async def delete(self, job_id: str) -> dict[str, Any]:

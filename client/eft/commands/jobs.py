@@ -53,6 +53,10 @@ def submit(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Upload this file and train on it.")] = None,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Upload this file and hold it out.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Add a tag, to find the job by.")
+    ] = None,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="A note for people.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the job to its end; the exit code says how it ended.")
     ] = False,
@@ -76,7 +80,14 @@ def submit(
         asked, deadline = conditions(fail_if), Deadline(timeout)
         job_spec, folder = read_job(source)
         if "steps" in job_spec:
-            refuse_job_options(set=settings, data=data, eval=evaluation, **{"fail-if": fail_if, "timeout": timeout})
+            refuse_job_options(
+                set=settings,
+                data=data,
+                eval=evaluation,
+                tag=tags,
+                note=note,
+                **{"fail-if": fail_if, "timeout": timeout},
+            )
             submit_pipeline(
                 client,
                 output,
@@ -90,6 +101,10 @@ def submit(
             )
             return
         job_spec = apply_settings(job_spec, settings or [])
+        if tags:
+            job_spec = job_spec | {"tags": [*(job_spec.get("tags") or ()), *tags]}
+        if note is not None:
+            job_spec = job_spec | {"note": note}
 
         def told(path: Path, file: File) -> None:
             output.note(f"{path} is {file.id} ({file.rows} rows)")
@@ -124,6 +139,7 @@ def submit(
 @manual(
     examples=[
         ("eft ls --status running,queued", "List recent jobs."),
+        ("eft ls --tag baseline", "Jobs with this tag."),
         ("eft ls --json | jq -r '.data[].id'", "Ids for a script."),
     ]
 )
@@ -131,6 +147,10 @@ def ls(
     status: Annotated[str | None, typer.Option(help="Only this status, or several separated by commas.")] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
     created_after: Annotated[str | None, typer.Option(help="ISO 8601 time.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Only with this tag; repeated: with all of them.")
+    ] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="Archived ones too.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Maximum number, newest first.")] = 20,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -144,6 +164,8 @@ def ls(
                 status=status.split(",") if status else None,
                 name=name,
                 created_after=created_after,
+                tags=tags,
+                archived=archived,
                 limit=min(limit - len(jobs), 100),
                 after=after,
             )
@@ -184,7 +206,7 @@ def status(
     if job_id is not None:
         show(job_id, url=url, as_json=as_json)
     else:
-        ls(status=",".join(UNFINISHED), limit=1000, url=url, as_json=as_json)
+        ls(status=",".join(UNFINISHED), archived=True, limit=1000, url=url, as_json=as_json)
 
 
 @manual(

@@ -133,6 +133,7 @@ def jobs_table(jobs: list[Job], console: Console) -> Table:
     columns: list[tuple[str, int, Callable[[Job], str]]] = [
         ("ID", 0, lambda job: short_id(job.id, console)),
         ("NAME", 60, lambda job: escape(job.name or "")),
+        *([("TAGS", 90, lambda job: escape(" ".join(job.tags)))] if any(job.tags for job in jobs) else []),
         ("STATUS", 0, lambda job: status_markup(job.status)),
         ("PROGRESS", 0, progress_words),
         ("AGE", 70, lambda job: age(job.created_at)),
@@ -168,6 +169,9 @@ def job_lines(job: Job) -> list[str]:
     rows: list[tuple[str, str | None]] = [
         ("id", job.id),
         ("name", job.name),
+        ("tags", escape(" ".join(job.tags)) or None),
+        ("note", job.note and escape(job.note)),
+        ("archived", shown(job.raw.get("archived_at"))),
         ("status", status_markup(job.status)),
         ("reason", job.reason and escape(job.reason)),
         ("queue", escape(place.get("reason") or "")),

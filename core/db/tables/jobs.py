@@ -54,6 +54,11 @@ class Job(Owned, Base):
     """train, or preview: rendering a file as that training would, on a slot without a GPU
     (core/jobs/lifecycle/previews.py)."""
     name: Mapped[str | None] = mapped_column(String(100))
+    tags: Mapped[list[Any]] = mapped_column(insert_default=list)
+    """Words to find it by; those of the spec until people change them (core/jobs/lifecycle/changes.py)."""
+    note: Mapped[str | None] = mapped_column(Text)
+    archived_at: Mapped[float | None] = mapped_column(Float)
+    """Since when lists leave it out; null: they show it."""
     spec: Mapped[dict[str, Any]]
     """Resolved: what will run, with every default written out."""
     accelerator: Mapped[str] = mapped_column(String(8))

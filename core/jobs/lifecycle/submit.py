@@ -65,6 +65,8 @@ def submit(
             owner_id=actor.user_id,
             project_id=actor.project_id,
             name=spec.name,
+            tags=spec.tags,
+            note=spec.note or None,
             spec=document,
             accelerator=spec.resources.accelerator,
             priority=priority,

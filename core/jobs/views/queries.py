@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import Text, cast, func, select
 from sqlalchemy.orm import Session, defer
 
 from core.db.tables import Artifact, Attempt, Event, File, Job, Metric
@@ -31,10 +31,13 @@ def jobs_page(
     statuses: Collection[Status] = (),
     name: str | None = None,
     created_after: float | None = None,
+    tags: Collection[str] = (),
+    archived: bool = False,
     after: str | None = None,
     limit: int = 20,
 ) -> ResultPage[Job]:
-    """Jobs of a project, their specs unread. Raises UnknownCursor when `after` is no job of it."""
+    """Jobs of a project that have all of `tags`, their specs unread; `archived`: archived ones too. Raises
+    UnknownCursor when `after` is no job of it."""
     query = select(Job).options(defer(Job.spec)).where(Job.project_id == project_id, Job.kind == "train")
     if after is not None:
         known = session.execute(select(Job.id).where(Job.id == after, Job.project_id == project_id)).one_or_none()
@@ -45,6 +48,10 @@ def jobs_page(
         query = query.where(Job.status.in_([status.value for status in statuses]))
     if name is not None:
         query = query.where(Job.name == name)
+    for tag in tags:  # no tag has a quotation mark, so that no other one ends or begins there
+        query = query.where(cast(Job.tags, Text).contains(f'"{tag}"', autoescape=True))
+    if not archived:
+        query = query.where(Job.archived_at.is_(None))
     if created_after is not None:
         # Times are shown in microseconds: a job is not younger than its own time as shown.
         query = query.where(Job.created_at > created_after + 1e-6)
