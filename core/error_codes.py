@@ -370,6 +370,10 @@ NOTICES: dict[str, Code] = {
         "The chunked loss does not support the output head; the logits of a whole batch need more memory.",
         "Remove the head from `method.target_modules` if it has an adapter, or use smaller micro-batches.",
     ),
+    "generation_in_batches": (
+        "The model's attention has no form for the slot generator; answers take longer, in batches.",
+        "Nothing; where a window is the reason, shorter prompts or answers fit it.",
+    ),
     "activation_offloading": ("Offloading saves nothing on a CPU.", "Remove `memory.activation_offloading` there."),
     "step_skipped": ("A step in fp16 overflowed; the loss scale was lowered.", "Normal at the start; else use bf16."),
     "early_stopping": ("The held-out loss stopped improving.", "Nothing. The best weights are exported."),

@@ -23,12 +23,15 @@ from weakref import WeakMethod
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from core.errors import EftError
 from core.spec.axes.optimizer import Optimizer
 from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
+from core.train.generation import fallback
+from core.train.generation.generator import SlotGenerator
+from core.train.generation.sampling import Completion, Key, SamplingParams, Stops
+from core.train.generation.trial import SlotTrial, try_slots
 from core.train.model.load import count_parameters
 from core.train.model.scaler import LossScaler
 from core.train.optim import state as optimizer_state
@@ -50,6 +53,9 @@ class Diverged(EftError):
 T = TypeVar("T")
 REMEDY = "lower optimizer.learning_rate, raise schedule.warmup_ratio or set training.precision to fp32"
 
+
+PROMPT_TOKENS = 4096
+"""Tokens of one pass over prompts at most, padding counted, unless the caller says otherwise."""
 
 Schedule = Callable[[int], float]
 """Factor on the peak learning rate at a 0-based optimizer step."""
@@ -126,6 +132,7 @@ class Engine:
         self._base_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._peak = float(optimizer.defaults.get("lr", self._base_learning_rates[0]))
         """Learning rate of parameters without a factor of their own."""
+        self._slot_trial: SlotTrial | None = None
         self._broken = torch.zeros((), dtype=torch.int64, device=device)
         """The first step whose loss or gradient was no finite number; 0: none. On the device, which decides by it."""
 
@@ -245,6 +252,50 @@ class Engine:
         values = self.evaluate(batch, PolicyModel.logprobs)
         return list(torch.split(values, batch.label_counts()))
 
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[Sequence[Key]],
+        params: SamplingParams,
+        *,
+        slots: int,
+        prompt_tokens: int = PROMPT_TOKENS,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[list[Completion]]:
+        """Answer each prompt (token ids, not empty) once for each of its keys, `slots` answers at a time.
+
+        An answer is a function of the weights, the prompt and its key; the model's own generation_config is ignored, be
+        it a repetition penalty, a minimum length or forced tokens. `prompt_tokens`: tokens of one pass over prompts at
+        most, padding counted. `decode` makes text of tokens, for stop strings. `between` runs before each pass and may
+        raise to stop.
+        """
+        stops = Stops(params, decode)
+        why = self.without_slots(max(map(len, prompts)) + params.max_new_tokens)
+        with self.inference() as model:
+            if why is None:
+                generator = SlotGenerator(
+                    model,
+                    self.policy.head(),
+                    params,
+                    stops,
+                    slots=slots,
+                    prompt_tokens=prompt_tokens,
+                    device=self.device,
+                )
+                return generator.complete(prompts, keys, between)
+            return fallback.complete(
+                model,
+                prompts,
+                keys,
+                params,
+                stops,
+                slots=slots,
+                pad_token_id=self.pad_token_id,
+                device=self.device,
+                between=between,
+            )
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -252,51 +303,28 @@ class Engine:
         max_new_tokens: int,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        seed: int | None = None,
+        seed: int = 0,
+        numbers: Sequence[int] | None = None,
         stop_token_ids: Sequence[int] = (),
         between: Callable[[], None] = lambda: None,
     ) -> list[list[int]]:
-        """Continue each prompt (token ids, not empty); greedy at temperature 0. The stop token is left out.
-
-        The model's own generation_config is ignored, be it a repetition penalty, a minimum length or forced tokens:
-        greedy is the most likely token, and nothing but `stop_token_ids` ends an answer before `max_new_tokens`.
-        `between` runs after each token and may raise to stop.
-        """
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.full((len(prompts), width), self.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # left-padded: every row continues at the same position
-            ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
-            mask[row, width - len(prompt) :] = 1
-        wanted: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=max_new_tokens,
-            pad_token_id=self.pad_token_id,
-            eos_token_id=list(stop_token_ids) or None,
-            use_cache=True,
-        )
-        if temperature > 0:
-            wanted.update(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
-        going = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
-
-        def look(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            between()
-            return going
-
-        with self.inference() as model, _without_generation_config(model):
-            if seed is not None:
-                torch.manual_seed(seed)
-            output = model.generate(  # type: ignore[operator]
-                input_ids=ids.to(self.device),
-                attention_mask=mask.to(self.device),
-                generation_config=wanted,
-                stopping_criteria=[look],
-            )
+        """Continue each prompt once, all at a time; greedy at temperature 0. The stop token is left out. `numbers`:
+        what tells the draws of the prompts apart under one seed; default: their places."""
+        params = SamplingParams(max_new_tokens, temperature, top_p, stop_token_ids=tuple(stop_token_ids))
+        keys = [[(seed, number)] for number in (range(len(prompts)) if numbers is None else numbers)]
+        found = self.complete(prompts, keys, params, slots=len(prompts), between=between)
         stops = set(stop_token_ids)
-        answers: list[list[int]] = []
-        for row in output[:, width:].tolist():
-            end = next((at for at, token in enumerate(row) if token in stops), len(row))
-            answers.append(row[:end])
-        return answers
+        return [[token for token in answer.tokens if token not in stops] for (answer,) in found]
+
+    def without_slots(self, room: int) -> str | None:
+        """Why answers that take up to `room` tokens with their prompts are generated by transformers' own loop, in
+        batches padded on the left; None: they are generated in slots. Found by trying, at the first call."""
+        if self._slot_trial is None:
+            head = self.policy.head()
+            with self.inference() as model:
+                computed = self.autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
+                self._slot_trial = try_slots(model, head, computed, self.device)
+        return self._slot_trial.why_not(room)
 
     def _compute(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -458,20 +486,6 @@ def build_engine(
         ranks=ranks,
         updates=updates,
     )
-
-
-@contextmanager
-def _without_generation_config(model: nn.Module) -> Iterator[None]:
-    """The model as if it had come without a generation_config: transformers fills from it whatever a call leaves open,
-    and PEFT copies its own into the model it wraps."""
-    kept = {module: module.generation_config for module in model.modules() if "generation_config" in vars(module)}
-    for module in kept:
-        module.generation_config = GenerationConfig()  # type: ignore[assignment,no-untyped-call]
-    try:
-        yield
-    finally:
-        for module, config in kept.items():
-            module.generation_config = config
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def label_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     head is the widest product of a small model.
     """
     positions, targets = _labelled(batch)
-    with _head_at(model, batch.in_line(positions)):
+    with head_at(model, batch.in_line(positions)):
         return all_logits(model, batch)[0], targets
 
 
@@ -86,7 +86,7 @@ def _labelled(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _head_at(model: nn.Module, positions: Tensor) -> Iterator[None]:
+def head_at(model: nn.Module, positions: Tensor) -> Iterator[None]:
     """Within, the output head sees only these positions of the flattened batch, as one row. Whatever the model does
     to its logits afterwards (a scale, a soft cap) is elementwise and so stays exact."""
 

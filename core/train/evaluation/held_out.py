@@ -112,7 +112,17 @@ def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data
         most_tokens=tokens,
         between=run.check_stop,
     )
+    if (why := sampler.without_slots()) is not None:
+        run.notice("generation_in_batches", describe_batches(why))
     return Evaluator(engine, stage, data.eval, sampler, size, tokens, run.check_stop)
+
+
+def describe_batches(why: str) -> str:
+    """Compose the notice of a run whose answers are not generated in slots."""
+    return (
+        f"answers are generated in batches that wait for their longest answer, since {why}; the answers are the same, "
+        "and take longer"
+    )
 
 
 def evaluate(

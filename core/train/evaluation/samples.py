@@ -54,6 +54,12 @@ class Sampler:
             self.prompts = choose_prompts(dataset, wanted, tokenizer, options)
         self._stops = stop_tokens(engine.model, tokenizer, self.prompts)
 
+    def without_slots(self) -> str | None:
+        """Why the answers are not generated in slots (Engine.without_slots); None: they are, or none are wanted."""
+        if isinstance(self.wanted, NoSamples) or not self.prompts:
+            return None
+        return self.engine.without_slots(max(len(one.ids) for one in self.prompts) + self.wanted.max_new_tokens)
+
     def answers(self) -> dict[int, Sample]:
         """Generate this rank's samples, by the number of their prompt."""
         wanted = self.wanted
@@ -70,6 +76,7 @@ class Sampler:
             places = order[start:end]
             answers = self.engine.generate(
                 [self.prompts[at].ids for at in places],
+                numbers=places,
                 max_new_tokens=wanted.max_new_tokens,
                 stop_token_ids=self._stops,
                 between=self.between,

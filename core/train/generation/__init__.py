@@ -1,0 +1,1 @@
+"""Text that the model writes, with the weights and kernels of training."""

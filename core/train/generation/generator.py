@@ -1,0 +1,226 @@
+"""The generator: answers to many prompts at once, in slots that are given to the next answer as soon as one ends.
+
+A prompt is computed once, however many answers to it are wanted. The tokens are those of the model as training has it:
+its modules, adapters, packed weights and precision; nothing is merged or copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from core.train.generation.sampling import Completion, Key, SamplingParams, Stops, choose
+from core.train.generation.slots import SlotCache, attention_over
+from core.train.logits import head_at
+from core.train.loss.chunk import wide_product
+from core.train.loss.head import OutputHead, hidden_states
+
+WIDENED_BYTES = 256 << 20
+"""Largest head in float32 that is kept for the time of a call where the device has no product of 16 bits that answers
+in float32."""
+LEFT = 0.5
+"""Share of the slots in use from which on the others are dropped, when nothing waits for them."""
+
+
+class LastLogits:
+    """Logits of the next token, float32: by the head's own product where it is of the known form, never rounded to 16
+    bits; else the model's."""
+
+    def __init__(self, model: nn.Module, head: OutputHead | str) -> None:
+        self.model, self.head = model, head
+        self._weight: Tensor | None = None
+        if isinstance(head, OutputHead):
+            where = head.weight.device.type
+            autocast = torch.is_autocast_enabled(where)
+            self._dtype = torch.get_autocast_dtype(where) if autocast else head.weight.dtype
+            self._weight = head.weight.to(self._dtype)
+            if where == "cpu" and 4 * head.weight.numel() <= WIDENED_BYTES:
+                self._weight = self._weight.float()
+
+    def at(self, places: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[places, vocabulary] of a pass over these ids; `places` are positions of the flattened ids."""
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        head = self.head
+        if not isinstance(head, OutputHead) or self._weight is None:
+            with head_at(self.model, places):
+                logits: Tensor = self.model(**inputs, use_cache=False).logits
+            return logits[0].float()
+        states = hidden_states(head, **inputs).flatten(0, 1).index_select(0, places)
+        with torch.autocast(states.device.type, enabled=False):
+            states = states.to(self._dtype).to(self._weight.dtype)
+            found = torch.empty((len(states), len(self._weight)), dtype=torch.float32, device=states.device)
+            wide_product(states, self._weight.t(), out=found)
+        if head.bias is not None:
+            found += head.bias.float()
+        found *= head.options.scale
+        if (cap := head.options.softcap) is not None:
+            found = cap * torch.tanh(found / cap)
+        return found
+
+
+@dataclass(slots=True)
+class _Answer:
+    prompt: int
+    key: Key
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+    def add(self, token: int, logprob: float, stops: Stops) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.finished = stops.ended(self.tokens)
+
+
+class SlotGenerator:
+    """Answers in the making; for one call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: OutputHead | str,
+        params: SamplingParams,
+        stops: Stops,
+        *,
+        slots: int,
+        prompt_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """`prompt_tokens`: tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by
+        itself. The model computes without gradients."""
+        self.model, self.logits = model, LastLogits(model, head)
+        self.params, self.stops = params, stops
+        self.slots, self.prompt_tokens, self.device = slots, prompt_tokens, device
+        self.passes = 0
+        """Passes over one token of each slot."""
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[Key]], between: Callable[[], None]
+    ) -> list[list[Completion]]:
+        """Answer each prompt as often as it has keys. NoSlotForm, and whatever `between` raises, which is called before
+        each pass."""
+        answers = [[_Answer(at, key) for key in mine] for at, mine in enumerate(keys)]
+        waiting = deque(answer for mine in answers for answer in mine)
+        room = max(map(len, prompts)) + self.params.max_new_tokens
+        slots = min(self.slots, len(waiting))
+        cache = SlotCache(slots, room)
+        owner: list[_Answer | None] = [None] * slots
+        held = [-1] * slots
+        first: dict[int, Tensor] = {}
+        with attention_over(cache, self.model):
+            while True:
+                while waiting and None in owner:
+                    between()
+                    self._fill(prompts, cache, waiting, owner, held, first)
+                live = [slot for slot, answer in enumerate(owner) if answer is not None]
+                if not live:
+                    break
+                if not waiting and len(live) <= LEFT * len(owner):
+                    cache.keep(live)
+                    owner, held = [owner[slot] for slot in live], [held[slot] for slot in live]
+                between()
+                self._step(prompts, cache, owner)
+        return [[Completion(a.tokens, a.logprobs, a.finished) for a in mine] for mine in answers]
+
+    def _fill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        waiting: deque[_Answer],
+        owner: list[_Answer | None],
+        held: list[int],
+        first: dict[int, Tensor],
+    ) -> None:
+        """Give free slots to the next answers, and draw their first tokens. `held`: the prompt that each slot has at
+        its beginning, also when its answer has ended; `first`: logits behind prompts that more answers may follow."""
+        free = deque(slot for slot, answer in enumerate(owner) if answer is None)
+        taken: list[tuple[int, _Answer]] = []
+        new: dict[int, list[int]] = {}
+        widest = 0
+        while waiting and free:
+            number = waiting[0].prompt
+            known = number in first and number in held
+            if not known and number not in new:
+                wider = max(widest, len(prompts[number]))
+                if new and wider * (len(new) + 1) > self.prompt_tokens:
+                    break
+                widest, new[number] = wider, []
+            answer = waiting.popleft()
+            if known and (source := held.index(number)) in free:  # the slot of a sibling that has ended
+                slot = source
+                free.remove(slot)
+            else:
+                slot = free.popleft()
+                if known:
+                    cache.copy(source, slot, len(prompts[number]))
+            if not known:
+                new[number].append(slot)
+            taken.append((slot, answer))
+            owner[slot] = answer
+            if known:
+                held[slot] = number
+        for slots in new.values():
+            for slot in slots:
+                held[slot] = -1
+        if new:
+            self._read(prompts, cache, new, held, first)
+        tokens, logprobs = self._chosen(torch.stack([first[a.prompt] for _, a in taken]), [a for _, a in taken])
+        for (slot, answer), token, logprob in zip(taken, tokens, logprobs, strict=True):
+            answer.add(token, logprob, self.stops)
+            self._release(owner, slot)
+        wanted = {answer.prompt for answer in waiting}
+        for number in [number for number in first if number not in wanted]:
+            del first[number]
+
+    def _read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        new: dict[int, list[int]],
+        held: list[int],
+        first: dict[int, Tensor],
+    ) -> None:
+        """Compute prompts, each once, into their slots."""
+        width = max(len(prompts[number]) for number in new)
+        ids = torch.zeros((len(new), width), dtype=torch.int64)
+        for row, number in enumerate(new):
+            ids[row, : len(prompts[number])] = torch.tensor(list(prompts[number]))
+        pairs = [(slot, row) for row, slots in enumerate(new.values()) for slot in slots]
+        cache.before_prompts([slot for slot, _ in pairs], [row for _, row in pairs], self.device)
+        places = [row * width + len(prompts[number]) - 1 for row, number in enumerate(new)]
+        positions = torch.arange(width).expand(len(new), width)
+        logits = self.logits.at(torch.tensor(places).to(self.device), ids.to(self.device), positions.to(self.device))
+        for row, (number, slots) in enumerate(new.items()):
+            first[number] = logits[row]
+            for slot in slots:
+                held[slot] = number
+
+    def _step(self, prompts: Sequence[Sequence[int]], cache: SlotCache, owner: list[_Answer | None]) -> None:
+        """One token more for each answer. A slot that has none any more, when nothing waits, computes beside them."""
+        live = {slot: answer for slot, answer in enumerate(owner) if answer is not None}
+        there = {slot: len(prompts[answer.prompt]) + len(answer.tokens) - 1 for slot, answer in live.items()}
+        lengths = [there.get(slot, max(there.values())) for slot in range(len(owner))]
+        current = [live[slot].tokens[-1] if slot in live else 0 for slot in range(len(owner))]
+        cache.before_tokens(lengths, self.device)
+        ids = torch.tensor(current).unsqueeze(1).to(self.device)
+        positions = torch.tensor(lengths).unsqueeze(1).to(self.device)
+        logits = self.logits.at(torch.tensor(list(live)).to(self.device), ids, positions)
+        self.passes += 1
+        tokens, logprobs = self._chosen(logits, list(live.values()))
+        for (slot, answer), token, logprob in zip(live.items(), tokens, logprobs, strict=True):
+            answer.add(token, logprob, self.stops)
+            self._release(owner, slot)
+
+    def _chosen(self, logits: Tensor, answers: Sequence[_Answer]) -> tuple[list[int], list[float]]:
+        tokens, logprobs = choose(logits, [a.key for a in answers], [len(a.tokens) for a in answers], self.params)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _release(self, owner: list[_Answer | None], slot: int) -> None:
+        answer = owner[slot]
+        assert answer is not None
+        if answer.finished or len(answer.tokens) >= self.params.max_new_tokens:
+            owner[slot] = None

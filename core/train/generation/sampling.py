@@ -1,0 +1,141 @@
+"""Which token comes next: filters of a distribution, and draws that depend on nothing but their own key.
+
+A draw is a function of (key, position): of two answers with different keys neither knows of the other, and an answer is
+drawn with the same numbers whatever else is generated at the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Columns of one product in running sums on a GPU."""
+TAIL = 8
+"""Tokens beyond those of the longest stop string that are decoded to look for one."""
+
+Key = tuple[int, ...]
+"""Identity of an answer: seed, rollout, prompt and sample, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How answers are drawn, and where they end. Filters apply in the order of transformers: temperature, top_k, top_p,
+    min_p."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    """0: the most likely token each time."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the most likely one's probability are not drawn."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer."""
+
+    tokens: list[int]
+    """With the token that ended it, if one did."""
+    logprobs: list[float]
+    """Log-probability of each token under the model at the temperature of the draw (at temperature 0: at 1), before any
+    other filter."""
+    finished: bool
+    """It ended by itself; false: max_new_tokens cut it off."""
+
+
+class Stops:
+    """Decides where an answer ends."""
+
+    def __init__(self, params: SamplingParams, decode: Callable[[Sequence[int]], str] | None) -> None:
+        """`decode` makes text of tokens; ValueError where stop strings need it and it is None."""
+        self.ids, self.strings = frozenset(params.stop_token_ids), params.stop_strings
+        if self.strings and decode is None:
+            raise ValueError("stop strings need the tokenizer's decode")
+        self._decode = decode
+        self._tail = max((len(text.encode()) for text in self.strings), default=0) + TAIL
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these tokens of an answer ends it."""
+        if tokens[-1] in self.ids:
+            return True
+        if not self.strings:
+            return False
+        assert self._decode is not None
+        tail = self._decode(tokens[-self._tail :])
+        return any(text in tail for text in self.strings)
+
+
+def uniform(key: Key, position: int) -> float:
+    """A number in [0, 1), a function of key and position alone."""
+    words = struct.pack(f"<{len(key) + 1}q", *key, position)
+    return int(struct.unpack("<I", hashlib.blake2b(words, digest_size=4).digest())[0]) / 2**32
+
+
+def choose(
+    logits: Tensor, keys: Sequence[Key], positions: Sequence[int], params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row of logits [rows, vocabulary]: int64 [rows], and its log-probability, float32 [rows].
+    `positions`: the place of the token in each answer, from 0."""
+    logits = logits.float()
+    if params.temperature > 0:
+        logits = logits / params.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if params.temperature > 0:
+        numbers = [uniform(key, position) for key, position in zip(keys, positions, strict=True)]
+        tokens = drawn(filtered(logprobs, params), torch.tensor(numbers, dtype=torch.float64).to(logits.device))
+    else:
+        tokens = logits.argmax(dim=-1)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def filtered(logprobs: Tensor, params: SamplingParams) -> Tensor:
+    """Set the log-probabilities of tokens that may not be drawn to -inf. The most likely token always may."""
+    if 0 < params.top_k < logprobs.shape[1]:
+        least = logprobs.topk(params.top_k, dim=-1).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < least, -math.inf)
+    if params.top_p < 1.0:
+        ordered, places = logprobs.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.double().exp()
+        before = running_sums(mass) - mass
+        out = before >= params.top_p * mass.sum(dim=-1, keepdim=True)
+        out[:, 0] = False
+        logprobs = logprobs.masked_fill(torch.zeros_like(out).scatter(1, places, out), -math.inf)
+    if params.min_p > 0:
+        least = logprobs.amax(dim=-1, keepdim=True) + math.log(params.min_p)
+        logprobs = logprobs.masked_fill(logprobs < least, -math.inf)
+    return logprobs
+
+
+def drawn(logprobs: Tensor, numbers: Tensor) -> Tensor:
+    """Draw a token of each row by a number in [0, 1): the first at which the running sum of probabilities exceeds the
+    number's share of the whole sum. int64 [rows]."""
+    sums = running_sums(logprobs.double().exp())
+    target = numbers.unsqueeze(1) * sums[:, -1:]
+    return (sums <= target).sum(dim=-1).clamp(max=logprobs.shape[1] - 1)
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Running sums of each row, float64. On a GPU by products with triangles: torch's own cumsum sums in another order
+    each time there."""
+    return values.cumsum(dim=-1) if values.device.type == "cpu" else by_products(values)
+
+
+def by_products(values: Tensor) -> Tensor:
+    """The running sums of `running_sums` on a GPU."""
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    blocks = padded.shape[1]
+    within = padded @ torch.ones(BLOCK, BLOCK, dtype=values.dtype, device=values.device).triu()
+    before = within[:, :, -1] @ torch.ones(blocks, blocks, dtype=values.dtype, device=values.device).triu(1)
+    return (within + before.unsqueeze(-1)).flatten(1)[:, :columns]
