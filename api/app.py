@@ -31,6 +31,7 @@ from api.jobs.router import router as jobs_router
 from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.metrics.router import router as metrics_router
+from api.models.router import router as models_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
 from api.notices.sender import Sender
@@ -52,6 +53,7 @@ Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, m
 TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "pipelines", "description": "Jobs one after another (docs/pipelines.md)."},
+    {"name": "models", "description": "What jobs have made: versions, tags, files, lineage (docs/models.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
     {"name": "nodes", "description": "The boxes: look, drain, put back into service."},
@@ -103,6 +105,7 @@ def create_app(settings: Settings) -> FastAPI:
         samples_router,
         lineage_router,
         pipelines_router,
+        models_router,
         events_router,
         files_router,
         preview_router,

@@ -103,6 +103,14 @@ JOBS: dict[str, Code] = {
         "A retry, a running pipeline, or a job that was made from its model needs the job.",
         "Delete (or cancel) that one first; the message names it.",
     ),
+    "model_in_use": (
+        "A job that was made from the model, or a running pipeline, needs it.",
+        "Delete (or cancel) that one first; the message names it.",
+    ),
+    "too_many_tags": (
+        "The model would have more tags than a model may have.",
+        "Remove some: `eft models tag --remove`.",
+    ),
     "step_not_succeeded": (
         "A step before the one to retry from has no job that has succeeded.",
         "Retry from that step, or from one before it.",

@@ -17,6 +17,7 @@ PAGE = HOME / "docs" / "api.md"
 TOPICS = {
     "jobs": "Jobs",
     "pipelines": "Pipelines",
+    "models": "Models",
     "files": "Training data",
     "queue": "Queue, GPUs, quotas",
     "nodes": "Nodes",

@@ -32,6 +32,7 @@ TABLES = (
     "jobs",
     "attempts",
     "artifacts",
+    "models",
     "allocations",
     "pipelines",
     "pipeline_steps",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
@@ -20,8 +19,8 @@ from api.handles import JobId
 from api.http.body import json_body, read_body, read_json, read_optional_json
 from api.http.errors import responses
 from api.http.once import Asked, answer, earlier
-from api.http.ranges import FileReply
 from api.jobs import logs, schemas
+from api.jobs.artifact_reply import DOWNLOAD, artifact_reply
 from api.jobs.service import JSON_TYPES, YAML_TYPES, Jobs, Submission
 from api.queue.schemas import place_view
 from api.queue.settings import queue_settings
@@ -408,20 +407,9 @@ def list_artifacts(job_id: JobId, principal: Reading, app: App) -> Response:
         return JSONResponse({"data": [schemas.artifact_view(row) for row in queries.artifacts(session, job_id)]})
 
 
-_DOWNLOAD: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The file.",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}, "example": "…"}},
-    },
-    206: {"description": "The range asked for."},
-    304: {"description": "The client's copy is the same (If-None-Match)."},
-    **responses(404, 410, 416),
-}
-
-
 @router.head("/jobs/{job_id}/artifacts/{path:path}", include_in_schema=False)
 @router.get(
-    "/jobs/{job_id}/artifacts/{path:path}", summary="Download an artifact", response_class=Response, responses=_DOWNLOAD
+    "/jobs/{job_id}/artifacts/{path:path}", summary="Download an artifact", response_class=Response, responses=DOWNLOAD
 )
 def get_artifact(
     request: Request,
@@ -433,19 +421,5 @@ def get_artifact(
     """One file; `Range` resumes an interrupted download. The ETag is the file's SHA-256."""
     with app.database.read() as session:
         find(session, principal, job_id)
-        if "\x00" in path:
-            raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
-        row = queries.find_artifact(session, job_id, path)
-    folder = app.layout.artifacts(job_id, row.attempt)
-    file = folder / row.path
-    if not file.resolve().is_relative_to(folder.resolve()):  # the list came from a child process
-        raise NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
-    return FileReply(
-        request,
-        app.store,
-        str(file.relative_to(app.layout.root)),
-        size=row.bytes,
-        sha256=row.sha256,
-        filename=FilePath(row.path).name,
-        media_type="application/octet-stream",
-    )
+        missing = NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
+        return artifact_reply(request, app, session, job_id, path, missing=missing)

@@ -21,6 +21,7 @@ from sqlalchemy import func, select
 from api.auth.policy import NoPolicy, Reading, Right, Role, Scope, Writing, policy_of
 from api.docs import policy_table
 from core.db.tables import Audit, Job
+from core.jobs.lifecycle import models
 from core.jobs.lifecycle.submit import cancel, submit
 from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, SHA, Caller, Project, World
@@ -240,6 +241,8 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                 with here.database.write() as session:
                     things["job_id"] = submit(session, here.lab.owner, here.spec(here.lab.file)).id
                     cancel(session, here.lab.owner, things["job_id"])
+            if route == ("DELETE", "/models/{model_id}"):
+                things["model_id"] = models.id_of(here.job(here.lab.owner, here.lab.file))
             if route == ("DELETE", "/pipelines/{pipeline_id}"):
                 things["pipeline_id"] = here.pipeline(here.lab.owner, here.lab.file)
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):

@@ -21,7 +21,7 @@ from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
 from core.ids import new_id
 from core.jobs.base import deliveries
-from core.jobs.lifecycle import previews
+from core.jobs.lifecycle import models, previews
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.pipelines import wishes
@@ -60,6 +60,10 @@ class Project:
     preview: str
     key: str
     pipeline: str
+
+    @property
+    def model(self) -> str:
+        return models.id_of(self.job)
 
 
 class World:
@@ -222,11 +226,13 @@ class World:
             won = claim(session, "worker-x", "box", Slot(f"c-{job_id}", "cpu"), 600)
             assert won is not None and won.token.job_id == job_id
             running(session, won.token)
-            artifacts = [{"path": "a.bin", "kind": "x", "bytes": 4, "sha256": "0" * 64}]
+            names = ("a.bin", "adapter/a.safetensors")
+            artifacts = [{"path": name, "kind": "x", "bytes": 4, "sha256": "0" * 64} for name in names]
             finish(session, won.token, "train", Succeeded({}, artifacts), 0, RetryPolicy())
         folder = self.layout.artifacts(job_id, won.token.attempt)
-        folder.mkdir(parents=True)
-        (folder / "a.bin").write_bytes(b"mine")
+        (folder / "adapter").mkdir(parents=True)
+        for name in names:
+            (folder / name).write_bytes(b"mine")
         (folder.parent / "log.txt").write_bytes(b"mine")
         return job_id
 

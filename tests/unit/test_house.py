@@ -17,7 +17,10 @@ CLIENT = "client/eft"
 """A program of its own that imports none of the service: its types are named as what they show."""
 ROOMS = ("api", "core", "worker", "box", CLIENT)
 MODULES_A_FOLDER = 12
-WITH_MORE: dict[str, str] = {}
+WITH_MORE: dict[str, str] = {
+    "client/eft/aio": "a module a resource of the API",
+    "client/eft/sync": "a module a resource of the API",
+}
 """Folders that may hold more modules, each with the reason."""
 GENERATED = ("client/eft/sync/",)
 """Written by a program from another folder, so that its names come twice."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from eft.aio.access import AsyncAccess
 from eft.aio.events import AsyncEvents
 from eft.aio.files import AsyncFiles
+from eft.aio.models import AsyncModels
 from eft.aio.nodes import AsyncNodes
 from eft.aio.pipelines import AsyncPipelines
 from eft.aio.queue import AsyncQueue
@@ -36,6 +37,8 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         self.webhooks = AsyncWebhooks(self._transport)
         self.pipelines = AsyncPipelines(self._transport)
         """Jobs one after another."""
+        self.models = AsyncModels(self._transport)
+        """What jobs have made."""
         self.queue = AsyncQueue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

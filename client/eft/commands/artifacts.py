@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from eft.errors import UsageFault
 from eft.manual.source import manual
 from eft.session import HANDLE, JobArgument, JsonOption, UrlOption, job_id_of, session
+from eft.terminal.output import Output
 from eft.types import Artifact
 
 SHOWN_FIRST = ("loss.png", "README.md", "run_record.json")
@@ -45,33 +48,35 @@ def download(
     """Download a job's artifacts: verified, resumable, complete or absent."""
     with session(as_json, url) as (client, output):
         job_id = job_id_of(client, job_id)
-        chosen = _chosen(client.artifacts(job_id), paths or [])
+        chosen = selected(client.artifacts(job_id), paths or [])
         if listing:
-            if as_json:
-                output.json({"data": [artifact.raw for artifact in chosen]})
-            for artifact in [] if as_json else chosen:
-                output.text(f"{artifact.sha256[:12]}  {artifact.bytes:>12}  {artifact.path}\n")
+            print_listing(output, chosen)
             return
         folder = into if into is not None else Path(job_id)
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=output.notes,
-            transient=True,
-            disable=not output.live,
-        ) as bar:
-            task = bar.add_task("download", total=sum(artifact.bytes for artifact in chosen))
-            targets = client.download(job_id, chosen, into=folder, advance=lambda count: bar.advance(task, count))
-        if as_json:
-            files = [
-                {"path": str(target), "bytes": artifact.bytes, "sha256": artifact.sha256}
-                for artifact, target in zip(chosen, targets, strict=True)
-            ]
-            output.json({"job": job_id, "files": files})
-        else:
-            output.text("".join(f"{target}\n" for target in targets))
+        fetch(output, {"job": job_id}, chosen, partial(client.download, job_id, chosen, into=folder))
+
+
+def fetch(output: Output, about: dict[str, str], chosen: list[Artifact], download: Callable[..., list[Path]]) -> None:
+    """Run `download` below a bar and print what came, as paths or as `about` with the files."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=output.notes,
+        transient=True,
+        disable=not output.live,
+    ) as bar:
+        task = bar.add_task("download", total=sum(artifact.bytes for artifact in chosen))
+        targets = download(advance=lambda count: bar.advance(task, count))
+    if output.as_json:
+        files = [
+            {"path": str(target), "bytes": artifact.bytes, "sha256": artifact.sha256}
+            for artifact, target in zip(chosen, targets, strict=True)
+        ]
+        output.json({**about, "files": files})
+    else:
+        output.text("".join(f"{target}\n" for target in targets))
 
 
 @manual(
@@ -108,7 +113,7 @@ def open_it(
                 raise UsageFault(
                     f"the job has none of {', '.join(SHOWN_FIRST)}: name an artifact (eft download --list)"
                 )
-            chosen = [artifact for artifact in _chosen(artifacts, [wanted]) if artifact.path == wanted.rstrip("/")]
+            chosen = [artifact for artifact in selected(artifacts, [wanted]) if artifact.path == wanted.rstrip("/")]
             if not chosen:
                 raise UsageFault(f"{wanted} is a folder; name one file of it")
             folder = Path(tempfile.gettempdir()) / f"eft-{os.getuid()}"
@@ -128,7 +133,16 @@ def _desktop() -> bool:
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
 
 
-def _chosen(artifacts: list[Artifact], paths: list[str]) -> list[Artifact]:
+def print_listing(output: Output, chosen: list[Artifact]) -> None:
+    if output.as_json:
+        output.json({"data": [artifact.raw for artifact in chosen]})
+        return
+    for artifact in chosen:
+        output.text(f"{artifact.sha256[:12]}  {artifact.bytes:>12}  {artifact.path}\n")
+
+
+def selected(artifacts: list[Artifact], paths: list[str], of: str = "job") -> list[Artifact]:
+    """The artifacts with these paths, and those in these folders. Raises UsageFault for a path that is neither."""
     if not paths:
         return artifacts
     chosen: dict[str, Artifact] = {}
@@ -137,6 +151,6 @@ def _chosen(artifacts: list[Artifact], paths: list[str]) -> list[Artifact]:
         found = [a for a in artifacts if a.path == plain or a.path.startswith(f"{plain}/")]
         if not found:
             known = ", ".join(sorted({a.path.split("/")[0] for a in artifacts})) or "none yet"
-            raise UsageFault(f"the job has no artifact {path}; there are: {known}")
+            raise UsageFault(f"the {of} has no artifact {path}; there are: {known}")
         chosen |= {a.path: a for a in found}
     return list(chosen.values())

@@ -194,14 +194,18 @@ def lineage(job_id: JobArgument, url: UrlOption = None, as_json: JsonOption = Fa
         if as_json:
             output.json({"data": found})
             return
-        for one in found:
-            output.data.print(f"{one['job']}  {one['stage']}, {one['method']}", soft_wrap=True, highlight=False)
-            told = [("data", ", ".join(one["data"]["train"])), ("spec", one["spec_sha256"])]
-            told += [("template", one["template_sha256"]), ("code", one["code"]["sha256"])]
-            told += [(name, digest) for name, digest in one["weights"].items() if name.endswith(".safetensors")]
-            for name, digest in told:
-                if digest:
-                    output.data.print(f"    {escape(name)}: {digest}", soft_wrap=True, highlight=False)
+        print_lineage(output, found)
+
+
+def print_lineage(output: Output, found: list[dict[str, Any]]) -> None:
+    for one in found:
+        output.data.print(f"{one['job']}  {one['stage']}, {one['method']}", soft_wrap=True, highlight=False)
+        told = [("data", ", ".join(one["data"]["train"])), ("spec", one["spec_sha256"])]
+        told += [("template", one["template_sha256"]), ("code", one["code"]["sha256"])]
+        told += [(name, digest) for name, digest in one["weights"].items() if name.endswith(".safetensors")]
+        for name, digest in told:
+            if digest:
+                output.data.print(f"    {escape(name)}: {digest}", soft_wrap=True, highlight=False)
 
 
 def refuse_job_options(**given: Any) -> None:

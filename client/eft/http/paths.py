@@ -44,6 +44,10 @@ def pipeline(pipeline_id: str) -> str:
     return f"/pipelines/{handle(pipeline_id, '`eft pipelines ls` lists them')}"
 
 
+def model(model_id: str) -> str:
+    return f"/models/{handle(model_id, '`eft models list` lists them')}"
+
+
 def file(file_id: str) -> str:
     return f"/files/{handle(file_id, '`eft files ls` lists them')}"
 

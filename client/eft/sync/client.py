@@ -9,6 +9,7 @@ from eft.config import load_config
 from eft.sync.access import Access
 from eft.sync.events import Events
 from eft.sync.files import Files
+from eft.sync.models import Models
 from eft.sync.nodes import Nodes
 from eft.sync.pipelines import Pipelines
 from eft.sync.queue import Queue
@@ -37,6 +38,8 @@ class Client(Events, Files, Nodes):
         self.webhooks = Webhooks(self._transport)
         self.pipelines = Pipelines(self._transport)
         """Jobs one after another."""
+        self.models = Models(self._transport)
+        """What jobs have made."""
         self.queue = Queue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

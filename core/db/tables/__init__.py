@@ -20,6 +20,7 @@ from core.db.tables.jobs import (
     ModelShape,
     OutboxMessage,
 )
+from core.db.tables.models import RegisteredModel
 from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
@@ -60,6 +61,7 @@ __all__ = [
     "PipelineEvent",
     "PipelineStep",
     "Project",
+    "RegisteredModel",
     "SchemaFloor",
     "UsageDay",
     "UsageTotal",

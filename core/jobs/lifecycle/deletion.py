@@ -22,6 +22,7 @@ from core.db.tables import (
     OutboxMessage,
     Pipeline,
     PipelineStep,
+    RegisteredModel,
 )
 from core.errors import Conflict, NotFound
 from core.jobs.admission import parents
@@ -94,7 +95,7 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     if retry is not None:
         words = f"`{retry}` is a retry of this job and may continue from its checkpoints: delete the retry first"
         raise Conflict(words, field="job_id", code="job_in_use")
-    if (pipeline := _step_of(session, job)) is not None:
+    if (pipeline := running_pipeline(session, job)) is not None:
         words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
@@ -124,7 +125,7 @@ def _count(session: Session, job: Job) -> None:
 
 def rows(session: Session, job: Job) -> None:
     """Delete a job with everything that tells of it alone. The caller holds its lock and knows that it may go."""
-    for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage):
+    for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage, RegisteredModel):
         session.execute(delete(table).where(table.job_id == job.id))
     volume.drop(session, job.project_id, job.spec)
     session.execute(delete(Job).where(Job.id == job.id).execution_options(synchronize_session=False))
@@ -148,7 +149,7 @@ def _built_on(session: Session, job: Job) -> str | None:
     return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
 
 
-def _step_of(session: Session, job: Job) -> str | None:
+def running_pipeline(session: Session, job: Job) -> str | None:
     """A running pipeline that goes on from this job, or may."""
     query = (
         select(Pipeline.id)

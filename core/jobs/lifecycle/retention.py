@@ -194,7 +194,8 @@ def _named(session: Session, row: File) -> bool:
 
 def sweep(layout: Layout) -> int:
     """Delete what a process that was killed has set aside and not deleted. Returns how much there was."""
-    left = [*layout.runs.glob(f"{ASIDE}*"), *layout.runs.glob(f"*/*/{ASIDE}*")]
+    depths = ("", "*/*/", f"*/*/{ARTIFACTS}/")
+    left = [path for depth in depths for path in layout.runs.glob(f"{depth}{ASIDE}*")]
     for path in left:
         delete_tree(path)
     return len(left)

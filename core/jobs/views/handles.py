@@ -1,4 +1,4 @@
-"""What people call a job, a file, a pipeline or a webhook: its id, the beginning of its id, or its name."""
+"""What people call a job, a model, a file, a pipeline or a webhook: its id, the beginning of its id, or its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, false, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core.db.tables import File, Job, Pipeline, Webhook
+from core.db.tables import File, Job, Pipeline, RegisteredModel, Webhook
 from core.errors import Conflict, NotFound
 from core.jobs.base.transitions import Actor
 
@@ -44,6 +44,14 @@ class Handled:
 
 
 JOB = Handled("job", "job", Job.id, Job.name, Job.project_id, Job.owner_id, (Job.kind == "train",))
+MODEL = Handled(
+    "model",
+    "model",
+    RegisteredModel.id,
+    RegisteredModel.name,
+    RegisteredModel.project_id,
+    RegisteredModel.owner_id,
+)
 FILE = Handled("file", "file", File.id, File.filename, File.project_id, File.owner_id)
 PIPELINE = Handled("pipeline", "pipe", Pipeline.id, Pipeline.name, Pipeline.project_id, Pipeline.owner_id)
 WEBHOOK = Handled("webhook", "hook", Webhook.id, Webhook.name, Webhook.project_id, Webhook.owner_id)

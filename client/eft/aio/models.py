@@ -1,0 +1,92 @@
+"""The model registry: what jobs have made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from eft.aio import download as downloads
+from eft.aio.transport import AsyncTransport
+from eft.http import download as parts
+from eft.http import paths
+from eft.http.responses import Param
+from eft.types import Artifact
+
+Raw = dict[str, Any]
+
+
+class AsyncModels:
+    """`client.models`. Answers are as the server sent them (its OpenAPI document says what is in them)."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def all(self, *, name: str | None = None, tag: str | None = None, limit: int = 20) -> list[Raw]:
+        """Newest first, at most `limit`; `name`: the versions of one model."""
+        found: list[Raw] = []
+        after: str | None = None
+        while len(found) < limit:
+            params: dict[str, Param] = {
+                "name": name,
+                "tag": tag,
+                "limit": min(200, limit - len(found)),
+                "after": after,
+            }
+            page = await self._transport.json("GET", "/models", params=params)
+            found += page["data"]
+            after = page["next"]
+            if after is None:
+                break
+        return found
+
+    async def get(self, model_id: str) -> Raw:
+        model: Raw = await self._transport.json("GET", paths.model(model_id))
+        return model
+
+    async def tag(self, model_id: str, add: Sequence[str] = (), *, remove: Sequence[str] = ()) -> Raw:
+        """The model with tags added and removed."""
+        body = {"add": [*add], "remove": [*remove]}
+        model: Raw = await self._transport.json("POST", f"{paths.model(model_id)}/tags", body=body, idempotent=True)
+        return model
+
+    async def delete(self, model_id: str) -> Raw:
+        """Delete its weights and exports; the job that made it stays."""
+        answer: Raw = await self._transport.json("DELETE", paths.model(model_id))
+        return answer
+
+    async def lineage(self, model_id: str) -> list[Raw]:
+        """The job that made it, then the jobs before that one, with hashes."""
+        data: list[Raw] = (await self._transport.json("GET", f"{paths.model(model_id)}/lineage"))["data"]
+        return data
+
+    async def files(self, model_id: str) -> list[Artifact]:
+        raw = await self._transport.json("GET", f"{paths.model(model_id)}/files")
+        return [Artifact.parse(item) for item in raw["data"]]
+
+    async def download(
+        self,
+        model_id: str,
+        files: Sequence[Artifact] | None = None,
+        *,
+        into: str | os.PathLike[str],
+        patience: float = 60.0,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> list[Path]:
+        """Bring files (default: all) below the folder `into`. Each is checked against its SHA-256 and appears whole or
+        not at all; a download that broke off is continued. Raises DownloadError for a damaged file."""
+        chosen = await self.files(model_id) if files is None else files
+        targets = [parts.local_path(Path(into), file.path) for file in chosen]  # all, before the first byte
+        for file, target in zip(chosen, targets, strict=True):
+            await downloads.fetch(
+                self._transport,
+                f"{paths.model(model_id)}/files/{quote(file.path)}",
+                target,
+                size=file.bytes,
+                sha256=file.sha256,
+                patience=patience,
+                advance=advance,
+            )
+        return targets

@@ -1,0 +1,178 @@
+"""`/models` and `eft models`: entries of the registry, their tags, files and end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, select
+
+from core.db.tables import Artifact, Job, RegisteredModel
+from core.jobs.lifecycle import models
+from core.jobs.lifecycle.finish import Failed, Succeeded
+from tests.service.conftest import MODEL, Api
+from tests.support.client import eft
+
+FILES = {
+    "adapter/adapter_model.safetensors": b"weights",
+    "adapter/README.md": b"# A card\n",
+    "gguf-Q8_0/model.gguf": b"gguf",
+    "withheld/gguf-Q4_K_M/model.gguf": b"bad",
+    "run_record.json": b"{}",
+}
+EXPORTS = [
+    {"type": "gguf", "quantization": "Q8_0", "folder": "gguf-Q8_0", "released": True, "retention": {"retention": 0.99}},
+    {
+        "type": "gguf",
+        "quantization": "Q4_K_M",
+        "folder": "withheld/gguf-Q4_K_M",
+        "released": False,
+        "reason": "it has kept 0.5 of the tuning",
+        "retention": {"retention": 0.5},
+    },
+]
+
+
+def made(api: Api, files: dict[str, bytes] = FILES, **spec: Any) -> str:
+    """The id of the model of a job that has succeeded."""
+    job_id, token = api.start_job(**spec)
+    folder = api.layout.artifacts(job_id, token.attempt)
+    listed = []
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        listed.append({"path": name, "kind": "x", "bytes": len(content), "sha256": digest})
+    api.end(token, Succeeded({"export": EXPORTS, "eval_after": {"eval_loss": 0.5}}, listed))
+    return f"model-{job_id[4:]}"
+
+
+@pytest.mark.both_databases
+def test_a_job_that_succeeds_has_a_model(api: Api) -> None:
+    model = made(api, name="Registered one")
+    found = api.http.get(f"/models/{model}").json()
+    assert (found["name"], found["kind"], found["job"]) == ("Registered one", "adapter", f"job-{model[6:]}")
+    assert (found["owner"], found["project"], found["tags"], found["parent"]) == ("ada", "lab", [], None)
+    assert found["base"]["id"] == MODEL and found["evaluation"] == {"eval_loss": 0.5}
+    assert found["bytes"] == sum(len(content) for name, content in FILES.items() if "/" in name)
+    shown = [(form["folder"], form["released"], form["retention"], form["bytes"]) for form in found["formats"]]
+    assert shown == [
+        ("adapter", True, None, 16),
+        ("gguf-Q8_0", True, 0.99, 4),
+        ("withheld/gguf-Q4_K_M", False, 0.5, 3),
+    ]
+    for handle in ("Registered one", "last", model[:-2], model[6:-2]):
+        assert api.http.get(f"/models/{handle}").json()["id"] == model, handle
+    (generation,) = api.http.get(f"/models/{model}/lineage").json()["data"]
+    assert generation["job"] == found["job"]
+
+    files = api.http.get(f"/models/{model}/files").json()["data"]
+    assert [file["path"] for file in files] == sorted(name for name in FILES if "/" in name)
+    for file in files:
+        assert api.http.get(file["url"]).content == FILES[file["path"]]
+    for path in ("run_record.json", "adapter/none", "adapter/..%2frun_record.json", "a/%00"):
+        assert api.http.get(f"/models/{model}/files/{path}").status_code == 404, path
+
+
+def test_what_makes_no_model(api: Api) -> None:
+    job_id, token = api.start_job()
+    api.end(token, Failed("user", "x", "y"))
+    bare, token = api.start_job()
+    api.end(token, Succeeded({}, []))
+    for job in (job_id, bare):
+        assert api.http.get(f"/models/model-{job[4:]}").status_code == 404
+
+
+@pytest.mark.both_databases
+def test_names_and_tags_select(api: Api) -> None:
+    old, new = made(api, name="Versions"), made(api, name="Versions")
+    page = api.http.get("/models", params={"name": "Versions"}).json()
+    assert [one["id"] for one in page["data"]] == [new, old]
+    first = api.http.get("/models", params={"name": "Versions", "limit": 1}).json()
+    rest = api.http.get("/models", params={"name": "Versions", "after": first["next"]}).json()
+    assert [one["id"] for one in rest["data"]] == [old] and not rest["has_more"]
+    assert api.http.get("/models/Versions").json()["error"]["code"] == "ambiguous_handle"
+
+    reply = api.http.post(f"/models/{old}/tags", json={"add": ["a_1", "b"], "remove": ["none"]})
+    assert reply.json()["tags"] == ["a_1", "b"]
+    assert api.http.post(f"/models/{old}/tags", json={"add": ["c"], "remove": ["b"]}).json()["tags"] == ["a_1", "c"]
+    assert [one["id"] for one in api.http.get("/models", params={"tag": "a_1"}).json()["data"]] == [old]
+    assert api.http.get("/models", params={"tag": "ax1"}).json()["data"] == [], "no pattern"
+    for wrong in ("", "two words", 'a"', "x" * 65, "-a"):
+        reply = api.http.post(f"/models/{old}/tags", json={"add": [wrong]})
+        assert reply.status_code == 422 and reply.json()["error"]["field"] == "add", wrong
+    for part in ("x", "y"):
+        reply = api.http.post(f"/models/{old}/tags", json={"add": [f"{part}{n}" for n in range(20)]})
+    assert reply.json()["error"]["code"] == "too_many_tags"
+
+
+@pytest.mark.both_databases
+def test_deleting_leaves_the_job_and_nothing_on_the_disk(api: Api) -> None:
+    model = made(api)
+    job = f"job-{model[6:]}"
+    folder = api.layout.artifacts(job, 2)
+    freed = api.http.get(f"/models/{model}").json()["bytes"]
+    assert api.http.delete(f"/models/{model}").json() == {"id": model, "deleted": True, "freed_bytes": freed}
+    assert [path.name for path in folder.iterdir()] == ["run_record.json"]
+    assert [one["path"] for one in api.http.get(f"/jobs/{job}/artifacts").json()["data"]] == ["run_record.json"]
+    assert api.http.get(f"/models/{model}").status_code == api.http.delete(f"/models/{model}").status_code == 404
+    assert api.http.get(f"/jobs/{job}").json()["status"] == "succeeded"
+    # What is trained from it now is refused with the reason.
+    body = {"model": job, "data": api.upload(b'{"text": "a"}\n')["id"]}
+    reply = api.http.post("/jobs", json=body)
+    assert reply.status_code == 422 and reply.json()["error"]["code"] == "model_job_gone"
+
+    whole = made(api)
+    assert api.http.delete(f"/jobs/job-{whole[6:]}").status_code == 200
+    assert api.http.get(f"/models/{whole}").status_code == 404
+
+
+@pytest.mark.both_databases
+def test_what_another_job_needs_stays(api: Api) -> None:
+    model = made(api, name="Foundation")
+    child = api.submit(model=f"job-{model[6:]}")["id"]
+    reply = api.http.delete("/models/Foundation")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "model_in_use")
+    assert child in reply.json()["error"]["message"]
+    assert api.http.get(f"/models/{model}/files/adapter/README.md").status_code == 200
+    api.http.post(f"/jobs/{child}/cancel")
+    assert api.http.delete("/models/Foundation").status_code == 200
+
+
+def test_models_of_workers_and_apis_without_a_registry(api: Api) -> None:
+    model, lost = made(api), made(api)
+    with api.database.write() as session:
+        session.execute(delete(RegisteredModel).where(RegisteredModel.id == model))
+        session.execute(delete(Artifact).where(Artifact.job_id == f"job-{lost[6:]}"))
+        session.execute(delete(RegisteredModel).where(RegisteredModel.id == lost))
+        stray = RegisteredModel(
+            id="model-0000000000000000000000stray", name=None, kind="model", job_id="job-gone", tags=[],
+            owner_id=session.execute(select(Job.owner_id).limit(1)).scalar_one(),
+            project_id=session.execute(select(Job.project_id).limit(1)).scalar_one(),
+        )  # fmt: skip
+        session.add(stray)
+    with api.database.write() as session:
+        models.reconcile(session)
+    assert api.http.get(f"/models/{model}").json()["kind"] == "adapter"
+    assert api.http.get(f"/models/{lost}").status_code == 404, "its weights were deleted"
+    with api.database.read() as session:
+        assert session.get(RegisteredModel, "model-0000000000000000000000stray") is None
+
+
+def test_from_the_command_line(api: Api, tmp_path: Path) -> None:
+    model = made(api, name="Shown in a shell")
+    listed = json.loads(eft(api, "models", "list", "--name", "Shown in a shell", "--json").stdout)["data"]
+    assert [one["id"] for one in listed] == [model]
+    assert "adapter,gguf-Q8_0" in eft(api, "models", "list").stdout
+    assert eft(api, "models", "tag", model, "production").stdout == "production\n"
+    shown = eft(api, "models", "show", "Shown in a shell").stdout
+    assert "tags: production" in shown and "no: it has kept 0.5 of the tuning" in shown
+    done = eft(api, "models", "download", model, "adapter", "-o", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert not (tmp_path / "out" / "gguf-Q8_0").exists()
+    assert f"job-{model[6:]}" in eft(api, "models", "lineage", model).stdout
+    assert eft(api, "models", "rm", "Shown in a shell").stdout.startswith(f"{model} deleted: 23 B freed")
