@@ -112,6 +112,7 @@ def subject(model: Path, work: Path, artifacts: Path) -> Any:
         tokenizer,
         model_dir=model,
         artifacts=artifacts,
+        trained_dir=adapter,
         cache_dir=CACHE,
         rows=probes(ids("heldout.jsonl"), len(tokenizer)),
         rows_of="held_out",

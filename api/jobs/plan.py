@@ -24,7 +24,7 @@ from core.plan.models.shape import Shape
 from core.plan.steps import micro_batch, step_size, steps_for, total_steps
 from core.spec.axes.batching import Rows
 from core.spec.axes.data import FileSource, singles
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
 from core.spec.job import JobSpec
 
 RECENT = 200
@@ -54,7 +54,7 @@ def known(session: Session, spec: JobSpec) -> Known:
             except (EftError, OSError, ValueError, KeyError, TypeError) as error:
                 words = error.message if isinstance(error, EftError) else str(error)
                 return Known(None, f"the model cannot be planned: {words}")
-        case LocalModel() | HubModel() | GGUFModel() | JobModel():
+        case LocalModel() | HubModel() | GGUFModel() | JobModel() | RegistryModel():
             shape = shapes.known(session, spec.model)
             if shape is not None:
                 return Known(shape, "the model as it was prepared here last")

@@ -26,13 +26,13 @@ from core.jobs.lifecycle import deletion, retention
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
-from core.jobs.views import queries
+from core.jobs.views import handles, queries
 from core.plan.compatibility import check
 from core.removal import delete_tree, set_aside
 from core.settings import Settings
 from core.spec import hints
 from core.spec.axes.data import UNSENT, FileSource, HubDataset, Mixture, PathSource, Single, Source, singles
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
 from core.spec.job import JobSpec
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.resolve import resolve
@@ -205,12 +205,13 @@ class Jobs:
         name files that are not uploaded yet (core/spec/axes/data.py, UNSENT); `ahead`: resolved specs of jobs that it
         may name and that are not there yet, by the ids that stand for them.
 
-        Raises SpecError, with a fault for every wrong field, and NotFound where its model is a job that the project
-        does not have.
+        Raises SpecError, with a fault for every wrong field, and NotFound where its model is a job or an entry of the
+        registry that the project does not have.
         """
         spec = self._with_formats(actor, parse_job(document), unsent=unsent)
         faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
         with self._database.read() as session:
+            spec = spec.model_copy(update={"model": handles.named_model(session, actor, spec.model)})
             spec = parents.settle(session, actor.project_id, spec, ahead)
             spec = sized(session, actor.project_id, resolve(spec))
         faults += check(spec, preview=preview)
@@ -251,7 +252,7 @@ class Jobs:
         match spec.model:
             case LocalModel(path=path) | GGUFModel(path=str(path)):
                 faults.append(self._path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
-            case GGUFModel() | HubModel() | JobModel():
+            case GGUFModel() | HubModel() | JobModel() | RegistryModel():
                 pass
         for field, source in _sources(spec):
             if isinstance(source, PathSource):

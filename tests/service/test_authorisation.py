@@ -242,7 +242,11 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                     things["job_id"] = submit(session, here.lab.owner, here.spec(here.lab.file)).id
                     cancel(session, here.lab.owner, things["job_id"])
             if route == ("DELETE", "/models/{model_id}"):
-                things["model_id"] = models.id_of(here.job(here.lab.owner, here.lab.file))
+                with here.database.write() as session:
+                    made = submit(session, here.lab.owner, here.spec(here.lab.file))
+                    cancel(session, here.lab.owner, made.id)
+                    models.register(session, made, ["adapter/a.safetensors"])
+                    things["model_id"] = models.id_of(made.id)
             if route == ("DELETE", "/pipelines/{pipeline_id}"):
                 things["pipeline_id"] = here.pipeline(here.lab.owner, here.lab.file)
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):

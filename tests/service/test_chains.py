@@ -144,6 +144,27 @@ def test_an_adapter_is_merged_first_and_the_merged_model_is_made_once(
     assert refused.status_code == 409 and refused.json()["error"]["code"] == "job_in_use", refused.text
 
 
+def test_a_model_of_the_registry_is_trained_further_by_another_stage(service: Service, parent: str, rows: str) -> None:
+    """sft, the registry, dpo: the adapter goes on, and its entry says where it comes from."""
+    entry = service.client.get(f"/models/model-{parent[4:]}").json()
+    assert (entry["stage"], entry["kind"], entry["parent"]) == ("sft", "adapter", None)
+    pairs = service.folder / "registry-pairs.jsonl"
+    pair = {"chosen": " yes", "rejected": " no"}
+    pairs.write_text("".join(json.dumps(pair | {"prompt": f"say {n}"}) + "\n" for n in range(16)))
+    child = service.submit(
+        spec({"type": "registry", "id": entry["id"]}, service.upload(pairs), 2, stage="dpo", name="Preferred")
+    )
+    service.wait(child, "succeeded")
+    assert losses(service, child)[0] == pytest.approx(math.log(2), abs=1e-3), "its reference is what it continues"
+    made = service.client.get("/models/Preferred").json()
+    assert (made["stage"], made["parent"], made["base"]) == ("dpo", entry["id"], entry["base"])
+    lineage = service.client.get("/models/Preferred/lineage").json()["data"]
+    assert [one["job"] for one in lineage] == [child, parent]
+    listed = {one["path"]: one for one in service.client.get("/models/Preferred/files").json()["data"]}
+    weights = service.client.get(listed["adapter/adapter_model.safetensors"]["url"]).content
+    assert weights == adapter(service, child) != adapter(service, parent)
+
+
 def test_what_cannot_be_gone_on_from_is_refused_with_the_way_out(service: Service, parent: str, rows: str) -> None:
     def post(**given: Any) -> tuple[int, dict[str, Any]]:
         answer = service.client.post("/jobs", json=spec(**{"model": parent, "rows": rows} | given))

@@ -142,6 +142,39 @@ def test_what_another_job_needs_stays(api: Api) -> None:
     assert api.http.delete("/models/Foundation").status_code == 200
 
 
+@pytest.mark.both_databases
+def test_a_job_from_the_registry_by_any_handle(api: Api) -> None:
+    model = made(api, name="Begun from")
+    job = f"job-{model[6:]}"
+    data = api.upload(b'{"text": "a"}\n')["id"]
+    wanted = {"type": "job", "id": job, "adapter": "continue"}
+    for named in (
+        model,
+        {"type": "registry", "id": "Begun from"},
+        {"type": "registry", "id": model[6:-2]},
+        {"type": "registry", "id": "last", "adapter": "continue"},
+        {"type": "job", "id": "Begun from"},
+        {"type": "job", "id": job[:-2]},
+    ):
+        reply = api.http.post("/jobs", params={"dry_run": "true"}, json={"model": named, "data": data})
+        assert reply.status_code == 200 and reply.json()["spec"]["model"] == wanted, (named, reply.text)
+    child, token = api.start_job(model={"type": "registry", "id": model})
+    listed = [{"path": "adapter/a.safetensors", "kind": "adapter", "bytes": 1, "sha256": "0" * 64}]
+    api.end(token, Succeeded({}, listed))
+    shown = api.http.get(f"/models/model-{child[4:]}").json()
+    assert (shown["parent"], shown["base"]["id"]) == (model, MODEL)
+    assert [one["job"] for one in api.http.get(f"/models/model-{child[4:]}/lineage").json()["data"]] == [child, job]
+
+    stranger = api.client("elsewhere", "eve")
+    rows = api.upload(b'{"text": "a"}\n', client=stranger)["id"]
+    for named in (model, {"type": "registry", "id": "Begun from"}, {"type": "job", "id": job}):
+        reply = stranger.post("/jobs", json={"model": named, "data": rows})
+        assert reply.status_code == 404 and reply.json()["error"]["field"] == "model.id", (named, reply.text)
+    made(api, name="Begun from")
+    reply = api.http.post("/jobs", json={"model": {"type": "registry", "id": "Begun from"}, "data": data})
+    assert (reply.status_code, reply.json()["error"]["field"]) == (409, "model.id")
+
+
 def test_models_of_workers_and_apis_without_a_registry(api: Api) -> None:
     model, lost = made(api), made(api)
     with api.database.write() as session:

@@ -260,6 +260,7 @@ def _tuned(family: str, folder: Path) -> Subject:
         tokenizer,
         model_dir=base,
         artifacts=artifacts,
+        trained_dir=artifacts / ("model" if isinstance(method, Full) else "adapter"),
         cache_dir=CACHE,
         rows=ids,
         rows_of="training",

@@ -16,7 +16,7 @@ from core.db.tables import File
 from core.jobs.kinds import Kind
 from core.jobs.lifecycle.claims import Claim
 from core.spec.axes.data import FileSource, HubDataset, singles
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.checkpoint_names import best_step, progress_of
@@ -87,7 +87,7 @@ class Staging:
                 names.append(model.id)
             case GGUFModel() if model.id is not None:
                 names.append(model.id)
-            case GGUFModel() | LocalModel() | JobModel():
+            case GGUFModel() | LocalModel() | JobModel() | RegistryModel():
                 pass  # on this box
         for ref in (self._copies.layout.models / REFS).glob("*.json"):
             if any(name in unquote(ref.stem) for name in names):

@@ -15,7 +15,7 @@ from core.jobs.admission import lineage
 from core.jobs.admission.auto_method import effective
 from core.jobs.base.states import FINAL, Status
 from core.spec.axes.method import OFT, Adapter, Auto
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, SourceModel
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, RegistryModel, SourceModel
 from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
@@ -203,7 +203,7 @@ def _base(parent: Job) -> ModelChain:
             root = model.model_copy(update={"revision": source["commit"]})
         case HubModel() | LocalModel() | GGUFModel():
             root = model
-        case JobModel():
+        case JobModel() | RegistryModel():
             raise ValueError(f"{parent.id} has no chain")
     pinned: dict[str, Any] = {name: source[name] for name in ("type", "id", "commit", "sha256") if name in source}
     return ModelChain(root=root, root_source=pinned)

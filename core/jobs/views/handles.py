@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from sqlalchemy import ColumnElement, and_, false, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
@@ -12,6 +12,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from core.db.tables import File, Job, Pipeline, RegisteredModel, Webhook
 from core.errors import Conflict, NotFound
 from core.jobs.base.transitions import Actor
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
 
 LAST = "last"
 """The newest one that the caller made."""
@@ -57,16 +58,17 @@ PIPELINE = Handled("pipeline", "pipe", Pipeline.id, Pipeline.name, Pipeline.proj
 WEBHOOK = Handled("webhook", "hook", Webhook.id, Webhook.name, Webhook.project_id, Webhook.owner_id)
 
 
-def resolve(session: Session, actor: Actor, kind: Handled, handle: str) -> str:
-    """The id of the object that `handle` means, among those of the actor's project.
+def resolve(session: Session, actor: Actor, kind: Handled, handle: str, *, field: str | None = None) -> str:
+    """The id of the object that `handle` means, among those of the actor's project. `field`: where the request has it.
 
     An id is returned as it is, whether or not it exists. Raises NotFound where nothing has this name or beginning, and
     Conflict with the candidates where several have.
     """
+    field = field or kind.field
     if kind.is_id(handle):
         return handle
     if handle == LAST:
-        return _last(session, actor, kind)
+        return _last(session, actor, kind, field)
     query = (
         select(kind.id, kind.name)
         .where(kind.project == actor.project_id, *kind.others, or_(kind.name == handle, _begins(kind, handle)))
@@ -75,7 +77,7 @@ def resolve(session: Session, actor: Actor, kind: Handled, handle: str) -> str:
     )
     match session.execute(query).all():
         case []:
-            raise NotFound(f"there is no {kind.word} `{handle[:60]}` in this project", field=kind.field)
+            raise NotFound(f"there is no {kind.word} `{handle[:60]}` in this project", field=field)
         case [(found, _)]:
             return str(found)
         case several:
@@ -84,16 +86,37 @@ def resolve(session: Session, actor: Actor, kind: Handled, handle: str) -> str:
             raise Conflict(
                 f"`{handle[:60]}` means several {kind.word}s, newest first: {shown}{more}; give more of the id",
                 code="ambiguous_handle",
-                field=kind.field,
+                field=field,
             )
 
 
-def _last(session: Session, actor: Actor, kind: Handled) -> str:
+def _last(session: Session, actor: Actor, kind: Handled, field: str) -> str:
     mine = select(kind.id).where(kind.project == actor.project_id, kind.owner == actor.user_id, *kind.others)
     found = session.execute(mine.order_by(kind.id.desc()).limit(1)).scalar_one_or_none()
     if found is None:
-        raise NotFound(f"`last` is your newest {kind.word}, and you have none in this project", field=kind.field)
+        raise NotFound(f"`last` is your newest {kind.word}, and you have none in this project", field=field)
     return found
+
+
+def named_model(session: Session, actor: Actor, model: Model) -> Model:
+    """The model axis of a job with the full id of the job that it names, by whatever handle, or whose entry of the
+    registry it names. Raises NotFound and Conflict, as `resolve`."""
+    match model:
+        case JobModel():
+            return model.model_copy(update={"id": resolve(session, actor, JOB, model.id, field="model.id")})
+        case RegistryModel():
+            model_id = resolve(session, actor, MODEL, model.id, field="model.id")
+            entry = select(RegisteredModel.job_id).where(
+                RegisteredModel.id == model_id, RegisteredModel.project_id == actor.project_id
+            )
+            job_id = session.execute(entry).scalar_one_or_none()
+            if job_id is None:
+                raise NotFound(f"there is no model `{model_id}` in this project", field="model.id")
+            return JobModel(id=job_id, adapter=model.adapter)
+        case HubModel() | LocalModel() | GGUFModel():
+            return model
+        case _ as never:
+            assert_never(never)
 
 
 def _begins(kind: Handled, handle: str) -> ColumnElement[bool]:

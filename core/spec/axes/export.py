@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, assert_never
 
 from pydantic import AfterValidator, Field
@@ -53,32 +54,37 @@ class GGUF(SpecModel):
 Export = Annotated[Merged | GGUF, Field(discriminator="type"), short_form(by_type, otherwise="merged")]
 
 
-def folder_of(export: Export) -> str:
-    """Name of the folder below the artifacts that the export is written into; no two exports of a job share one."""
+@dataclass(frozen=True, slots=True)
+class AboutFormat:
+    """What the service says of one format of a type, beside the program that writes it."""
+
+    folder: str
+    """Folder below the artifacts; no two exports of a job share one."""
+    title: str
+    withheld: str
+    """Code of the notice where it is not released."""
+    retention: float
+    """Least retention with which it is released by default."""
+
+
+def about(export: Export) -> AboutFormat:
+    """The row of the export's type, for its values."""
     match export:
         case Merged():
-            return "merged"
-        case GGUF(quantization=quantization):
-            return f"gguf-{quantization}"
+            return AboutFormat("merged", "the merged model", "merged_withheld", 0.999)
+        case GGUF(quantization=kind):
+            return AboutFormat(f"gguf-{kind}", f"the GGUF file ({kind})", "gguf_withheld", GGUF_RETENTION[kind])
         case _ as never:
             assert_never(never)
 
 
 def required_retention(export: Export) -> float:
     """Least retention with which the export is released."""
-    if export.min_retention is not None:
-        return export.min_retention
-    match export:
-        case Merged():
-            return 0.999
-        case GGUF(quantization=quantization):
-            return GGUF_RETENTION[quantization]
-        case _ as never:
-            assert_never(never)
+    return about(export).retention if export.min_retention is None else export.min_retention
 
 
 def _once(exports: list[Export]) -> list[Export]:
-    if len({folder_of(item) for item in exports}) < len(exports):
+    if len({about(item).folder for item in exports}) < len(exports):
         raise ValueError("each format may occur only once")
     return exports
 

@@ -14,8 +14,9 @@ HubId = Annotated[
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"),
 ]
 Revision = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,119}$")]
-JobId = Annotated[str, StringConstraints(pattern=r"^job-[0-9a-z]{26}$")]
-_JOB_ID = re.compile("job-[0-9a-z]{26}")
+_OWN_ID = re.compile("(job|model)-[0-9a-z]{26}")
+Handle = Annotated[str, StringConstraints(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""An id, the beginning of one, a name, or `last`; the resolved job has the full id."""
 LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
@@ -58,21 +59,35 @@ class GGUFModel(SpecModel):
         return self
 
 
+UseOfAdapter = Literal["continue", "merge"] | None
+
+
 class JobModel(SpecModel):
     """The model that another job of the project has trained (docs/pipelines.md). The job must have succeeded."""
 
     type: Literal["job"] = "job"
-    id: JobId
-    """Id of that job, e.g. `job-01kar3v8x5m2h6n9qst4wyz0bc`."""
-    adapter: Literal["continue", "merge"] | None = Field(default=None)
+    id: Handle
+    """Id of that job, e.g. `job-01kar3v8x5m2h6n9qst4wyz0bc`, the beginning of its id, its name, or `last`, your newest.
+    The resolved job has the full id."""
+    adapter: UseOfAdapter = Field(default=None)
     """Use of the adapter that the job has trained: `continue` trains it further over the same base model, `merge` adds
     it to the weights first and trains a new adapter, or all parameters. Default: `continue` with a method that trains
     an adapter, otherwise `merge`. Null for a job that trained all parameters."""
 
 
+class RegistryModel(SpecModel):
+    """A model of the project's registry (docs/models.md). The resolved job names the job that made it."""
+
+    type: Literal["registry"] = "registry"
+    id: Handle
+    """Id of the model, e.g. `model-01kar3v8x5m2h6n9qst4wyz0bc`, the beginning of its id, its name, or `last`."""
+    adapter: UseOfAdapter = Field(default=None)
+    """Use of the model's adapter, as of the model of a job."""
+
+
 def _expand(value: str) -> dict[str, Any]:
-    if _JOB_ID.fullmatch(value):
-        return {"type": "job", "id": value}
+    if found := _OWN_ID.fullmatch(value):
+        return {"type": "job" if found[1] == "job" else "registry", "id": value}
     if value.endswith(".gguf"):
         return {"type": "gguf", "path": value}
     if value.startswith(("/", "./", "../", "~")):
@@ -84,7 +99,7 @@ def _expand(value: str) -> dict[str, Any]:
 SourceModel = HubModel | LocalModel | GGUFModel
 """Models that no job of this installation has made."""
 Model = Annotated[
-    SourceModel | JobModel,
+    SourceModel | JobModel | RegistryModel,
     Field(discriminator="type"),
     short_form(_expand, "HuggingFaceTB/SmolLM2-135M-Instruct"),
 ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from core.errors import EftError, ModelError, NoSpace
-from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model
+from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
 from core.spec.run.chain import HandedBack, ModelChain
 from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
@@ -87,7 +87,7 @@ def prepare_tokenizer(
             return Prepared(folder, {"type": "local", "path": str(folder)}, 0, {})
         case GGUFModel():
             return prepare_model(model, models_dir, roots, offline, on_progress)
-        case JobModel():
+        case JobModel() | RegistryModel():
             raise _needs_service()
         case _ as never:
             assert_never(never)
@@ -109,7 +109,7 @@ def prepare_model(
             return _prepare_local(model, cache, roots)
         case GGUFModel():
             return _prepared(_prepare_gguf(model, cache, roots, offline, on_progress))
-        case JobModel():
+        case JobModel() | RegistryModel():
             raise _needs_service()
         case _ as never:
             assert_never(never)

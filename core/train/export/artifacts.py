@@ -75,6 +75,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
             tokenizer,
             model_dir=run.model_dir,
             artifacts=folder,
+            trained_dir=weights,
             cache_dir=run.cache_dir,
             rows=probes(trained.rows, vocabulary),
             rows_of=trained.rows_of,
@@ -82,7 +83,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
             name=spec.name or f"{base} tuned",
             between=run.check_stop,
         )
-        outcomes = write_formats(spec, subject, run.events)
+        outcomes = write_formats(spec.export, subject, run.events)
         result = result | {"export": outcomes}
         for outcome in outcomes:
             if (folder / outcome["folder"]).is_dir():

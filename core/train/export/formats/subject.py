@@ -54,6 +54,9 @@ class Subject:
     model_dir: Path
     """Folder of the model that training started from."""
     artifacts: Path
+    """Folder below which formats are written."""
+    trained_dir: Path
+    """Folder of what was trained: an adapter, or a model."""
     cache_dir: Path | None
     rows: Sequence[Tensor]
     """Rows of ids to compare on."""
@@ -93,7 +96,7 @@ class Subject:
         over: Any = load_model(self.model_dir, saved_dtype(self.model_dir), head=given_head(self.model_dir, head))
         if head != "tokens":
             over = with_head(over, head, self.model.get_base_model().config.pad_token_id)
-        return self._both(placed(PeftModel.from_pretrained(over, self.artifacts / "adapter"), self.device))
+        return self._both(placed(PeftModel.from_pretrained(over, self.trained_dir), self.device))
 
     def _both(self, model: Any) -> tuple[Tensor, Tensor]:
         tuned = logits_of(model, self.rows, self.between)
@@ -104,7 +107,7 @@ class Subject:
         """A folder that plain transformers reads, tokenizer included, for converters. Merged weights are float32 there,
         so that a format rounds once; `close` removes it."""
         if isinstance(self.method, Full):
-            return self.artifacts / "model"
+            return self.trained_dir
         return self.once(f"whole-{onto}", lambda folder: self.write(folder, onto, torch.float32))
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:

@@ -11,12 +11,12 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from core.spec.axes.export import GGUF, Export, Merged, folder_of
+from core.spec.axes.export import GGUF, Export, Merged, about
 from core.spec.axes.method import Full
-from core.spec.job import JobSpec
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter
 from core.train.base.out_of_memory import is_out_of_memory
@@ -27,33 +27,29 @@ WITHHELD = "withheld"
 """Folder below the artifacts of what was made and is not released."""
 
 
-def write_formats(spec: JobSpec, subject: Subject, events: EventWriter) -> list[dict[str, Any]]:
-    """Write each format of `spec.export` into a folder below the artifacts; what became of each, for the job's result.
+def write_formats(exports: Sequence[Export], subject: Subject, events: EventWriter) -> list[dict[str, Any]]:
+    """Write each format into a folder below the artifacts; what became of each, for the job's result.
     StopRequested from `subject.between`, and a full disk, go through."""
     outcomes: list[dict[str, Any]] = []
     try:
-        for item in spec.export:
-            name = folder_of(item)
-            folder = subject.artifacts / name
-            about: dict[str, Any] = item.model_dump() | {"folder": name}
+        for item in exports:
+            known = about(item)
+            folder = subject.artifacts / known.folder
+            told: dict[str, Any] = item.model_dump() | {"folder": known.folder}
             try:
                 begun = time.monotonic()
                 written = _written(item, subject, folder)
                 taken = {"bytes": _bytes(folder), "seconds": round(time.monotonic() - begun, 3)}
-                outcomes.append(about | written | taken | {"released": True})
+                outcomes.append(told | written | taken | {"released": True})
             except Exception as error:
                 if isinstance(error, StopRequested) or disk_full(error):
                     shutil.rmtree(folder, ignore_errors=True)
                     raise
-                outcome = about | _withheld(error, folder, name)
+                outcome = told | _withheld(error, folder, known.folder)
                 outcomes.append(outcome | {"released": False})
                 own = "the model itself" if isinstance(subject.method, Full) else "the adapter"
-                message = f"{_title(item)} is not released: {outcome['reason']}; {own} is, as it was trained"
-                events.write(
-                    "notice",
-                    code="merged_withheld" if isinstance(item, Merged) else "gguf_withheld",
-                    message=message,
-                )
+                message = f"{known.title} is not released: {outcome['reason']}; {own} is, as it was trained"
+                events.write("notice", code=known.withheld, message=message)
     finally:
         subject.close()
     return outcomes
@@ -73,33 +69,23 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             assert_never(never)
 
 
-def _title(item: Export) -> str:
-    match item:
-        case Merged():
-            return "the merged model"
-        case GGUF(quantization=quantization):
-            return f"the GGUF file ({quantization})"
-        case _ as never:
-            assert_never(never)
-
-
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _withheld(error: Exception, folder: Path, name: str) -> dict[str, Any]:
     """Put the files apart, or remove them; why, and what was measured."""
-    about: dict[str, Any] = {"reason": _reason(error), "check": None, "retention": None}
+    found: dict[str, Any] = {"reason": _reason(error), "check": None, "retention": None}
     if isinstance(error, Withheld):
-        about["check"] = None if error.check is None else error.check.as_dict()
-        about["retention"] = None if error.retention is None else error.retention.as_dict()
+        found["check"] = None if error.check is None else error.check.as_dict()
+        found["retention"] = None if error.retention is None else error.retention.as_dict()
         if error.kept_apart:
             apart = folder.parent / WITHHELD / name
             apart.parent.mkdir(exist_ok=True)
             folder.rename(apart)
-            return about | {"folder": f"{WITHHELD}/{name}"}
+            return found | {"folder": f"{WITHHELD}/{name}"}
     shutil.rmtree(folder, ignore_errors=True)
-    return about
+    return found
 
 
 def _reason(error: Exception) -> str:
