@@ -17,7 +17,7 @@ from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
 from core.spec.axes.export import GGUF, Merged
-from core.spec.axes.method import Full, LowRank
+from core.spec.axes.method import Adapter, Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
 from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
@@ -400,6 +400,13 @@ def _of_its_method(spec: JobSpec) -> Iterator[Fault]:
             f"`init_lora_weights: {spec.method.init_lora_weights}` says where a new adapter begins, and the job "
             "continues one; remove the field, or set `model.adapter: merge`",
             "method.init_lora_weights",
+        )
+    if isinstance(spec.method, Adapter) and spec.method.modules_to_save and spec.training.precision == "fp8":
+        yield Fault(
+            "fp8_of_what_is_trained",
+            "fp8 multiplies frozen weights, and `method.modules_to_save` trains some in float32; use another "
+            "precision, or remove `modules_to_save`",
+            "training.precision",
         )
 
 

@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "r": 4, "lora_dropout": 0.1},
     "dora+": {"type": "lora", "r": 4, "use_dora": True, "loraplus_lr_ratio": 4},
     "pissa": {"type": "lora", "r": 4, "init_lora_weights": "pissa"},
+    "whole norms": {"type": "lora", "r": 4, "modules_to_save": ["input_layernorm", "model.norm"]},
     "oft": {"type": "oft", "oft_block_size": 8},
     "qlora": {"type": "qlora", "r": 4},
 }

@@ -23,6 +23,7 @@ from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.train.base.rng import seed_all
 from core.train.export.merge import write_merged
+from core.train.loss.head import OutputHead, head_of
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora, parameter_groups
 from core.train.methods.neftune import add_noise
@@ -31,6 +32,8 @@ from core.train.methods.start import begin_at_base, write_out_starts
 from core.train.model.load import load_model
 from core.train.optim.groups import decay_groups
 from core.train.optim.optimizers import build_optimizer
+from core.train.quant.model import load_quantized
+from tests.support import small_llama
 
 
 def adapted(tiny: Path, spec: LoRA) -> Any:
@@ -117,6 +120,54 @@ def test_a_layer_with_too_few_directions(tiny_dir: Path) -> None:
     with pytest.raises(SpecError, match="directions") as found:
         begin_at_base(adapted(tiny_dir, job.method), job.method, torch.device("cpu"))
     assert planned.value.field == found.value.field == "method.r"
+
+
+def test_whole_modules_are_trained_as_pefts(tmp_path: Path) -> None:
+    folder = small_llama.save(tmp_path)
+    names = ["embed_tokens", "lm_head", "input_layernorm"]
+    spec = LoRA(r=4, lora_alpha=8, modules_to_save=names)
+    ours = adapted(folder, spec)
+    seed_all(3)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", modules_to_save=names)
+    theirs: Any = get_peft_model(load_model(folder, torch.float32), config)
+    head, ids = head_of(ours), torch.arange(2, 26).view(2, 12)
+    assert isinstance(head, OutputHead), "logits in chunks, as with a frozen head"
+    assert head.weight is ours.get_base_model().lm_head.modules_to_save["default"].weight
+    for model in (ours, theirs):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in theirs.named_parameters():
+        mine = ours.get_parameter(name)
+        assert mine.requires_grad is parameter.requires_grad, name
+        assert parameter.grad is None or torch.equal(mine.grad, parameter.grad), name
+    narrow: Any = adapt_lora(load_model(folder, torch.bfloat16), spec)
+    trained = {p.dtype for p in narrow.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert narrow.get_input_embeddings()(ids).dtype == torch.bfloat16, "blocks compute as with frozen embeddings"
+
+
+@pytest.mark.parametrize(
+    ("modules", "quantization", "words"),
+    [
+        (["lm_head"], "none", "shares its weights"),
+        (["embed_tokens"], "none", "shares its weights"),
+        (["k_norm"], "none", "no module `k_norm`"),
+        (["down_proj"], "nf4", "packed"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole(
+    tiny_dir: Path, modules: list[str], quantization: Any, words: str
+) -> None:
+    method = {"type": "lora", "r": 4, "target_modules": "attention", "modules_to_save": modules}
+    axes = {"model": str(tiny_dir), "data": "/rows.jsonl", "method": method, "quantization": quantization}
+    job = resolve(parse_job(axes))
+    assert isinstance(job.method, LoRA)
+    with pytest.raises(SpecError, match=words) as planned:
+        plan(job, Shape.of_folder(tiny_dir), longest=64, device=Device("cpu"))
+    base = load_model(tiny_dir, torch.float32) if quantization == "none" else load_quantized(tiny_dir, torch.float32)[0]
+    with pytest.raises(SpecError, match=words) as found:
+        adapt_lora(base, job.method)
+    assert planned.value.field == found.value.field == "method.modules_to_save"
 
 
 def test_noise_is_that_of_transformers_and_only_while_training() -> None:

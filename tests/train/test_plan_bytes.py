@@ -101,6 +101,7 @@ METHODS = [
     {"method": {"type": "lora", "r": 4, "lora_dropout": 0.5}},
     {"method": {"type": "lora", "r": 4, "use_dora": True}},
     {"method": {"type": "lora", "r": 4, "init_lora_weights": "pissa"}},
+    {"method": {"type": "lora", "r": 4, "modules_to_save": ["norm", "input_layernorm"]}},
     {"method": {"type": "oft"}},
     {"method": {"type": "oft"}, "quantization": "nf4"},
     {"method": {"type": "qlora", "r": 4}},
@@ -113,7 +114,21 @@ METHODS = [
     {"method": {"type": "lora", "r": 4}, "stage": "dpo"},
 ]
 NAMES = [
-    *("full", "last layer", "lora", "attention", "dropout", "dora", "pissa", "oft", "qoft", "nf4", "qdora", "int8"),
+    *(
+        "full",
+        "last layer",
+        "lora",
+        "attention",
+        "dropout",
+        "dora",
+        "pissa",
+        "norms",
+        "oft",
+        "qoft",
+        "nf4",
+        "qdora",
+        "int8",
+    ),
     *("full with a score", "lora with a score", "nf4 with labels", "full dpo", "lora dpo"),
 ]
 

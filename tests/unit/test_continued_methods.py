@@ -38,6 +38,14 @@ def test_an_adapter_from_the_bases_weights_is_continued_at_twice_its_rank() -> N
     assert math.isclose(rooted.lora_alpha / math.sqrt(16), 16 / math.sqrt(8), rel_tol=1e-12)
 
 
+def test_modules_that_are_trained_whole_stay_so() -> None:
+    parent = LoRA(r=8, modules_to_save=["norm"])
+    assert _continued(LoRA(), parent) == parent
+    with pytest.raises(SpecError) as refused:
+        _continued(LoRA(modules_to_save=["lm_head"]), parent)
+    assert refused.value.field == "method.modules_to_save"
+
+
 def test_rates_are_the_new_jobs_own() -> None:
     found = _continued(LoRA(loraplus_lr_ratio=4.0), LoRA(r=8))
     assert isinstance(found, LoRA) and (found.r, found.loraplus_lr_ratio) == (8, 4.0)

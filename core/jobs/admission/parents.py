@@ -20,8 +20,8 @@ from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 
-INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights")
-INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann")
+INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save")
+INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann", "modules_to_save")
 """Fields of a method that an adapter has from its making on."""
 
 

@@ -251,9 +251,9 @@ class Shape:
             case "all-linear":
                 return self._select(lambda full: True)
             case "attention":
-                found = self._select(lambda full: any(_is(full, name) for name in ATTENTION))
+                found = self._select(lambda full: any(is_named(full, name) for name in ATTENTION))
             case names:
-                found = self._select(lambda full: any(_is(full, name) for name in names), ADAPTABLE)
+                found = self._select(lambda full: any(is_named(full, name) for name in names), ADAPTABLE)
         if not any((found[0], *found[1])):
             known = sorted({weight.module.rpartition(".")[2] for part in self.patterns for weight in _linear(part)})
             raise SpecError(
@@ -265,7 +265,7 @@ class Shape:
     def packable(self, skip: Iterable[str]) -> Selected:
         """The linear layers that quantisation packs: all but those named, in full or by their last part."""
         names = list(skip)
-        return self._select(lambda full: not any(_is(full, name) for name in names))
+        return self._select(lambda full: not any(is_named(full, name) for name in names))
 
     def _select(self, wanted: Callable[[str], bool], kinds: Collection[Kind] = LINEAR) -> Selected:
         """Modules of these kinds; the output head is no linear layer."""
@@ -285,7 +285,8 @@ def _linear(part: Iterable[Weight]) -> Iterator[Weight]:
     return (weight for weight in part if weight.kind == "linear")
 
 
-def _is(name: str, asked: str) -> bool:
+def is_named(name: str, asked: str) -> bool:
+    """Whether a module's full name is the name asked for, or ends in it."""
     return name == asked or name.endswith("." + asked)
 
 

@@ -11,6 +11,7 @@ from core.plan.constants import NESTED_BLOCK, NESTED_MAP, QUANT_BLOCK, aligned
 from core.plan.device import Device
 from core.plan.models.freeze import layers_of, trained_names
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
+from core.plan.models.whole import whole_weights, without
 from core.plan.optimizers import TrainedTensor, check_groups
 from core.spec.axes.method import OFT, Full, LowRank
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
@@ -116,9 +117,9 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     ]
     targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
     tensors: list[TrainedTensor] = []
-    first = 0
+    first = starts = places = 0
     if not isinstance(method, Full):
-        targets = shape.targets(method)
+        targets = without(shape.targets(method), method.modules_to_save, shape)
         for prefix, part, names in _parts(shape, targets):
             for weight in part:
                 if weight.kind in ADAPTABLE and weight.module in names:
@@ -127,6 +128,12 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
                         if isinstance(method, OFT)
                         else _adapter(method, weight, prefix)
                     )
+        starts = 0 if not isinstance(method, LowRank) or not method.started else sum(t.numel for t in tensors)
+        places = _places(tensors) if isinstance(method, OFT) else 0
+        tensors += (
+            TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), name)
+            for name, w in whole_weights(shape, method.modules_to_save, packed)
+        )
     else:
         tensors = [
             TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), f"{prefix}{w.name}")
@@ -142,7 +149,6 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
             if not (asked.embeddings or asked.norms):
                 first = min(layers_of(asked, shape.layers), default=shape.layers)
     new = _new_head(spec, shape)
-    starts = 0 if not isinstance(method, LowRank) or not method.started else sum(t.numel for t in tensors)
     tensors += new
     if not shape.experts:  # their parameters have other names in memory
         check_groups(spec.optimizer.parameter_groups, (tensor.name for tensor in tensors))
@@ -152,7 +158,7 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         frozen=tuple(block.frozen for block in blocks),
         aligned=tuple(block.aligned for block in blocks),
         still=sum(block.still for block in blocks),
-        adapter=0 if full else 4 * count + (_places(tensors) if isinstance(method, OFT) else 4 * starts),
+        adapter=0 if full else 4 * count + 4 * starts + places,
         starts=starts,
         trained_tensors=tuple(tensors),
         trained=count,

@@ -54,6 +54,10 @@ class Adapter(SpecModel):
     type: str
     target_modules: Targets = "all-linear"
     """`all-linear` (every linear layer except the head), `attention` (its projections), or a list of module names."""
+    modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] = Field(default=[])
+    """Modules whose weights are trained whole, in float32, and handed back with the adapter: `lm_head`,
+    `embed_tokens`, norms, or any other module whose weights are not packed. Full names, or their last part. They get no
+    adapter."""
 
     def handed_back(self) -> Self:
         """The method that the adapter handed back is one of."""

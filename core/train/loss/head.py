@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from core.train.loss.linear_cross_entropy import HeadOptions
@@ -38,6 +39,8 @@ def head_of(model: nn.Module) -> OutputHead | str:
     form."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     layer = base.get_output_embeddings()
+    if isinstance(layer, ModulesToSaveWrapper):
+        layer = layer.modules_to_save[layer.active_adapters[0]]
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), None)
     if layer is None:
         return "the model has the head of a reward model"

@@ -12,7 +12,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.method import LowRank
-from core.train.base.adapters import target_modules
+from core.train.base.adapters import target_modules, train_whole, whole_modules
 from core.train.optim.groups import ParameterGroup, decay_groups, split
 
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
@@ -34,7 +34,7 @@ def adapt_lora(
     alpha: Any = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
     config = LoraConfig(
         task_type=task,
-        modules_to_save=None if head is None else [head],
+        modules_to_save=[*whole_modules(model, spec), *([] if head is None else [head])] or None,
         r=spec.r,
         lora_alpha=alpha,
         lora_dropout=spec.lora_dropout,
@@ -47,6 +47,7 @@ def adapt_lora(
         adapted = get_peft_model(model, config)
     except (ValueError, NotImplementedError) as error:  # of layers that PEFT has no adapter for
         raise SpecError(f"PEFT cannot adapt this model: {error}", field="method.target_modules") from error
+    train_whole(adapted)
     if autocast:
         for module in adapted.modules():
             if isinstance(module, LoraLayer):

@@ -8,7 +8,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.method import OFT
-from core.train.base.adapters import target_modules
+from core.train.base.adapters import target_modules, train_whole, whole_modules
 from core.train.optim.groups import ParameterGroup, decay_groups
 
 
@@ -18,7 +18,7 @@ def adapt_oft(model: nn.Module, spec: OFT, *, task: str = "CAUSAL_LM", head: str
     name of what the model does. `head`: name of a module that is trained beside the rotations."""
     config = OFTConfig(
         task_type=task,
-        modules_to_save=None if head is None else [head],
+        modules_to_save=[*whole_modules(model, spec), *([] if head is None else [head])] or None,
         r=spec.r or 0,
         oft_block_size=0 if spec.r is not None else spec.oft_block_size or 32,
         target_modules=target_modules(model, spec),
@@ -34,6 +34,7 @@ def adapt_oft(model: nn.Module, spec: OFT, *, task: str = "CAUSAL_LM", head: str
         if spec.block_of(sizes[name]) is None:
             field = "method.r" if spec.r is not None else "method.oft_block_size"
             raise SpecError(f"{name} has {sizes[name]} inputs, which this does not divide", field=field)
+    train_whole(adapted)
     return adapted
 
 
