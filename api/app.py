@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,6 +40,8 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.web.changes import Changes
+from api.web.router import router as web_router
 from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
@@ -69,11 +72,13 @@ def create_app(settings: Settings) -> FastAPI:
     layout.create()
     database = Database(settings.sqlalchemy_url)
     store = open_store(settings)
-    state = AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), LastUse(database))
+    uses = LastUse(database, idle_seconds=settings.session_idle_hours * 3600)
+    state = AppState(settings, database, layout, store, Hub(database), RequestLimits(settings), uses)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         remove_stale(layout)
+        state.hub.runs_on(asyncio.get_running_loop())
         state.last_use.start()
         sender = Sender(database, settings)
         sender.start()
@@ -98,6 +103,8 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,  # the redirect would lead to whatever the Host header says
     )
     app.state.eft = state
+    app.state.changes = Changes(database)
+    state.hub.closes_too(app.state.changes.close)
     app.add_middleware(RequestContext, latencies=state.latencies)
     errors.install(app)
     routers = (
@@ -130,6 +137,7 @@ def create_app(settings: Settings) -> FastAPI:
         for method in route.methods or ()
     }
     app.state.policies = policies
+    app.include_router(web_router)  # its pages show what these routes answer, each held to the route's policy
     for router in routers:
         # Those that ask for no key answer while the database does not.
         guards = [Depends(authorise if _asks_for_keys(router) else public)]

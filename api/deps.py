@@ -24,6 +24,7 @@ from api.files.checking import Checkers
 from api.http.body_limits import RequestLimits
 from api.metrics.latencies import Latencies
 from api.notices.lookups import Lookups
+from api.web import sessions
 from core.db.engine import Database
 from core.errors import Unauthorized
 from core.settings import Settings
@@ -106,12 +107,16 @@ def authorise(
         request.state.principal = None
         return
     address = address_of(request)
-    app.limits.before(given.credentials if given is not None else None, address)
-    if given is None:
+    cookie = None if given is not None else request.cookies.get(sessions.COOKIE)
+    credentials = given.credentials if given is not None else cookie
+    app.limits.before(credentials, address)
+    if credentials is None:
         app.limits.stranger(None, address)
         raise Unauthorized("send your API key in the header `Authorization: Bearer eft_…`", code="missing_api_key")
-    principal = identify(app, given.credentials, address)
-    app.limits.known(given.credentials, principal.user_id)
+    principal = identify(app, credentials, address, session=cookie is not None)
+    app.limits.known(credentials, principal.user_id)
+    if cookie is not None and request.method not in ("GET", "HEAD"):
+        sessions.check_token(cookie, request.headers.get(sessions.TOKEN_HEADER))
     app.last_use.note(principal)
     request.state.principal = principal
     if (missing := lacks(principal, policy)) is not None:
@@ -119,19 +124,22 @@ def authorise(
             raise forbidden(session, principal, missing)
 
 
-def identify(app: AppState, credentials: str, address: str) -> Principal:
-    """Raises Unauthorized, and remembers that this address came with a wrong key."""
+def identify(app: AppState, credentials: str, address: str, *, session: bool = False) -> Principal:
+    """The user behind an API key, or behind the `session` of a browser: neither passes for the other.
+
+    Raises Unauthorized, and remembers that this address came with a wrong key.
+    """
     try:
-        with app.database.read() as session:
-            found = service.authenticate(session, credentials, request_id.get())
+        with app.database.read() as reading:
+            found = service.authenticate(reading, credentials, request_id.get())
     except Unauthorized as error:  # it has expired
         app.limits.stranger(credentials, address)
         if isinstance(error, families.Reused):
-            with app.database.write() as session:
-                ended = families.end_reused(session, error.key_id)
+            with app.database.write() as writing:
+                ended = families.end_reused(writing, error.key_id)
             log.warning("key %s came after its end: its family is revoked, %d keys worked", error.key_id, len(ended))
         raise
-    if found is None:
+    if found is None or found.session is not session:
         app.limits.stranger(credentials, address)
         raise Unauthorized("this API key is not known here or has been revoked")
     return found

@@ -64,6 +64,10 @@ RIGHTS: dict[str, Code] = {
     "user_disabled": ("The key's owner is disabled.", "An admin of the box can enable them again."),
     "forbidden": ("You do not have permission.", "The message names the permission and who can grant it."),
     "missing_scope": ("The key's scope does not allow this operation.", "Use a key with the scope in the message."),
+    "missing_csrf_token": (
+        "A signed-in browser sent a change without the token of its page.",
+        "Load the page again; programs send an API key instead of the cookie.",
+    ),
     "missing_right": ("The key does not have this right.", "Create one that has it: `eft keys create --right`."),
     "missing_role": ("Your role in the project does not allow this.", "An admin of the project can change your role."),
     "not_a_member": ("You are not a member of that project.", "An admin of the project can add you."),

@@ -146,6 +146,8 @@ def rotate(
         raise BadRequest(
             "a key that expires does not rotate one that lives longer: the successor would outlive it", field="key_id"
         )
+    if old.key.session_until is not None:
+        raise BadRequest("this is the session of a browser, which has no successor: sign in again", field="key_id")
     now = read_now(session)
     if old.key.revoked_at is not None or (old.key.expires_at is not None and old.key.expires_at <= now):
         raise Conflict("this key does not work any more; make a new one", code="key_is_over", field="key_id")
@@ -215,7 +217,11 @@ def _room(session: Session, user_id: str, project_id: str, most: int, *, besides
     session.execute(select(User.id).where(User.id == user_id).with_for_update())
     works = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > db_now())
     query = select(func.count()).where(
-        ApiKey.owner_id == user_id, ApiKey.project_id == project_id, ApiKey.revoked_at.is_(None), works
+        ApiKey.owner_id == user_id,
+        ApiKey.project_id == project_id,
+        ApiKey.session_until.is_(None),
+        ApiKey.revoked_at.is_(None),
+        works,
     )
     if besides is not None:
         query = query.where(ApiKey.id != besides)

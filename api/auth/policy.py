@@ -85,6 +85,8 @@ class Principal(Actor):
     """When the key expires, Unix seconds; None: never."""
     rights: frozenset[Right]
     """What the key may do with other keys."""
+    session: bool = False
+    """The key is the session of a browser (api/web/sessions.py)."""
 
     @property
     def operates(self) -> bool:

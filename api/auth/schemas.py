@@ -170,6 +170,7 @@ KEY: dict[str, Any] = {
     "revoked_at": None,
     "rotated_from": None,
     "made_with": "key-01kar3v8x5m2h6n9qst4wyz0bb",
+    "session": False,
 }
 NEW_KEY: dict[str, Any] = {**KEY, "key": "eft_7h2kq0zx_…"}
 REVOKED: dict[str, Any] = {**KEY, "state": "revoked", "revoked_at": _NOW, "also_revoked": []}
@@ -214,6 +215,8 @@ class KeyView(BaseModel):
     """The key that it succeeds."""
     made_with: str | None
     """The key that it was made or rotated with, and ends with; null: made on the box itself."""
+    session: bool
+    """A browser that is signed in to the dashboard; revoking it signs it out."""
 
 
 class RevokedKeyView(KeyView):
@@ -251,7 +254,8 @@ def key_view(key: ApiKey, user: User, project: Project) -> dict[str, Any]:
     elif key.expires_at is not None and key.expires_at <= time.time():
         state = "expired"
     whose = {"user": {"id": user.id, "name": user.name}, "project": {"id": project.id, "name": project.name}}
-    return view_of(KeyView, key, **whose, rights=sorted(rights_of(key.rights)), state=state)
+    session = key.session_until is not None
+    return view_of(KeyView, key, **whose, rights=sorted(rights_of(key.rights)), state=state, session=session)
 
 
 # -- me

@@ -41,6 +41,7 @@ _HOLDERS = (
         ApiKey.scope,
         ApiKey.rights,
         ApiKey.expires_at,
+        ApiKey.session_until,
         (ApiKey.expires_at <= db_now()).label("expired"),
         User.name.label("user_name"),
         User.box_admin,
@@ -103,6 +104,7 @@ def _principal(row: Row[*tuple[Any, ...]], request_id: str | None) -> Principal:
         box_admin=row.box_admin,
         expires_at=row.expires_at,
         rights=rights_of(row.rights),
+        session=row.session_until is not None,
     )
 
 
@@ -133,6 +135,7 @@ def create(
     made_with: str | None = None,
     rotated_from: str | None = None,
     rights: Iterable[Right] = tuple(Right),
+    session_until: float | None = None,
 ) -> tuple[str, ApiKey]:
     """Make a key. The text is the only time it can be read."""
     prefix = "".join(secrets.choice(_LETTERS) for _ in range(8))
@@ -152,6 +155,7 @@ def create(
         made_with=made_with,
         rights=sorted(right.value for right in rights),
         rotated_from=rotated_from,
+        session_until=session_until,
     )
     session.add(row)
     session.flush()

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -71,10 +71,18 @@ class Hub:
         self._poller: asyncio.Task[None] | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._others: list[Callable[[], None]] = []
 
     @property
     def followers(self) -> int:
         return sum(watch.followers for watch in self._watches.values())
+
+    def closes_too(self, close: Callable[[], None]) -> None:
+        """Call it, on the event loop, when the streams here end."""
+        self._others.append(close)
+
+    def runs_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
 
     def close_soon(self) -> None:
         """`close`, from a signal handler."""
@@ -89,10 +97,12 @@ class Hub:
             watch.wake()
         if self._poller is not None:
             self._poller.cancel()
+        for close in self._others:
+            close()
 
     async def follow(self, job_id: str, after: int) -> AsyncGenerator[bytes]:
         """The job's events behind number `after`, as they come, until it is final. The job must exist."""
-        self._loop = asyncio.get_running_loop()
+        self.runs_on(asyncio.get_running_loop())
         watch = await self._join(job_id)
         try:
             seen = after

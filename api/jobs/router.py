@@ -321,6 +321,7 @@ def job_metrics(
         str | None, Query(max_length=2000, pattern=r"^[^\x00]*$", description="Only these, with commas between.")
     ] = None,
     points: Annotated[int | None, Query(ge=2, le=100_000, description="At most so many of each.")] = None,
+    clock: Annotated[bool, Query(description="Also `seconds`: when each step was reported, after the first.")] = False,
     format: Annotated[Literal["json", "csv"] | None, Query(description="Or by `Accept: text/csv`.")] = None,
 ) -> Response:
     """Loss, learning rate, gradient norm, tokens per second and the trainer's other metrics, by optimizer step.
@@ -333,6 +334,8 @@ def job_metrics(
     with app.database.read() as session:
         find(session, principal, job_id)
         series = queries.metric_series(session, job_id, wanted)
+        if clock:
+            series |= {"seconds": found} if (found := queries.step_times(session, job_id)) else {}
     if points is not None:
         series = {name: queries.thin_out(values, points) for name, values in series.items()}
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):

@@ -137,6 +137,11 @@ class SettingFields(BaseSettings):
     """Maximum and default lifetime of a new API key, in days. Existing keys keep theirs. 0: no limit."""
     keys_per_member: int = Field(default=50, ge=1, le=10_000)
     """Maximum number of valid API keys of a user in a project."""
+    session_idle_hours: float = Field(default=12.0, gt=0, le=24 * 365)
+    """Time without a request after which a browser is signed out of the dashboard, in hours."""
+    session_hours: float = Field(default=168.0, gt=0, le=24 * 365)
+    """Maximum length of a browser's session in the dashboard, in hours. It ends no later than the API key that it was
+    begun with."""
     rate_public_per_minute: Rate = 1200.0
     """Requests per minute of one address in one API process to routes without a key: health, version and the reference
     pages. 0: no limit."""

@@ -66,6 +66,9 @@ class ApiKey(Owned, Base):
     """The key that it was made with, or rotated with; null: made on the box itself, or by an earlier version."""
     rights: Mapped[list[Any] | None]
     """What it may do with keys (api/auth/policy.py, Right); null: made by an earlier version, and has all."""
+    session_until: Mapped[float | None] = mapped_column(Float)
+    """Latest end of a browser's session, Unix seconds; `expires_at` comes before it when the session is idle. Null: an
+    API key."""
     __table_args__ = (Index(None, "project_id", "owner_id"), Index(None, "made_with"), Index(None, "rotated_from"))
 
 

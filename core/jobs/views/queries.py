@@ -136,6 +136,14 @@ def metric_series(session: Session, job_id: str, names: Collection[str] = ()) ->
     return series
 
 
+def step_times(session: Session, job_id: str) -> list[tuple[int, float]]:
+    """For each step the seconds from the first report of a metric to the last one of that step's."""
+    query = select(Metric.step, func.max(Metric.time)).where(Metric.job_id == job_id).group_by(Metric.step)
+    rows = session.execute(query.order_by(Metric.step)).all()
+    first = min((time for _, time in rows), default=0.0)
+    return [(step, round(time - first, 3)) for step, time in rows]
+
+
 def artifacts(session: Session, job_id: str) -> Sequence[Artifact]:
     """What the job has handed back."""
     return session.execute(select(Artifact).where(Artifact.job_id == job_id).order_by(Artifact.path)).scalars().all()

@@ -1,0 +1,39 @@
+"""The page of the boxes: every GPU with its user, and the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from api.auth.policy import ReadingOrOperating
+from api.nodes.router import list_nodes
+from api.queue import gpus_router
+from api.queue.router import show_queue
+from api.web import render
+from api.web.views import Views
+
+router = APIRouter(include_in_schema=False, route_class=render.PageRoute)
+
+
+@router.get("/ui/box")
+def box_page(request: Request, principal: ReadingOrOperating) -> Response:
+    """Every slot of every node with its user, holds and maintenance, and the queue in its order."""
+    views = Views(request, principal)
+    gpus = views.ask(gpus_router.list_gpus)["data"]
+    nodes = views.ask(list_nodes)["data"]
+    by_node: dict[str, list[dict[str, Any]]] = {node["name"]: [] for node in nodes}
+    for gpu in gpus:
+        by_node.setdefault(gpu["node"], []).append(gpu)
+    return render.page(
+        request,
+        "box.html",
+        nodes=nodes,
+        by_node=by_node,
+        queue=views.ask(show_queue, limit=200),
+        maintenance=views.ask(gpus_router.list_maintenance)["data"],
+        holds=views.ask(gpus_router.list_holds)["data"],
+        busy=sum(1 for gpu in gpus if gpu["state"] == "busy"),
+        total=len(gpus),
+    )

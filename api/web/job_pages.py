@@ -1,0 +1,147 @@
+"""The pages of jobs: the list, and one job."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+from sqlalchemy import select
+
+from api.auth.permit import lacks
+from api.auth.policy import Policy, Principal, Reading, Role, Scope
+from api.deps import After, App, AppState
+from api.handles import JobId
+from api.jobs import router as jobs
+from api.jobs.lineage_router import job_lineage
+from api.jobs.samples_router import job_samples
+from api.view import iso
+from api.web import render, words
+from api.web.views import Views
+from core.db.tables import Event
+from core.errors import EftError
+from core.jobs.base.states import FINAL, Status
+
+router = APIRouter(include_in_schema=False, route_class=render.PageRoute)
+
+ROWS = 100
+GROUPS: dict[str, tuple[str, ...]] = {
+    "active": ("queued", "preparing", "starting", "running", "pausing", "paused", "stopping"),
+    "succeeded": ("succeeded",),
+    "failed": ("failed",),
+    "cancelled": ("cancelled",),
+}
+"""Filters of the list: what is under way, and each way to end."""
+TOLD = ("status", "resumed", "notice", "error", "priority", "checkpoint")
+"""Types of events on a job's timeline."""
+LATEST = 300
+"""Events of the timeline, the newest ones."""
+LOG_LINES = 400
+
+
+@router.get("/ui/jobs")
+def list_page(
+    request: Request,
+    principal: Reading,
+    show: Annotated[str, Query(max_length=20)] = "",
+    name: Annotated[str, Query(max_length=100, pattern=r"^[^\x00]*$")] = "",
+    after: After = None,
+) -> Response:
+    """The project's jobs, a page of them; the page's script filters and sorts these rows."""
+    views = Views(request, principal)
+    wanted = list(GROUPS.get(show, ()))
+    found = views.ask(
+        jobs.list_jobs, status=wanted or None, name=name or None, created_after=None, limit=ROWS, after=after
+    )
+    return render.page(
+        request, "jobs.html", jobs=found["data"], more=found["next"], show=show, name=name, groups=list(GROUPS), first_page=after is None,
+    )  # fmt: skip
+
+
+@router.get("/ui/jobs/{job_id}")
+def job_page(
+    request: Request,
+    job_id: JobId,
+    principal: Reading,
+    app: App,
+    step: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+) -> Response:
+    """One job: what it does, its curves, samples, log, timeline, spec, memory and results."""
+    views = Views(request, principal)
+    job = views.ask(jobs.show_job, job_id=job_id)
+    series = views.ask(
+        jobs.job_metrics, request=request, job_id=job_id, names="memory_bytes", points=None, clock=False, format="json"
+    )
+    events, phase, seq = _told(app, job_id)
+    lineage = views.ask(job_lineage, job_id=job_id)["data"]
+    return render.page(
+        request,
+        "job.html",
+        job=job,
+        phase=phase if job["status"] == "running" else None,
+        sentence=words.now(job, phase if job["status"] == "running" else None),
+        verbs=words.VERBS.get(job["status"], ()) if _may_write(principal) else (),
+        final=Status(job["status"]) in FINAL,
+        events=events,
+        seq=seq,
+        samples=views.ask(job_samples, job_id=job_id, step=step),
+        artifacts=views.ask(jobs.list_artifacts, job_id=job_id)["data"],
+        log=_log(views, job_id),
+        lineage=lineage if len(lineage) > 1 else [],
+        peak=max((value for _, value in series.get("memory_bytes", [])), default=None),
+        record=_record(app, job_id),
+        lines=_lines(request, job),
+    )
+
+
+def _may_write(principal: Principal) -> bool:
+    return lacks(principal, Policy(Scope.WRITE, Role.MEMBER)) is None
+
+
+def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None, int]:
+    """The timeline, newest first; the phase that the trainer reported last; and the number of the newest event. The
+    caller has been let in to the job."""
+    newest = select(Event).where(Event.job_id == job_id).order_by(Event.seq.desc())
+    with app.database.read() as session:
+        rows = session.execute(newest.where(Event.type.in_(TOLD)).limit(LATEST)).scalars().all()
+        phases = session.execute(newest.where(Event.type == "phase").limit(1)).scalar_one_or_none()
+        last = session.execute(select(Event.seq).where(Event.job_id == job_id).order_by(Event.seq.desc()).limit(1))
+        seq = last.scalar_one_or_none() or 0
+    told = [
+        {"seq": row.seq, "type": row.type, "time": iso(row.time), "attempt": row.attempt, "data": row.data}
+        for row in rows
+    ]
+    return told, None if phases is None else phases.data.get("phase"), seq
+
+
+def _record(app: AppState, job_id: str) -> dict[str, Any] | None:
+    """The run record of the newest attempt: versions, device, hashes."""
+    query = select(Event.data).where(Event.job_id == job_id, Event.type == "run_record").order_by(Event.seq.desc())
+    with app.database.read() as session:
+        data = session.execute(query.limit(1)).scalar_one_or_none()
+    return None if data is None else data.get("record")
+
+
+def _log(views: Views, job_id: str) -> dict[str, str]:
+    """The end of the newest attempt's log; the reason in its place where the data root has none to show."""
+    try:
+        return {"text": views.ask(jobs.job_logs, job_id=job_id, attempt=None, tail=LOG_LINES, offset=None), "fault": ""}
+    except EftError as error:
+        return {"text": "", "fault": error.message}
+
+
+def _lines(request: Request, job: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same in a terminal."""
+    address = f"{str(request.base_url).rstrip('/')}/jobs/{quote(job['id'])}"
+    curl = 'curl -H "Authorization: Bearer $EFT_API_KEY" '
+    return [
+        (f"eft show {job['id']}", "this page"),
+        (f"eft watch {job['id']}", "follow it"),
+        (f"eft logs {job['id']}", "its log"),
+        (f"eft metrics {job['id']}", "its metrics"),
+        (f"eft download {job['id']}", "its results"),
+        (curl + shlex.quote(address), "over HTTP"),
+        (curl + shlex.quote(f"{address}/metrics"), "its curves over HTTP"),
+    ]

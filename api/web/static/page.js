@@ -1,0 +1,234 @@
+"use strict";
+// What every page does: changes through the API with the session's token, contents that follow one event stream,
+// times, tables that sort and filter. Nothing is kept here that the server does not say.
+const eft = {
+  root: document.body.dataset.root,
+  token: document.querySelector("meta[name=csrf]")?.content,
+  seen: [],        // numbers of the events that this page was told
+  refreshed: 0,    // how often its contents were asked for again
+  after: document.body.dataset.after || "",
+};
+
+eft.fetch = async (path, options = {}) => {
+  const headers = { accept: "application/json", ...(options.headers || {}) };
+  if (options.method && options.method !== "GET") headers["x-csrf-token"] = eft.token;
+  const reply = await fetch(eft.root + path, { ...options, headers, credentials: "same-origin" });
+  if (reply.status === 401) eft.signedOut();
+  return reply;
+};
+
+eft.tell = (text, kind = "bad", link) => {
+  const banner = document.getElementById("banner");
+  banner.className = `notice ${kind}`;
+  banner.textContent = text;
+  if (link) { const a = document.createElement("a"); a.href = link[1]; a.textContent = link[0]; banner.append(" ", a); }
+  banner.hidden = !text;
+};
+
+eft.signedOut = () => {
+  eft.over = true;
+  eft.stream?.close();
+  const here = location.pathname.split("/ui/")[1] + location.search;
+  eft.tell("You are signed out: the session ended, or its key was revoked. What is shown is no longer kept up to date.", "bad",
+    ["Sign in again", `${eft.root}ui/signin?next=${encodeURIComponent(here)}`]);
+};
+
+eft.fault = async (reply) => {
+  try { const { error } = await reply.json(); return error.message; } catch { return `the server answered ${reply.status}`; }
+};
+
+// -- contents: the page is asked for again, and what differs in its live parts is put in place
+eft.refresh = async () => {
+  if (eft.over || eft.busy) { eft.again = true; return; }
+  eft.busy = true;
+  try {
+    const reply = await fetch(location.href, { credentials: "same-origin", redirect: "manual" });
+    if (reply.type === "opaqueredirect" || reply.status === 401) return eft.signedOut();
+    if (reply.status === 404) { eft.over = true; eft.stream?.close(); return eft.tell("This is no longer there: it was deleted.", "bad"); }
+    if (!reply.ok) return;
+    const fresh = new DOMParser().parseFromString(await reply.text(), "text/html");
+    for (const part of document.querySelectorAll("[data-live]")) {
+      const next = fresh.getElementById(part.id);
+      if (!next) continue;
+      const scrolls = [...part.querySelectorAll(".log")].map((log) => log.scrollTop + log.clientHeight >= log.scrollHeight - 4);
+      Idiomorph.morph(part, next, { ignoreActiveValue: true, callbacks: { beforeAttributeUpdated: (name, node) =>
+        !(name === "open" && node.tagName === "DETAILS") && !(name === "checked") && !(name === "hidden") } });
+      part.querySelectorAll(".log").forEach((log, at) => { if (scrolls[at]) log.scrollTop = log.scrollHeight; });
+    }
+    eft.refreshed += 1;
+    eft.times();
+    document.dispatchEvent(new Event("eft:refreshed"));
+  } catch { /* the server is away; the stream says when it is back */ } finally {
+    eft.busy = false;
+    if (eft.again) { eft.again = false; eft.soon(); }
+  }
+};
+eft.soon = (after = 400) => { clearTimeout(eft.timer); eft.timer = setTimeout(eft.refresh, after); };
+
+// -- the one stream of a page. It goes on behind the last event that was seen, whatever was between.
+eft.follow = () => {
+  const path = document.body.dataset.stream;
+  if (!path || eft.over) return;
+  const stream = eft.stream = new EventSource(`${eft.root}${path}${eft.after ? `?after=${eft.after}` : ""}`);
+  const hear = (event) => {
+    if (event.lastEventId) {
+      if (event.lastEventId === eft.after) return;
+      eft.after = event.lastEventId;
+      if (/^\d+$/.test(event.lastEventId)) eft.seen.push(Number(event.lastEventId));
+    }
+    eft.soon();
+  };
+  for (const kind of ["status", "phase", "evaluation", "samples", "checkpoint", "resumed", "notice", "run_record", "result", "error", "priority", "change"])
+    stream.addEventListener(kind, hear);
+  stream.addEventListener("hello", (event) => { eft.after = event.lastEventId; });
+  stream.addEventListener("end", () => { stream.close(); eft.ended = true; eft.soon(0); });
+  stream.onopen = () => { if (eft.away) { eft.away = false; eft.tell("", "good"); eft.soon(0); } };
+  stream.onerror = async () => {
+    if (eft.ended || eft.over) return;
+    stream.close();
+    setTimeout(async () => {
+      try {
+        const reply = await eft.fetch("me");
+        if (eft.over) return;
+        if (reply.ok) return eft.follow();
+      } catch { /* away */ }
+      eft.away = true;
+      eft.tell("The server does not answer; this page goes on as soon as it does.", "");
+      setTimeout(eft.follow, 1500);
+    }, 300);
+  };
+};
+
+// -- times
+eft.words = (seconds) => {
+  const whole = Math.round(Math.abs(seconds));
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min` + (whole < 600 && whole % 60 ? ` ${whole % 60} s` : "");
+  if (whole < 172800) return `${Math.floor(whole / 3600)} h` + (Math.floor(whole / 60) % 60 ? ` ${Math.floor(whole / 60) % 60} min` : "");
+  return `${Math.floor(whole / 86400)} d`;
+};
+const clock = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
+const zone = new Intl.DateTimeFormat("en-GB", { timeZoneName: "short" });
+const zoned = (when) => `${clock.format(when)} ${zone.formatToParts(when).find((part) => part.type === "timeZoneName").value}`;
+eft.times = () => {
+  for (const node of document.querySelectorAll("time[datetime]")) {
+    const when = new Date(node.dateTime), seconds = (Date.now() - when) / 1000;
+    const text = "clock" in node.dataset ? zoned(when) : Math.abs(seconds) < 5 ? "now" : seconds > 0 ? `${eft.words(seconds)} ago` : `in ${eft.words(seconds)}`;
+    if (node.textContent !== text) node.textContent = text;
+    if (!("clock" in node.dataset)) node.title = zoned(when);
+  }
+};
+
+// -- tables
+const sortTable = (table, column, descending) => {
+  const value = (row) => { const cell = row.cells[column]; return cell.dataset.sort ?? cell.textContent.trim(); };
+  const rows = [...table.tBodies[0].rows];
+  const numeric = rows.every((row) => value(row) === "" || !Number.isNaN(Number(value(row))));
+  rows.sort((a, b) => {
+    const x = value(a), y = value(b);
+    if (x === "" || y === "") return (x === "") - (y === "");
+    const order = numeric ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true });
+    return descending ? -order : order;
+  });
+  table.tBodies[0].append(...rows);
+};
+const arrange = () => {
+  for (const table of document.querySelectorAll("table[data-sorts]")) {
+    const by = eft.sorted;
+    if (by) {
+      table.querySelectorAll("th button").forEach((button) => button.removeAttribute("aria-sort"));
+      table.tHead.rows[0].cells[by.column].querySelector("button")?.setAttribute("aria-sort", by.descending ? "descending" : "ascending");
+      sortTable(table, by.column, by.descending);
+    }
+  }
+  for (const input of document.querySelectorAll("input[data-filters]")) {
+    const wanted = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of document.querySelector(input.dataset.filters)?.tBodies[0].rows || [])
+      row.hidden = !wanted.every((word) => row.textContent.toLowerCase().includes(word) || row.id.includes(word));
+  }
+  const chosen = document.querySelectorAll("input[name=job]:checked").length, button = document.getElementById("compare");
+  if (button) {
+    button.disabled = chosen < 2 || chosen > 20;
+    document.getElementById("chosen").textContent = chosen < 2 ? "Choose two or more rows." : chosen > 20 ? "At most 20." : `${chosen} chosen.`;
+  }
+};
+document.addEventListener("eft:refreshed", arrange);
+
+// -- buttons
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("button");
+  if (!button) return;
+  const head = button.closest("table[data-sorts] th");
+  if (head) {
+    eft.sorted = { column: head.cellIndex, descending: eft.sorted?.column === head.cellIndex && !eft.sorted.descending };
+    arrange();
+  } else if (button.dataset.copy !== undefined) {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "Copied";
+  } else if (button.dataset.verb) {
+    if (button.dataset.sure && !confirm(button.dataset.sure)) return;
+    button.disabled = true;
+    const { verb, job } = button.dataset;
+    const reply = verb === "delete" ? await eft.fetch(`jobs/${job}`, { method: "DELETE" }) : await eft.fetch(`jobs/${job}/${verb}`, { method: "POST" });
+    button.disabled = false;
+    if (!reply.ok) return eft.over || eft.tell(await eft.fault(reply));
+    if (verb === "delete") location.href = `${eft.root}ui/jobs`;
+    else if (verb === "retry") location.href = `${eft.root}ui/jobs/${(await reply.json()).id}`;
+    else eft.soon(0);
+  } else if (button.dataset.verbNode) {
+    const verb = button.dataset.verbNode, name = encodeURIComponent(button.dataset.node);
+    let query = "";
+    if (verb === "drain") {
+      const reason = prompt("Drain this node: running jobs write a checkpoint and go on elsewhere. Why?");
+      if (reason === null) return;
+      query = `?reason=${encodeURIComponent(reason)}`;
+    }
+    const reply = await eft.fetch(`nodes/${name}/${verb}${query}`, { method: "POST" });
+    if (!reply.ok && !eft.over) eft.tell(await eft.fault(reply));
+    eft.soon(0);
+  } else if (button.dataset.revoke) {
+    if (!confirm("Revoke this key, and all that were made with it?")) return;
+    const reply = await eft.fetch(`keys/${button.dataset.revoke}`, { method: "DELETE" });
+    if (!reply.ok && !eft.over) eft.tell(await eft.fault(reply));
+    eft.soon(0);
+  } else if (button.id === "signout") {
+    await eft.fetch("ui/signout", { method: "POST" });
+    location.href = `${eft.root}ui/signin?why=out`;
+  }
+});
+document.addEventListener("input", (event) => { if (event.target.matches("[data-filters], input[name=job]")) arrange(); });
+document.getElementById("step")?.addEventListener("change", (event) => {
+  const address = new URL(location.href);
+  address.searchParams.set("step", event.target.value);
+  history.replaceState(null, "", address);
+  eft.refresh();
+});
+
+// -- search in the log
+const mark = () => {
+  const pre = document.getElementById("log-lines"), word = document.getElementById("find")?.value.toLowerCase();
+  if (!pre) return;
+  const text = pre.textContent;
+  pre.textContent = text;
+  if (!word) return;
+  const lower = text.toLowerCase(), parts = [];
+  let from = 0, at;
+  while ((at = lower.indexOf(word, from)) >= 0 && parts.length < 2000) {
+    const hit = document.createElement("mark");
+    hit.textContent = text.slice(at, at + word.length);
+    parts.push(text.slice(from, at), hit);
+    from = at + word.length;
+  }
+  pre.replaceChildren(...parts, text.slice(from));
+  pre.querySelector("mark")?.scrollIntoView({ block: "nearest" });
+};
+document.getElementById("find")?.addEventListener("input", mark);
+document.addEventListener("eft:refreshed", () => { if (document.getElementById("find")?.value) mark(); });
+
+eft.times();
+arrange();
+document.querySelectorAll(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
+setInterval(eft.times, 10000);
+if (document.body.dataset.every) setInterval(() => { if (!document.hidden) eft.refresh(); }, 1000 * document.body.dataset.every);
+document.addEventListener("visibilitychange", () => { if (!document.hidden && document.body.dataset.stream && !eft.ended) eft.soon(0); });
+eft.follow();
