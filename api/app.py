@@ -40,8 +40,8 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.web import router as web
 from api.web.changes import Changes
-from api.web.router import router as web_router
 from core import __version__
 from core.db.engine import Database
 from core.settings import Settings
@@ -137,7 +137,11 @@ def create_app(settings: Settings) -> FastAPI:
         for method in route.methods or ()
     }
     app.state.policies = policies
-    app.include_router(web_router)  # its pages show what these routes answer, each held to the route's policy
+    for web_router in web.ROUTERS:  # its pages show what the routes below answer, and refuse what those refuse
+        for route in web_router.routes:
+            assert isinstance(route, APIRoute)
+            policy_of(route)
+        app.include_router(web_router)
     for router in routers:
         # Those that ask for no key answer while the database does not.
         guards = [Depends(authorise if _asks_for_keys(router) else public)]

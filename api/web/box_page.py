@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from api.auth.policy import ReadingOrOperating
+from api.deps import authorise
 from api.nodes.router import list_nodes
 from api.queue import gpus_router
 from api.queue.router import show_queue
 from api.web import render
 from api.web.views import Views
 
-router = APIRouter(include_in_schema=False, route_class=render.PageRoute)
+router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 
 
 @router.get("/ui/box")

@@ -6,13 +6,13 @@ import shlex
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import select
 
 from api.auth.permit import lacks
 from api.auth.policy import Policy, Principal, Reading, Role, Scope
-from api.deps import After, App, AppState
+from api.deps import After, App, AppState, authorise
 from api.handles import JobId
 from api.jobs import router as jobs
 from api.jobs.lineage_router import job_lineage
@@ -24,7 +24,7 @@ from core.db.tables import Event
 from core.errors import EftError
 from core.jobs.base.states import FINAL, Status
 
-router = APIRouter(include_in_schema=False, route_class=render.PageRoute)
+router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 
 ROWS = 100
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -56,8 +56,15 @@ def list_page(
         jobs.list_jobs, status=wanted or None, name=name or None, created_after=None, limit=ROWS, after=after
     )
     return render.page(
-        request, "jobs.html", jobs=found["data"], more=found["next"], show=show, name=name, groups=list(GROUPS), first_page=after is None,
-    )  # fmt: skip
+        request,
+        "jobs.html",
+        jobs=found["data"],
+        more=found["next"],
+        show=show,
+        name=name,
+        groups=list(GROUPS),
+        first_page=after is None,
+    )
 
 
 @router.get("/ui/jobs/{job_id}")

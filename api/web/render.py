@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from fastapi.routing import APIRoute
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
 from api.auth.policy import Principal
 from api.context import request_id
@@ -67,7 +67,7 @@ def environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(HERE / "templates"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -14,7 +14,6 @@ from api.web import box_page, job_pages, render, signin
 from api.web.changes import Changes
 from core.errors import NotFound
 
-router = APIRouter()
 _open = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[PUBLIC, Depends(public)])
 _closed = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 FOR_EVER = "public, max-age=31536000, immutable"
@@ -60,7 +59,5 @@ async def changes(
     return EventStream(while_allowed(app, principal, told.follow(principal.project_id, last_event_id or after)))
 
 
-for _part in (_open, signin.open_router):
-    router.include_router(_part)
-for _part in (_closed, signin.closed_router, job_pages.router, box_page.router):
-    router.include_router(_part, dependencies=[] if _part is _closed else [Depends(authorise)])
+ROUTERS = (_open, signin.open_router, _closed, signin.closed_router, job_pages.router, box_page.router)
+"""All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

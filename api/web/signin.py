@@ -10,14 +10,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response
 
 from api.auth.policy import PUBLIC, Knowing
-from api.deps import App, address_of, identify, public
+from api.deps import App, address_of, authorise, identify, public
 from api.errors import RateLimited
 from api.http.body import read_body
 from api.web import render, sessions
 from core.errors import EftError, Forbidden
 
 open_router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[PUBLIC, Depends(public)])
-closed_router = APIRouter(include_in_schema=False, route_class=render.PageRoute)
+closed_router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 FORM_BYTES = 4096
 WHY = {"ended": "You were signed out: the session ended, or its key was revoked.", "out": "You are signed out."}
 

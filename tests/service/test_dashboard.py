@@ -1,0 +1,282 @@
+"""The dashboard's sign-in and pages, behind the application in this process; what needs a browser is in
+test_dashboard_browser.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from sqlalchemy import select, update
+
+from api.auth.last_use import LastUse
+from api.auth.policy import Role, Scope, policy_of
+from api.web import render, sessions, words
+from api.web.router import ROUTERS
+from core.db.tables import ApiKey, Audit, Job
+from tests.support.world import Caller, World, world
+
+MARKUP = "<script>alert(1)</script> \"'&"
+OPEN = {"/", "/ui", "/ui/", "/ui/signin", "/ui/static/{name}"}
+"""What answers without a session."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("dashboard") / "data") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def boss(here: World) -> Caller:
+    return here.caller("boss", Role.ADMIN, Scope.BOX, box_admin=True)
+
+
+def sign_in(here: World, key: str, where: str = "", **headers: str) -> Any:
+    reply = here.ask("POST", "/ui/signin", data={"key": key, "next": where}, headers=headers)
+    here._client.cookies.clear()
+    return reply
+
+
+def session_of(here: World, caller: Caller) -> dict[str, str]:
+    """Headers of a browser that this caller has signed in with."""
+    reply = sign_in(here, caller.key, **{"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Gecko Firefox/140.0"})
+    assert reply.status_code == 303, reply.text
+    secret = re.match(r"eft_session=([^;]+)", reply.headers["set-cookie"])
+    assert secret is not None
+    here.secrets.append(secret[1])
+    return {"cookie": f"{sessions.COOKIE}={secret[1]}"}
+
+
+def token(headers: dict[str, str]) -> dict[str, str]:
+    return {**headers, sessions.TOKEN_HEADER: sessions.token(headers["cookie"].partition("=")[2])}
+
+
+def row_of(here: World, headers: dict[str, str]) -> ApiKey:
+    prefix = headers["cookie"].partition("=")[2].split("_")[1]
+    with here.database.read() as session:
+        return session.execute(select(ApiKey).where(ApiKey.prefix == prefix)).scalar_one()
+
+
+def change(here: World, headers: dict[str, str], **values: Any) -> None:
+    with here.database.write() as session:
+        session.execute(update(ApiKey).where(ApiKey.id == row_of(here, headers).id).values(**values))
+
+
+def routes() -> list[APIRoute]:
+    found = [route for router in ROUTERS for route in router.routes]
+    assert all(isinstance(route, APIRoute) for route in found)
+    return found  # type: ignore[return-value]
+
+
+def pages() -> list[str]:
+    """Paths of all pages that ask for a session."""
+    return sorted(route.path for route in routes() if route.path not in OPEN)
+
+
+def test_signing_in_and_out(here: World, boss: Caller) -> None:
+    reply = sign_in(here, boss.key, "box")
+    cookie = reply.headers["set-cookie"].lower()
+    assert (reply.status_code, reply.headers["location"]) == (303, "../ui/box")
+    assert "httponly" in cookie and "samesite=lax" in cookie and "path=/" in cookie and "secure" not in cookie
+    assert boss.key not in cookie
+
+    headers = session_of(here, boss)
+    page = here.ask("GET", "/ui/jobs", headers=headers)
+    assert page.status_code == 200 and "boss" in page.text
+    assert page.headers["content-security-policy"] == render.POLICY and page.headers["cache-control"] == "no-store"
+
+    listed = here.ask("GET", "/keys", headers=headers).json()["data"]
+    assert listed[0]["name"] == "browser: Firefox on Linux" and listed[0]["session"] is True
+    assert [key["session"] for key in listed if key["id"] == row_of(here, headers).made_with] == [False]
+    with here.database.read() as session:
+        assert session.execute(select(Audit).where(Audit.action == "session.begin")).scalars().all()
+
+    assert here.ask("POST", "/ui/signout", headers=headers).status_code == 403  # without the page's token
+    assert here.ask("POST", "/ui/signout", headers=token(headers)).status_code == 204
+    assert here.ask("GET", "/ui/jobs", headers=headers).headers["location"] == "../ui/signin?next=jobs&why=ended"
+    assert here.ask("GET", "/me", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", "eft_", "no key", "eft_" + "x" * 5000])
+def test_a_wrong_key_is_told_and_begins_nothing(here: World, key: str) -> None:
+    reply = sign_in(here, key)
+    assert reply.status_code in (401, 413) and "set-cookie" not in reply.headers
+    assert len(key) > 4000 or "not known here" in reply.text
+
+
+def test_a_sign_in_that_another_site_sends_is_refused(here: World, boss: Caller) -> None:
+    for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://evil.example"}):
+        assert sign_in(here, boss.key, **headers).status_code == 403
+    assert sign_in(here, boss.key, **{"sec-fetch-site": "same-origin", "origin": "http://api"}).status_code == 303
+
+
+@pytest.mark.parametrize(
+    "where", ["//evil.example", "https://evil.example", "/\\evil", "../../x", "javascript:alert(1)"]
+)
+def test_signing_in_leads_to_no_other_place(here: World, boss: Caller, where: str) -> None:
+    assert sign_in(here, boss.key, where).headers["location"] == "../ui/jobs"
+
+
+def test_changes_ask_for_the_token_and_reads_do_not(here: World, boss: Caller) -> None:
+    headers, path = session_of(here, boss), f"/projects/{here.lab.id}"
+    assert here.ask("GET", path, headers=headers).status_code == 200
+    for given in (headers, {**headers, sessions.TOKEN_HEADER: "0" * 64}):
+        reply = here.ask("PATCH", path, headers=given, json={"preemptible": False})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "missing_csrf_token")
+    assert here.ask("PATCH", path, headers=token(headers), json={"preemptible": False}).status_code == 200
+
+
+def test_a_session_is_no_api_key_and_an_api_key_no_session(here: World, boss: Caller) -> None:
+    headers = session_of(here, boss)
+    assert here.ask("GET", "/me", headers["cookie"].partition("=")[2]).status_code == 401
+    assert here.ask("GET", "/me", headers={"cookie": f"{sessions.COOKIE}={boss.key}"}).status_code == 401
+    reply = here.ask("POST", f"/keys/{row_of(here, headers).id}/rotate", boss.key, json={})
+    assert (reply.status_code, reply.json()["error"]["field"]) == (422, "key_id")
+
+
+def test_a_session_ends_with_its_key(here: World) -> None:
+    member = here.caller("leaving", Role.MEMBER, Scope.WRITE)
+    headers = session_of(here, member)
+    here.ask("DELETE", f"/keys/{row_of(here, headers).made_with}", member.key)
+    assert here.ask("GET", "/me", headers=headers).status_code == 401
+
+
+def test_an_idle_session_ends_and_a_used_one_goes_on(here: World, boss: Caller) -> None:
+    headers = session_of(here, boss)
+    row = row_of(here, headers)
+    assert row.expires_at is not None and row.session_until is not None
+    idle = here.settings.session_idle_hours * 3600
+    assert row.expires_at == pytest.approx(row.created_at + idle, abs=5)
+    change(here, headers, expires_at=row.expires_at - 3000)
+    uses = LastUse(here.database, idle_seconds=idle)
+    with here.database.read() as session:
+        from api.auth import service
+
+        principal = service.authenticate(session, headers["cookie"].partition("=")[2])
+    assert principal is not None
+    uses.note(principal)
+    uses.write()
+    assert row_of(here, headers).expires_at == pytest.approx(row.created_at + idle, abs=5)
+
+    change(here, headers, session_until=row.created_at + 60)
+    uses.note(principal)
+    uses.write()  # never beyond its latest end; what is further is left alone
+    change(here, headers, expires_at=row.created_at - 1)
+    uses.note(principal)
+    uses.write()
+    assert row_of(here, headers).expires_at == row.created_at - 1, "a session that is over stays over"
+    assert here.ask("GET", "/me", headers=headers).status_code == 401
+    assert here.ask("GET", f"/ui/jobs/{here.lab.job}?step=0", headers=headers).status_code == 303
+
+
+def test_the_oldest_of_too_many_sessions_ends(here: World) -> None:
+    member = here.caller("many", Role.MEMBER, Scope.WRITE)
+    every = [session_of(here, member) for _ in range(sessions.MOST + 1)]
+    assert here.ask("GET", "/me", headers=every[0]).status_code == 401
+    assert here.ask("GET", "/me", headers=every[1]).status_code == 200
+
+
+def test_no_page_opens_without_a_session(here: World) -> None:
+    found = pages()
+    assert len(found) >= 5 and "/ui/jobs/{job_id}" in found
+    for path in found:
+        method = "POST" if path == "/ui/signout" else "GET"
+        reply = here.ask(method, path.replace("{job_id}", here.lab.job).replace("{file_id}", here.lab.file))
+        assert reply.status_code == 303 and "/ui/signin?next=" in reply.headers["location"], path
+    for route in routes():
+        assert (policy_of(route).scope is None) is (route.path in OPEN), route.path
+
+
+def test_pages_refuse_as_the_api_does(here: World) -> None:
+    viewer, left = here.caller("viewer", Role.VIEWER, Scope.READ), here.caller("left", None, Scope.BOX)
+    headers = session_of(here, viewer)
+    page = here.ask("GET", f"/ui/jobs/{here.lab.job}", headers=headers)
+    assert page.status_code == 200 and "data-verb=" not in page.text
+    assert here.ask("POST", f"/jobs/{here.lab.job}/pause", headers=token(headers)).status_code == 403
+    other = here.ask("GET", f"/ui/jobs/{here.rivals.job}", headers=headers)
+    assert other.status_code == 404 and here.rivals.job not in re.sub(r"no job `[^`]*`", "", other.text)
+    assert here.ask("GET", "/ui/jobs", headers=session_of(here, left)).status_code == 403
+    metrics = here.caller("prometheus", Role.ADMIN, Scope.METRICS, box_admin=True)
+    assert sign_in(here, metrics.key).status_code == 403
+
+
+class _Sources(HTMLParser):
+    """Everything that a page loads or would run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "link", "img", "iframe"):
+            self.loads.append(given.get("src") or given.get("href") or "")
+        if tag == "style" or (tag == "script" and "src" not in given):
+            self.inline.append(tag)
+        self.inline += [name for name, _ in attrs if name.startswith("on") or name == "style"]
+
+
+def test_names_with_markup_stay_text_and_nothing_is_inline_or_from_elsewhere(here: World, boss: Caller) -> None:
+    headers = session_of(here, boss)
+    with here.database.write() as session:
+        session.execute(update(Job).where(Job.id == here.lab.job).values(name=MARKUP, reason=MARKUP))
+    shown = [path.replace("{job_id}", here.lab.job).replace("{file_id}", here.lab.file) for path in pages()]
+    for path in shown:
+        if path in ("/ui/changes", "/ui/signout"):
+            continue
+        reply = here.ask("GET", path, headers=headers)
+        assert reply.status_code == 200, (path, reply.text)
+        assert "<script>alert" not in reply.text, path
+        found = _Sources()
+        found.feed(reply.text)
+        assert not found.inline, (path, found.inline)
+        assert found.loads and all(re.match(r"(\.\./)+ui/static/", one) for one in found.loads), (path, found.loads)
+    assert "&lt;script&gt;alert(1)" in here.ask("GET", "/ui/jobs", headers=headers).text
+    for path in ("/ui/jobs?show=%3Cb%3Ex&name=%22x", "/ui/jobs?after=nothing", "/ui/jobs/job-x", "/ui/jobs/<b>x"):
+        assert "<b>x" not in here.ask("GET", path, headers=headers).text
+
+
+def test_what_pages_load_is_small_and_what_its_list_says() -> None:
+    files = [path for path in render.STATIC.iterdir() if path.suffix in render.TYPES]
+    assert sum(path.stat().st_size for path in files) <= 150_000
+    listed = (render.STATIC / "vendored.txt").read_text()
+    for name, package, digest in re.findall(r"^(\S+\.(?:js|css)) +(\S+@\S+) .* ([0-9a-f]{64})$", listed, re.MULTILINE):
+        found = render.static_file(name)
+        assert found is not None and digest.startswith(found[1]), f"{name} is not that of {package}"
+        assert (render.STATIC / "licences" / f"{package.partition('@')[0].lower()}.txt").exists()
+    assert len(re.findall("@", listed)) == 4
+
+
+def test_files_are_kept_by_their_hash(here: World) -> None:
+    name = render.environment().globals["static"]("eft.css")
+    reply = here.ask("GET", f"/ui/{name}")
+    assert reply.headers["cache-control"] == "public, max-age=31536000, immutable"
+    assert here.ask("GET", "/ui/static/eft.css").headers["cache-control"] == "no-cache"
+    for path in ("vendored.txt", "..%2frender.py", "nothing.js", "licences"):
+        assert here.ask("GET", f"/ui/static/{path}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "root"), [("/", "./"), ("/ui/jobs", "../"), ("/ui/jobs/job-x", "../../"), ("/ui", "./")]
+)
+def test_links_are_relative_so_that_any_prefix_works(path: str, root: str) -> None:
+    assert render.to_root(path) == root
+
+
+def test_words() -> None:
+    assert [words.duration(n) for n in (0, 59, 200, 4000, 90000, 300000)] == [
+        "0 s", "59 s", "3 min 20 s", "1 h 6 min", "25 h", "3 d 11 h",
+    ]  # fmt: skip
+    assert [words.number(n) for n in (None, 3, 1234567, 4.7734, 1e-5, float("nan"), float("inf"), True)] == [
+        "–", "3", "1,234,567", "4.773", "1e-05", "NaN", "∞", "True",
+    ]  # fmt: skip
+    assert [words.size(n) for n in (None, 0, 999, 36256, 25_753_026_560)] == ["–", "0 B", "999 B", "36.3 kB", "25.8 GB"]
+    one, two = {"a": {"b": 1, "c": []}, "d": True}, {"a": {"b": 1, "c": [2]}, "d": 1, "e": None}
+    assert words.differences([one, two]) == [("a.c", ["[]", "[2]"]), ("d", ["true", "1"]), ("e", ["–", "null"])]
+    assert Path(render.HERE, "templates", "shell.html").is_file()
