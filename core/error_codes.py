@@ -104,7 +104,7 @@ JOBS: dict[str, Code] = {
     "already_final": ("The job has already ended.", "`eft retry` runs it again."),
     "not_ended": ("Only a job that has ended can be retried or deleted.", "Wait, or cancel it first."),
     "job_in_use": (
-        "A retry, a running pipeline, or a job that was made from its model needs the job.",
+        "A retry, a running pipeline, a job that waits for it, or one that was made from its model needs the job.",
         "Delete (or cancel) that one first; the message names it.",
     ),
     "model_in_use": (
@@ -114,6 +114,15 @@ JOBS: dict[str, Code] = {
     "too_many_tags": (
         "The model would have more tags than a model may have.",
         "Remove some: `eft models tag --remove`.",
+    ),
+    "after_not_found": (
+        "A job in `after` does not exist.",
+        "Submit that job first: a job can only wait for earlier ones, never for itself.",
+    ),
+    "after_twice": ("A job is named twice in `after`.", "Name it once; the message has its id."),
+    "after_failed": (
+        "A job in `after` has ended without success, so the new job would never start.",
+        "Name its retry, or set `on: end`.",
     ),
     "step_not_succeeded": (
         "A step before the one to retry from has no job that has succeeded.",
@@ -438,6 +447,10 @@ WAITING: dict[str, Code] = {
     "maintenance": ("It would run into a maintenance window.", "Set a shorter `resources.max_runtime_seconds`."),
     "disk": ("The disk is full, or a disk budget is used up.", "`eft delete`, `eft files rm`, `eft gc`."),
     "later": ("It failed a moment ago and is retried soon.", "Nothing."),
+    "after": (
+        "It waits for other jobs to end.",
+        "`eft show` names them; `after: [{job: …, on: end}]` waits for any end.",
+    ),
     "no_worker": ("No worker is available.", "`eft worker list`; start one."),
 }
 

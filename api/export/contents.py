@@ -30,6 +30,7 @@ ROWS = 500
 TABLES = (
     "files",
     "jobs",
+    "job_dependencies",
     "attempts",
     "artifacts",
     "models",

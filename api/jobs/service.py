@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from api.errors import UnsupportedMediaType, printable
 from api.http import idempotency
-from api.jobs import advice, plan
+from api.jobs import advice, after, plan
 from api.jobs.schemas import deleted_view, job_view
 from api.jobs.sizing import sized
 from api.notices import service as webhooks
@@ -213,6 +213,7 @@ class Jobs:
         with self._database.read() as session:
             spec = spec.model_copy(update={"model": handles.named_model(session, actor, spec.model)})
             spec = parents.settle(session, actor.project_id, spec, ahead)
+            spec = after.settled(session, actor, spec)
             spec = sized(session, actor.project_id, resolve(spec))
         faults += check(spec, preview=preview)
         if faults:

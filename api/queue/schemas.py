@@ -34,7 +34,7 @@ class PlaceView(BaseModel):
     position: int | None
     """Among the jobs that the same slots can serve; null: it is not in line, or a thousand jobs are before it."""
     code: str
-    """turn, model, requirements, closed, quota, maintenance, disk, later or no_worker (docs/queue.md)."""
+    """turn, model, requirements, closed, quota, maintenance, disk, later, after or no_worker (docs/queue.md)."""
     reason: str
     """The same in words."""
     estimated_start: str | None

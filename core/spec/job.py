@@ -16,7 +16,7 @@ from core.spec.axes.quantization import Quantization
 from core.spec.axes.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
 from core.spec.axes.stage import CPT, SFT, Stage
 from core.spec.axes.training import Training
-from core.spec.base import SpecModel
+from core.spec.base import SpecModel, short_form
 
 SPEC_VERSION = 1
 
@@ -26,6 +26,21 @@ Tag = Annotated[str, StringConstraints(pattern=TAG)]
 Tags = Annotated[list[Tag], Field(max_length=20)]
 Note = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00]*$")]
 WebhookId = Annotated[str, StringConstraints(pattern=r"^hook-[0-9a-z]{26}$")]
+
+
+JobHandle = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,100}$")]
+
+
+class After(SpecModel):
+    """A job that has to end before this one starts."""
+
+    job: JobHandle
+    """Id, beginning of an id, name, or `last`; the resolved spec has the id."""
+    on: Literal["success", "end"] = "success"
+    """`success`: it must succeed; if it fails or is cancelled, this job is cancelled. `end`: however it ends."""
+
+
+AfterJob = Annotated[After, short_form(lambda job: {"job": job}, example="job-01kar3v8x5m2h6n9qst4wyz0bc")]
 
 
 class JobSpec(SpecModel):
@@ -43,6 +58,9 @@ class JobSpec(SpecModel):
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Priority in the queue (docs/queue.md): jobs of a higher priority go first, whatever their owners have used. Each
     project has a limit; a job below 0 yields to all others."""
+    after: Annotated[list[AfterJob], Field(max_length=20)] = Field(default=[])
+    """Jobs that have to end first (docs/queue.md): ids or names of jobs of the project. A retry does not wait for them
+    again."""
     model: Model
     """Base model: a hub id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a local folder, or a GGUF file."""
     data: DataField

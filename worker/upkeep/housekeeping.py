@@ -11,6 +11,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 
 from core import caches
 from core.db.engine import Database
+from core.jobs.admission import dependencies
 from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.jobs.lifecycle import claims, leader, lease_expiry, models, retention
@@ -161,9 +162,14 @@ class Housekeeper:
         return True
 
     def _advance_pipelines(self) -> bool:
-        """Submit the steps whose turn it is. Another process may safely do the same at once."""
+        """Submit the steps whose turn it is, and let jobs go that waited for others. Another process may safely do the
+        same at once."""
         with self._database.read() as session:
             waiting = advance.due(session)
+            after = dependencies.due(session)
+        for job_id in after:
+            with self._database.write() as session:
+                dependencies.settle(session, job_id)
         for pipeline_id in waiting:
             if self._stopped.is_set():
                 break

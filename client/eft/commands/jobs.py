@@ -41,6 +41,7 @@ from eft.types import UNFINISHED, File, Job
             "eft submit job.yaml --fail-if 'eval_loss > 1.2' --idempotency-key \"$CI_PIPELINE_ID\"",
             "In a pipeline: create one job even if repeated, and fail if the result is not good enough.",
         ),
+        ("eft submit job.yaml --after last", "Start it when your newest job has succeeded."),
         ("eft submit job.yaml --dry-run", "Show all defaults without queueing."),
         ("eft submit pipeline.yaml --wait", "Submit jobs one after another, to the end of the last."),
     ],
@@ -55,6 +56,10 @@ def submit(
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Upload this file and hold it out.")] = None,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="Add a tag, to find the job by.")
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option("--after", metavar="JOB", help="Start after this job has succeeded; may be repeated."),
     ] = None,
     note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="A note for people.")] = None,
     wait: Annotated[
@@ -86,6 +91,7 @@ def submit(
                 eval=evaluation,
                 tag=tags,
                 note=note,
+                after=after,
                 **{"fail-if": fail_if, "timeout": timeout},
             )
             submit_pipeline(
@@ -103,6 +109,8 @@ def submit(
         job_spec = apply_settings(job_spec, settings or [])
         if tags:
             job_spec = job_spec | {"tags": [*(job_spec.get("tags") or ()), *tags]}
+        if after:
+            job_spec = job_spec | {"after": [*(job_spec.get("after") or ()), *after]}
         if note is not None:
             job_spec = job_spec | {"note": note}
 

@@ -6,6 +6,7 @@ Import tables from here: SQLAlchemy's metadata only has what was imported, and t
 from core.db.tables.base import Base, Id, Owned
 from core.db.tables.house import Installation, Leader, SchemaFloor
 from core.db.tables.jobs import (
+    AFTER_OTHERS,
     BOUNDED,
     PREVIEWS,
     QUEUED,
@@ -16,6 +17,7 @@ from core.db.tables.jobs import (
     Event,
     File,
     Job,
+    JobDependency,
     Metric,
     ModelShape,
     OutboxMessage,
@@ -28,6 +30,7 @@ from core.db.tables.slots import Allocation, Hold, Maintenance, Node
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
 
 __all__ = [
+    "AFTER_OTHERS",
     "BOUNDED",
     "PREVIEWS",
     "QUEUED",
@@ -48,6 +51,7 @@ __all__ = [
     "IdempotencyKey",
     "Installation",
     "Job",
+    "JobDependency",
     "Leader",
     "Limit",
     "Maintenance",

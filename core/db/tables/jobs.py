@@ -13,8 +13,8 @@ from core.db.tables.base import Base, Id, Owned
 QUEUED = "status = 'queued'"
 
 WAITS_FOR = {
-    "prepare": f"{QUEUED} AND kind = 'train' AND prepared IS NULL",
-    "train": f"{QUEUED} AND kind = 'train' AND prepared IS NOT NULL",
+    "prepare": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NULL",
+    "train": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NOT NULL",
     "preview": f"{QUEUED} AND kind = 'preview'",
 }
 """What a waiting job waits for a slot to do. Written out, not bound: SQLite takes a partial index for a query only when
@@ -22,6 +22,9 @@ it can see in the query's words that the index has all of its rows."""
 
 BOUNDED = f"{WAITS_FOR['train']} AND bound_seconds IS NOT NULL"
 """Those that may go ahead of a job for which slots are kept (core/jobs/scheduling/gang_scheduling.py)."""
+
+AFTER_OTHERS = "unmet > 0 AND status IN ('queued', 'paused')"
+"""Jobs that wait for the end of others (core/jobs/admission/dependencies.py)."""
 
 PREVIEWS = "kind = 'preview'"
 
@@ -106,6 +109,8 @@ class Job(Owned, Base):
     needs_bytes: Mapped[int | None] = mapped_column(BigInteger)
     """What its last attempt found no room for on the data root; it waits until that much is free."""
     not_before: Mapped[float | None] = mapped_column(Float)
+    unmet: Mapped[int] = mapped_column(Integer, insert_default=0)
+    """How many jobs it still waits for (JobDependency); it stands in no line before this is 0."""
     node: Mapped[str | None] = mapped_column(String(255))
     worker: Mapped[str | None] = mapped_column(Id)
     lease_until: Mapped[float | None] = mapped_column(Float)
@@ -157,6 +162,12 @@ class Job(Owned, Base):
             postgresql_where=text(QUEUED),
         ),
         Index(
+            "ix_jobs_after",
+            "id",
+            sqlite_where=text(AFTER_OTHERS),
+            postgresql_where=text(AFTER_OTHERS),
+        ),
+        Index(
             "ix_jobs_previews",
             "project_id",
             "id",
@@ -170,6 +181,19 @@ class Job(Owned, Base):
             postgresql_where=text("lease_until IS NOT NULL"),
         ),
     )
+
+
+class JobDependency(Owned, Base):
+    """A job that waits for another one."""
+
+    __tablename__ = "job_dependencies"
+    job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
+    """The one that waits."""
+    after_id: Mapped[str] = mapped_column(Id, primary_key=True, index=True)
+    """The one that has to end first."""
+    on: Mapped[str] = mapped_column(String(16))
+    """success or end."""
+    met_at: Mapped[float | None] = mapped_column(Float)
 
 
 class Attempt(Owned, Base):

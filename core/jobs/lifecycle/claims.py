@@ -253,7 +253,7 @@ def _write_down(session: Session, kept: Sequence[gang_scheduling.Reservation], n
 def runnable(session: Session, *, room: int | None = None) -> str | None:
     """The oldest job that waits for nothing but a worker's look, or None; `room` as for `claim`."""
     now = read_now(session)
-    query = select(Job.id).where(Job.status == Status.QUEUED.value, *queue_order.ready(now, room, None))
+    query = select(Job.id).where(Job.status == Status.QUEUED.value, Job.unmet == 0, *queue_order.ready(now, room, None))
     return session.execute(query.order_by(Job.created_at, Job.id).limit(1)).scalar_one_or_none()
 
 

@@ -18,6 +18,7 @@ from core.db.tables import (
     DeletedJobs,
     Event,
     Job,
+    JobDependency,
     Metric,
     OutboxMessage,
     Pipeline,
@@ -25,7 +26,7 @@ from core.db.tables import (
     RegisteredModel,
 )
 from core.errors import Conflict, NotFound
-from core.jobs.admission import parents
+from core.jobs.admission import dependencies, parents
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.submit import find
@@ -98,6 +99,9 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="job_id", code="job_in_use")
+    if (waiting := dependencies.waits_for(session, job_id)) is not None:
+        words = f"`{waiting}` waits for this job: it can be deleted once `{waiting}` has started or was cancelled"
+        raise Conflict(words, field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
     if child is not None:
         words = f"`{child}` was made from this job's model and needs it: delete `{child}` first"
@@ -125,8 +129,9 @@ def _count(session: Session, job: Job) -> None:
 
 def rows(session: Session, job: Job) -> None:
     """Delete a job with everything that tells of it alone. The caller holds its lock and knows that it may go."""
-    for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage, RegisteredModel):
+    for table in (Event, Metric, Artifact, Allocation, Attempt, OutboxMessage, RegisteredModel, JobDependency):
         session.execute(delete(table).where(table.job_id == job.id))
+    session.execute(delete(JobDependency).where(JobDependency.after_id == job.id))
     volume.drop(session, job.project_id, job.spec)
     session.execute(delete(Job).where(Job.id == job.id).execution_options(synchronize_session=False))
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs.admission import parents
+from core.jobs.admission import dependencies, parents
 from core.jobs.base import outbox
 from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import FINAL, Status
@@ -36,14 +36,16 @@ def submit(
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
-    Raises SpecError for a priority above the project's limit, NotFound or SpecError where its model is a job that there
-    is no going on from, and QueueFull or SpecsFull beyond `bounds`.
+    Raises SpecError for a priority above the project's limit and for a job in `after` that can never let it start,
+    NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
+    `bounds`.
     """
     priority = 0 if kind == "preview" else spec.priority
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
         priority = min(retry_of.priority, quotas.max_priority(session, actor.project_id))
+    after = dependencies.pin(session, actor.project_id, spec.after) if retry_of is None else []
     if retry_of is None:
         pinned = parents.pin(session, actor.project_id, spec)
         chain, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
@@ -83,6 +85,7 @@ def submit(
             adjusted=None if retry_of is None else retry_of.adjusted,
             settled=None if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,
+            unmet=len(after),
             reason=disk_room.WAITS_FOR_MODEL,
             event_seq=1,
         )
@@ -105,10 +108,15 @@ def submit(
             },
         )
     )
+    job = session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
+    if after:
+        dependencies.write_down(session, job, after)
+        job.reason = dependencies.words(session, job_id)
+        session.flush()
     told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
     audit.record(session, actor, "job.submit" if kind == "train" else "preview.ask", job_id, told)
     outbox.ring(session, job_id)
-    return session.execute(select(Job).where(Job.id == job_id).execution_options(populate_existing=True)).scalar_one()
+    return job
 
 
 def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from core.db.engine import read_now
 from core.db.tables import WAITS_FOR, Job
-from core.jobs.admission import auto_method
+from core.jobs.admission import auto_method, dependencies
 from core.jobs.base.shares import HALF_LIFE_SECONDS
 from core.jobs.base.slots import Key, Slot
 from core.jobs.base.states import Status
@@ -31,7 +31,7 @@ from core.jobs.scheduling import cluster, gang_scheduling, preempt, queue_order
 from core.jobs.scheduling.cluster import SlotState
 from core.jobs.views.forecast import Forecast
 
-Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker"]
+Code = Literal["turn", "model", "requirements", "closed", "quota", "maintenance", "disk", "later", "no_worker", "after"]
 MOST = 1000
 """Jobs that are counted in a line; further back, the exact place does not matter."""
 
@@ -222,6 +222,8 @@ class QueueExplainer:
         return f"{count} room for it"
 
     def _why(self, phase: Kind, row: Job, key: Key, position: int | None) -> tuple[Code, str]:
+        if row.unmet:
+            return "after", dependencies.words(self._session, row.id)
         left = self._settings.room
         if left is not None and self._settings.free is not None and (left < 0 or (row.needs_bytes or 0) > left):
             return "disk", room.words(
