@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy.orm import Session
 
-from core.errors import NotFound
+from core.errors import Fault, NotFound
 from core.jobs.admission import dependencies
 from core.jobs.base.transitions import Actor
 from core.jobs.views import handles
@@ -24,9 +24,9 @@ def settled(session: Session, actor: Actor, spec: JobSpec) -> JobSpec:
             job_id = handles.resolve(session, actor, handles.JOB, one.job)
         except NotFound as error:
             words = f"{error.message}; a job can only wait for jobs that have been submitted"
-            raise dependencies.refused("after_not_found", words, field) from error
+            raise dependencies.refused(Fault("after_not_found", words, field)) from error
         if job_id in found:
-            raise dependencies.refused("after_twice", f"`{job_id}` is named twice", field)
+            raise dependencies.refused(Fault("after_twice", f"`{job_id}` is named twice", field))
         found[job_id] = one.model_copy(update={"job": job_id})
     if not found:
         return spec

@@ -40,13 +40,13 @@ def states(session: Session, project_id: str, after: Sequence[After], *, lock: b
             words = (
                 f"there is no job `{one.job}` in this project; a job can only wait for jobs that have been submitted"
             )
-            raise refused("after_not_found", words, field)
+            raise refused(Fault("after_not_found", words, field))
         if status in FINAL and status is not Status.SUCCEEDED and one.on == "success":
             words = (
                 f"`{one.job}` has {_past(status)}, so this job would never start: name its retry, or set `on: end` to "
                 "start however it ends"
             )
-            raise refused("after_failed", words, field)
+            raise refused(Fault("after_failed", words, field))
     return found
 
 
@@ -153,6 +153,6 @@ def _past(status: Status) -> str:
     return "been cancelled" if status is Status.CANCELLED else status.value
 
 
-def refused(code: str, message: str, field: str) -> SpecError:
+def refused(fault: Fault) -> SpecError:
     """An error of one field."""
-    return SpecError(f"{field}: {message}", field=field, faults=(Fault(code, message, field),), code=code)
+    return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)
