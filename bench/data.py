@@ -160,10 +160,11 @@ class Bench:
         """Trained tokens a second of TRL's trainer with its own packing."""
         import torch
         from datasets import Dataset, disable_progress_bars
-        from trl import SFTTrainer
+        from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
-        from bench.trl_peer import Clock, config
+        from bench.trl_clock import Clock
         from core.train.batch import IGNORE_INDEX
+        from core.train.verify.peer import quiet
 
         disable_progress_bars()
 
@@ -181,8 +182,9 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             trainer = Counted(
                 model=self.model(),
-                args=config(
-                    folder,
+                args=SFTConfig(
+                    **quiet(folder, device="cuda" if torch.cuda.is_available() else "cpu", precision="bf16"),
+                    logging_strategy="no",
                     loss_type="nll",
                     packing=True,
                     per_device_train_batch_size=1,

@@ -1,21 +1,25 @@
 """Steps of preference stages against TRL's trainers: `python -m bench.preference [--stage dpo] [--method lora]
-[--rows FILE] [--model DIR] [--steps N] [--tokens N] [--runs N]`.
+[--rows FILE] [--model DIR] [--steps N] [--tokens N] [--runs N] [--large] [--report FILE]`.
 
-Both train the same adapters from the same weights over the same tokens in the same batches, each in a process of its
-own, in turn. Both have the reference's log-probabilities before the first step (TRL: `precompute_ref_log_probs`), and
-neither pass counts. Ours packs the sequences of a batch end to end; TRL pads them. Figures:
+All train the same adapters from the same weights over the same tokens in the same batches, each in a process of its
+own, in turn. All have the reference's log-probabilities before the first step (TRL: `precompute_ref_log_probs`), and
+that pass does not count. Ours packs the sequences of a batch end to end; TRL pads them. `shared` is ours with the
+prompt of a pair computed once (`batching.share_prompts`, the default), `apart` without. Figures:
 
-- trained tokens a second of training step: tokens of both answers of a pair, each with its prompt, without padding;
+- trained tokens a second of training step: tokens of both answers of a pair, each with its prompt, without padding. On
+  a CPU seconds are the process's own, so that other work on the machine does not count;
 - memory beyond the loaded model: the process's peak while it trains less what it had before (on a GPU the allocator's).
 
 `--rows`: preference rows in any form that eft reads (docs/data.md). Without it: pairs of the commands of
 `examples/voice-intents`, the right intent against another command's. TRL is given them through core/train/verify, the
 module of `eft verify`. For `kto` a pair is two rows, one good and one bad. The default model is SmolLM2-135M-Instruct.
+The default setting takes 2 to 4 minutes of one core, `--large` an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -23,16 +27,22 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import wheel
+from bench.qlora import Tee
 from bench.report import compare, finish, show
 from core.train.__main__ import before_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "voice-intents" / "train.jsonl"
 SEED = 42
+SETTINGS = {
+    "small": {"steps": 2, "tokens": 1024, "runs": 2},
+    "large": {"steps": 8, "tokens": 4096, "runs": 4},
+}
 
 
 def pairs_of_intents() -> list[dict[str, Any]]:
@@ -83,7 +93,11 @@ def write_order(folder: Path, options: argparse.Namespace) -> Path:
         rows,
         stage=options.stage,
         method={"type": options.method, "r": 16, "lora_alpha": 32},
-        batching={"type": "packed", "tokens_per_batch": options.tokens},
+        batching={
+            "type": "packed",
+            "tokens_per_batch": options.tokens,
+            "share_prompts": options.child != "apart",
+        },
         training={
             "max_steps": options.steps,
             "max_length": options.length,
@@ -113,6 +127,12 @@ class Memory:
         return (torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")) - self._base
 
 
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
@@ -127,6 +147,7 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
         run_dir = write_order(Path(folder), options)
         events = run_dir / EVENTS_FILE
         peak: list[int] = []
+        processor: list[float] = []
 
         def watch() -> None:
             """The model is loaded once the first of these phases begins; saving is not training."""
@@ -136,9 +157,12 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
                 if not begun and ('"phase":"reference"' in text or '"phase":"training"' in text):
                     memory.begin()
                     begun = True
+                if not processor and '"phase":"training"' in text:
+                    processor.append(time.process_time())
                 if begun and '"phase":"saving"' in text:
+                    processor.append(time.process_time())
                     peak.append(memory.end())
-                time.sleep(0.002)
+                time.sleep(0.01)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -148,12 +172,12 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
             raise SystemExit(str(last))
         watcher.join()
         result = last["result"]
-    seconds, tokens, loss = (result[name] for name in ("train_seconds", "total_tokens", "train_loss"))
-    return {"seconds": seconds, "tokens": tokens, "loss": loss, "memory": peak[0]}
+    seconds = result["train_seconds"] if on_gpu() else processor[1] - processor[0]
+    return {"seconds": seconds, "tokens": result["total_tokens"], "loss": result["train_loss"], "memory": peak[0]}
 
 
 def theirs(options: argparse.Namespace) -> dict[str, float]:
-    from bench.trl_peer import Clock
+    from bench.trl_clock import Clock
     from core.train.verify.peer import build_trainer
     from core.train.verify.replay import prepare
 
@@ -168,7 +192,8 @@ def theirs(options: argparse.Namespace) -> dict[str, float]:
         trainer.train()
         peak = memory.end()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"seconds": clock.seconds, "loss": sum(losses) / len(losses), "memory": peak}
+    seconds = clock.seconds if on_gpu() else clock.processor_seconds
+    return {"seconds": seconds, "loss": sum(losses) / len(losses), "memory": peak}
 
 
 def measure(side: str, options: argparse.Namespace) -> dict[str, float]:
@@ -187,39 +212,65 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--method", choices=["lora", "qlora"], default="lora")
     found.add_argument("--rows", type=Path, help="preference rows (JSON Lines)")
     found.add_argument("--model", type=Path)
-    found.add_argument("--steps", type=int, default=6)
-    found.add_argument("--tokens", type=int, default=2048, help="tokens of a step at most (batching.tokens_per_batch)")
+    found.add_argument(
+        "--large", action="store_true", help="8 steps of 4,096 tokens, 4 runs; options given beside it win"
+    )
+    found.add_argument("--steps", type=int)
+    found.add_argument("--tokens", type=int, help="tokens of a step at most (batching.tokens_per_batch)")
     found.add_argument("--length", type=int, default=1024, help="max_length")
     found.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
-    found.add_argument("--runs", type=int, default=3)
-    found.add_argument("--child", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    found.add_argument("--runs", type=int)
+    found.add_argument("--report", type=Path, help="where the output is written, too")
+    found.add_argument("--child", choices=["shared", "apart", "trl"], help=argparse.SUPPRESS)
     return found
 
 
+def settled(options: argparse.Namespace) -> argparse.Namespace:
+    """With the numbers of the small or the large setting where none are given."""
+    for name, number in (SETTINGS["large"] if options.large else SETTINGS["small"]).items():
+        if getattr(options, name) is None:
+            setattr(options, name, number)
+    return options
+
+
 def main() -> None:
-    options = parser().parse_args()
-    before_torch()  # the same OpenMP settings for both
+    options = settled(parser().parse_args())
+    before_torch()  # the same OpenMP settings for all
     options.model = options.model or wheel.model()
     if options.child:
-        print(json.dumps(ours(options) if options.child == "ours" else theirs(options)))
+        print(json.dumps(theirs(options) if options.child == "trl" else ours(options)))
         return
+    day = datetime.now(UTC).date()
+    name = f"{options.stage}_{options.method}"
+    with Tee(options.report or ROOT / "bench" / "results" / f"preference-{name.replace('_', '-')}-cpu-{day}.txt"):
+        compared(options, name)
+
+
+def compared(options: argparse.Namespace, name: str) -> None:
+    """All sides in turn, and their ratios."""
     steps = f"{options.steps} steps of at most {options.tokens} tokens"
-    about = f"{options.model.name}, {options.stage}, {options.method}, {steps}"
-    print(f"{about}, {options.rows or 'pairs of examples/voice-intents'}, load average {os.getloadavg()[0]:.1f}")
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
+    print(f"{options.model.name}, {options.stage}, {options.method}, {options.precision}, {steps}")
+    where = "pairs of examples/voice-intents"
+    if options.rows is not None:
+        where = f"{options.rows.name} (SHA-256 {hashlib.sha256(options.rows.read_bytes()).hexdigest()})"
+    print(f"{where}, load average {os.getloadavg()[0]:.1f}, {os.environ.get('OMP_NUM_THREADS', 'all')} threads\n")
+    ours_in = ("apart",) if options.stage == "kto" else ("shared", "apart")  # rows of kto have one answer
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in (*ours_in, "trl")}
     for run in range(options.runs):
-        for side in ("ours", "trl") if run % 2 == 0 else ("trl", "ours"):
+        for side in found if run % 2 == 0 else reversed(found):
             found[side].append(measure(side, options))
     losses = [one["loss"] for side in found.values() for one in side]
     if max(losses) > 1.02 * min(losses):  # the rounding of bf16 is less
-        raise SystemExit(f"the two sides did not train on the same examples: {found}")
-    tokens = found["ours"][0]["tokens"]
-    name = f"{options.stage}_{options.method}"
-    speed = compare(*([tokens / one["seconds"] for one in found[side]] for side in ("ours", "trl")))
-    memory = compare(*([one["memory"] / 2**20 for one in found[side]] for side in ("ours", "trl")))
-    results = {f"{name}_tokens_per_second_against_trl": speed, f"{name}_mib_over_load_against_trl": memory}
-    for (label, figures), unit in zip(results.items(), ("/s", "MiB"), strict=True):
-        show(label, figures, unit)
+        raise SystemExit(f"the sides did not train on the same examples: {found}")
+    results = {}
+    for side in ours_in:
+        tokens = found[side][0]["tokens"]
+        speed = compare(*([tokens / one["seconds"] for one in found[of]] for of in (side, "trl")))
+        memory = compare(*([one["memory"] / 2**20 for one in found[of]] for of in (side, "trl")))
+        for what, figures, unit in (("tokens_per_second", speed, "/s"), ("mib_over_load", memory, "MiB")):
+            label = f"{name}_{side}_{what}_against_trl"
+            results[label] = figures
+            show(label, figures, unit)
     finish(results)
 
 

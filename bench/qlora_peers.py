@@ -218,9 +218,11 @@ class _Trl:
 
     def _make(self, folder: Path, shape: Shape, batches: Sequence[Tensor], tuned: bool) -> Any:
         from datasets import Dataset
+        from torch.utils.data import SequentialSampler
         from transformers import TrainerCallback
+        from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
-        from bench.trl_peer import InOrder, config
+        from core.train.verify.peer import quiet
 
         bench = self
 
@@ -229,7 +231,10 @@ class _Trl:
                 bench._done.release()
                 bench._go.acquire()
 
-        class Told(InOrder):
+        class Told(SFTTrainer):
+            def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+                return SequentialSampler(self.train_dataset)
+
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 bench._inputs = inputs["input_ids"]
                 result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -238,14 +243,15 @@ class _Trl:
 
         # One batch more than will be asked for: the trainer must not end, and tidy up, beside the others' steps.
         rows = [row.tolist() for ids in (*batches, batches[0]) for row in ids]
-        well_set: dict[str, Any] = {"packing": True, "packing_strategy": "wrapped", "bf16": False}
+        arguments = quiet(folder / "trl", device=shape.device.type, precision="none" if tuned else "bf16")
+        well_set = {"packing": True, "packing_strategy": "wrapped", "logging_strategy": "no"}
+        arguments |= well_set if tuned else {"logging_strategy": "steps"}
+        arguments |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING}
         return Told(
             model=_four_bits(folder, shape),
-            args=config(
-                folder / "trl", gradient_checkpointing=True, gradient_checkpointing_kwargs=CHECKPOINTING,
+            args=SFTConfig(
                 per_device_train_batch_size=shape.rows, max_steps=len(batches) + 1, max_length=shape.tokens,
-                learning_rate=1e-4, lr_scheduler_type="constant", seed=1, use_cpu=shape.device.type == "cpu",
-                **(well_set if tuned else {"logging_strategy": "steps"}),
+                learning_rate=1e-4, lr_scheduler_type="constant", seed=1, **arguments,
             ),
             train_dataset=Dataset.from_list([{"input_ids": row, "labels": row} for row in rows]),
             processing_class=tokenizer_for(folder),

@@ -27,21 +27,27 @@ SEED, LENGTH, LEARNING_RATE = 42, 128, 1e-3
 METHOD = LoRA(r=16, lora_alpha=32)
 
 
+def write_order(folder: Path, model_dir: Path, steps: int, batch: int) -> Path:
+    """The folder of the run that both sides do."""
+    from tests.support.trainer import write_run
+
+    return write_run(
+        folder / "run",
+        model_dir,
+        DATA,
+        method=METHOD.model_dump(),
+        optimizer={"learning_rate": LEARNING_RATE},
+        training={"max_steps": steps, "per_device_train_batch_size": batch, "max_length": LENGTH, "seed": SEED},
+    )
+
+
 def ours(model_dir: Path, steps: int, batch: int) -> float:
     """Tokens a second of a whole run of `python -m core.train`, by its own count of the time in training steps."""
     from core.spec.run.folder import EVENTS_FILE
     from core.train.recipe import run
-    from tests.support.trainer import write_run
 
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = write_run(
-            Path(folder) / "run",
-            model_dir,
-            DATA,
-            method=METHOD.model_dump(),
-            optimizer={"learning_rate": LEARNING_RATE},
-            training={"max_steps": steps, "per_device_train_batch_size": batch, "max_length": LENGTH, "seed": SEED},
-        )
+        run_dir = write_order(Path(folder), model_dir, steps, batch)
         if run(run_dir) != 0:
             raise SystemExit((run_dir / EVENTS_FILE).read_text().splitlines()[-1])
         result = json.loads((run_dir / EVENTS_FILE).read_text().splitlines()[-1])["result"]
@@ -50,53 +56,19 @@ def ours(model_dir: Path, steps: int, batch: int) -> float:
 
 def trl(model_dir: Path, steps: int, batch: int) -> float:
     """Tokens a second of TRL's trainer over the same batches, from the beginning to the end of each of its steps."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer
+    from bench.trl_clock import Clock
+    from core.train.verify.peer import build_trainer
+    from core.train.verify.replay import prepare
 
-    from bench.trl_peer import Clock, InOrder, config
-    from core.spec.run.orders import DataOrder
-    from core.train.base.rng import seed_all
-    from core.train.batch import IGNORE_INDEX
-    from core.train.data.order import BatchOrder
-    from core.train.data.reader import rows_of
-    from core.train.data.tokenise import tokenise
-    from core.train.methods.lora import adapt_lora
-    from core.train.model.load import load_model
-    from core.train.render.options import RenderOptions
-    from core.train.render.renderer import Renderer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows = list(rows_of(DataOrder.of(DATA))[1])
-    dataset, _ = tokenise(rows, Renderer(tokenizer, RenderOptions()), LENGTH)
-    order = BatchOrder(len(dataset), batch_size=batch, accumulation=1, seed=SEED)
-    windows = [order.window(step)[0] for step in range(steps)]
-    items, tokens = [], 0
-    for index in (row for window in windows for row in window):
-        ids, learned = dataset[index]
-        tokens += len(ids)
-        items.append({"input_ids": ids.tolist(), "labels": torch.where(learned, ids, IGNORE_INDEX).tolist()})
-    seed_all(SEED)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = InOrder(
-            model=adapt_lora(load_model(model_dir, torch.bfloat16), METHOD),
-            args=config(
-                folder,
-                loss_type="nll",
-                per_device_train_batch_size=batch,
-                max_steps=steps,
-                learning_rate=LEARNING_RATE,
-                lr_scheduler_type="linear",
-                max_length=LENGTH,
-                seed=SEED,
-            ),
-            train_dataset=Dataset.from_list(items),
-            processing_class=tokenizer,
-            callbacks=[clock],
-        )
+        found = prepare(write_order(Path(folder), model_dir, steps, batch), steps)
+        found.replay.options |= {"loss_type": "nll", "logging_strategy": "no"}
+        trainer = build_trainer(found.replay, found.model, found.tokenizer, folder)
+        trainer.add_callback(clock)
         trainer.train()
-    return tokens / clock.seconds
+    used = (found.replay.examples[row] for rows in found.replay.batches for row in rows)
+    return sum(len(example["input_ids"]) for example in used) / clock.seconds
 
 
 def main() -> None:

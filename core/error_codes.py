@@ -395,6 +395,10 @@ NOTICES: dict[str, Code] = {
         "The model's attention has no form for the slot generator; answers take longer, in batches.",
         "Nothing; where a window is the reason, shorter prompts or answers fit it.",
     ),
+    "no_router_loss": (
+        "The model's load-balancing loss is of a form that is not known, and is left out.",
+        "Nothing, or set `training.router_aux_loss_coef: 0` to say so.",
+    ),
     "activation_offloading": ("Offloading saves nothing on a CPU.", "Remove `memory.activation_offloading` there."),
     "step_skipped": ("A step in fp16 overflowed; the loss scale was lowered.", "Normal at the start; else use bf16."),
     "early_stopping": ("The held-out loss stopped improving.", "Nothing. The best weights are exported."),

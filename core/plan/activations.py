@@ -190,7 +190,8 @@ def _inner(shape: Shape, block: Collection[Weight], numbers: Numbers, n: int) ->
     c = numbers.computed
     if any(weight.kind == "experts" for weight in block):
         routed = n * shape.experts_per_token
-        return routed * (2 * c * shape.hidden + 4 * c * shape.inner)
+        router = (4 + c) * shape.experts * n  # probabilities in float32, and the logits
+        return router + routed * (2 * c * shape.hidden + 4 * c * shape.inner)
     masks = 2 * (c if numbers.cpu else 1) * shape.hidden * n if shape.own_dropout else 0
     return (3 if shape.gated else 4 if shape.plain_gelu else 1) * c * shape.inner * n + masks
 

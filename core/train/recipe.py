@@ -22,6 +22,7 @@ from core.train.base.log_lines import LogLines
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.checkpoint.resume import resume
+from core.train.data.loaders import RowLoader
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
 from core.train.evaluation.held_out import build_evaluator
@@ -42,6 +43,7 @@ from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
 from core.train.run import Run
 from core.train.stage import Stage
+from core.train.stages.balanced import with_balance
 from core.train.state import TrainerState
 
 
@@ -90,7 +92,8 @@ def train(run: Run) -> None:
         with run.ranks.rank_zero_first(run.caches_weights):
             built = build_model(run, compute.placement, tokenizer, data.longest)
     run.ranks.seed(run.spec.training.seed)
-    stage, state = build_stage(run.spec, data), TrainerState()
+    stage, balance = with_balance(run, build_stage(run.spec, data), built.model, data.train.trained)
+    state = TrainerState()
     loader, total_steps = build_loader(run, data, stage.shares, pad_token(tokenizer), stage.prelude_sequences)
     engine = build_engine(
         built.model,
@@ -111,8 +114,9 @@ def train(run: Run) -> None:
     packing = choose_kernels(run, compute, engine, data)
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
-    record |= {"packing": packing, "total_steps": total_steps}
-    record |= prepare_reference(run, engine, stage, data)
+    record |= {"packing": packing, "total_steps": total_steps} | balance
+    used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
+    record |= prepare_reference(run, engine, stage, data, used)
     run.events.write("run_record", record=record)
     evaluator = build_evaluator(run, engine, stage, tokenizer, data)
     resume(run, engine, loader, state, compute.environment)

@@ -168,3 +168,18 @@ def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Pa
         for figure in event["values"].keys() - CLOCKS:
             assert steps[event["step"]][figure] == event["values"][figure], figure
     assert weights(attempts[-1]) == weights(calm)
+
+
+def test_the_reference_is_of_the_rows_that_are_trained(tmp_path: Path, tiny_dir: Path) -> None:
+    """A short run over many rows computes few of them; their numbers are those of a run that computes all."""
+    found = {}
+    for name, steps in {"short": 2, "long": 6}.items():
+        training = {"max_steps": steps, "per_device_train_batch_size": 2}
+        folder = write(tmp_path / name, tiny_dir, STAGES["dpo"], training=training)
+        assert run(folder) == EXIT_OK, events(folder)[-1]
+        found[name] = load_file(folder / REFERENCE)["train"]
+        record = events(folder, "run_record")[0]["record"]["reference"]
+        assert record["training_rows"] == min(2 * steps, ROWS)
+    computed = ~found["short"].isnan().any(dim=1)
+    assert int(computed.sum()) == 4 and not found["long"].isnan().any()
+    torch.testing.assert_close(found["short"][computed], found["long"][computed])

@@ -45,5 +45,8 @@ class Training(SpecModel):
     neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = None
     """NEFTune: uniform noise on the embeddings while training, of the size alpha / sqrt(tokens x width) of the padded
     batch (arXiv:2310.05914 uses 5 to 15). Default: none."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Weight of the load-balancing loss of a mixture-of-experts model, in every stage. Default: the coefficient in the
+    model's configuration; 0: none."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of adapter weights, dropout and the order of rows."""

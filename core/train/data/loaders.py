@@ -108,6 +108,12 @@ class RowLoader:
             return lambda: self.dataset.pack(rows)
         return lambda: self.dataset.collate(rows, self.pad_token_id)
 
+    def rows_until(self, steps: int) -> Sequence[int]:
+        """Rows of the first steps, each once, ascending."""
+        if steps >= self.order.steps_of(0):
+            return range(self.order.rows)
+        return sorted({row for step in range(steps) for row in self.order.rows_of(step)})
+
     def epochs_after(self, steps: int) -> float:
         return self.order.epochs_after(steps)
 

@@ -8,7 +8,7 @@ computed as they come, with the adapters switched off.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,12 @@ class ReferenceMismatch(EftError):
     status = 500
 
 
-def prepare_reference(run: Run, engine: Engine, stage: Stage, data: RunData) -> dict[str, Any]:
+def prepare_reference(
+    run: Run, engine: Engine, stage: Stage, data: RunData, used: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Give the examples of a run their reference, where the stage wants one; call it before anything is trained or
-    loaded. Returns entries of the run record. Collective; StopRequested."""
+    loaded. `used`: the training rows that the run comes to, ascending; None: all. Returns entries of the run record.
+    Collective; StopRequested."""
     if not stage.reference:
         return {}
     if data.stream is not None and run.adapter_dir is not None:
@@ -61,66 +64,75 @@ def prepare_reference(run: Run, engine: Engine, stage: Stage, data: RunData) -> 
         )
     parts = {"train": data.train} if data.stream is None else {}
     parts |= {} if data.eval is None else {"eval": data.eval}
-    keys = {name: _content(dataset) for name, dataset in parts.items()}
+    rows: dict[str, Sequence[int]] = {name: range(len(dataset)) for name, dataset in parts.items()}
+    if used is not None and data.stream is None:
+        rows["train"] = used
+    keys = {name: _content(dataset, rows[name]) for name, dataset in parts.items()}
     found = _kept(run, keys) if run.ranks.first and parts else None
     path = run.ranks.broadcast("" if found is None else str(found))
     if path:
         values = _load(Path(path))
     else:
         run.phase("reference")
-        values = {name: log_probabilities(run, engine, dataset) for name, dataset in parts.items()}
+        values = {name: log_probabilities(run, engine, dataset, rows[name]) for name, dataset in parts.items()}
     for name, dataset in parts.items():
         dataset.values[NAME] = values[name]
     if run.ranks.first and parts and path != str(run.folder / REFERENCE):
         _keep(run.folder / REFERENCE, values, keys)
     run.ranks.barrier()
-    for dataset in parts.values():
-        _check(engine, dataset, packed=isinstance(run.spec.batching, Packed))
+    for name, dataset in parts.items():
+        _check(engine, dataset, rows[name][:4], packed=isinstance(run.spec.batching, Packed))
     if data.stream is not None:
         data.stream.prepare = _per_block(run, engine)
-    return {"reference": {"computed": "per block" if data.stream is not None else "before the first step"}}
+    if data.stream is not None:
+        return {"reference": {"computed": "per block"}}
+    return {"reference": {"computed": "before the first step", "training_rows": len(rows["train"])}}
 
 
 def log_probabilities(
-    run: Run, engine: Engine, dataset: TokenDataset, start: Callable[[], AbstractContextManager[Any]] = nullcontext
+    run: Run,
+    engine: Engine,
+    dataset: TokenDataset,
+    rows: Sequence[int],
+    start: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> npt.NDArray[np.float32]:
-    """Summed log-probability of the labels of each sequence, [examples, sequences]. `start` makes a context in which
-    the model is the one that training starts from. Collective; StopRequested on all ranks together."""
+    """Summed log-probability of the labels of each sequence, [examples, sequences]; NaN where an example is none of
+    `rows`. `start` makes a context in which the model is the one that training starts from. Collective; StopRequested
+    on all ranks together."""
     packed, only = isinstance(run.spec.batching, Packed), range(dataset.sequences)
     longest = max(dataset.sequence_lengths, default=1)
     tokens, _ = training_pass(run.spec, longest)
-    cut = eval_rows(dataset, range(len(dataset)), MOST_ROWS, tokens, only)
+    cut = eval_rows(dataset, rows, MOST_ROWS, tokens, only)
     done: list[tuple[list[int], list[list[float]]]] = []
     stopped = False
     try:
         with start():
-            for rows in cut[run.ranks.rank :: run.ranks.world]:
+            for some in cut[run.ranks.rank :: run.ranks.world]:
                 run.check_stop()
-                batch = dataset.pack(rows, only) if packed else dataset.collate(rows, engine.pad_token_id, only)
+                batch = dataset.pack(some, only) if packed else dataset.collate(some, engine.pad_token_id, only)
                 values = engine.evaluate(batch, PolicyModel.sequence_logprobs)
-                done.append((list(rows), values.double().tolist()))
+                done.append((list(some), values.double().tolist()))
     except StopRequested:
         stopped = True
     if run.ranks.any_rank(stopped):
         raise StopRequested
-    found = np.empty((len(dataset), dataset.sequences), dtype=np.float32)
+    found = np.full((len(dataset), dataset.sequences), np.nan, dtype=np.float32)
     for part in run.ranks.all_gather(done):
-        for rows, of_rows in part:
-            found[rows] = of_rows
+        for some, of_them in part:
+            found[some] = of_them
     return found
 
 
 def _per_block(run: Run, engine: Engine) -> Callable[[TokenDataset], None]:
     def prepare(dataset: TokenDataset) -> None:
         model: Any = engine.model
-        dataset.values[NAME] = log_probabilities(run, engine, dataset, model.disable_adapter)
+        dataset.values[NAME] = log_probabilities(run, engine, dataset, range(len(dataset)), model.disable_adapter)
 
     return prepare
 
 
-def _check(engine: Engine, dataset: TokenDataset, *, packed: bool) -> None:
-    """Compute the first examples once more, as training batches them, and compare. ReferenceMismatch."""
-    rows = range(min(4, len(dataset)))
+def _check(engine: Engine, dataset: TokenDataset, rows: Sequence[int], *, packed: bool) -> None:
+    """Compute some examples once more, as training batches them, and compare. ReferenceMismatch."""
     batch = dataset.pack(rows) if packed else dataset.collate(rows, engine.pad_token_id)
     found = engine.evaluate(batch, PolicyModel.sequence_logprobs)
     gap = (found.cpu() - batch.values[NAME]).abs().flatten() / torch.tensor(batch.label_counts())
@@ -138,12 +150,15 @@ def _check(engine: Engine, dataset: TokenDataset, *, packed: bool) -> None:
 # --- the file --------------------------------------------------------------------------------------------
 
 
-def _content(dataset: TokenDataset) -> str:
-    """Hash of the tokens that the log-probabilities are of."""
+def _content(dataset: TokenDataset, rows: Sequence[int]) -> str:
+    """Hash of the tokens that the log-probabilities are of, and of which examples those are if not all."""
     digest = hashlib.sha256()
-    for number in range(len(dataset.starts)):
-        span = slice(int(dataset.starts[number]), int(dataset.ends[number]))
-        digest.update(dataset.ids[span].tobytes() + b"|" + dataset.learned[span].tobytes() + b"|")
+    for row in rows:
+        for number in range(row * dataset.sequences, (row + 1) * dataset.sequences):
+            span = slice(int(dataset.starts[number]), int(dataset.ends[number]))
+            digest.update(dataset.ids[span].tobytes() + b"|" + dataset.learned[span].tobytes() + b"|")
+    if len(rows) < len(dataset):
+        digest.update(",".join(map(str, rows)).encode())
     return digest.hexdigest()
 
 

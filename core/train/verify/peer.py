@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,9 +101,7 @@ def build_trainer(replay: Replay, model: nn.Module, tokenizer: Any, folder: str,
     trainer, config = _classes(replay.stage)
     sizes = {len(batch) for batch in replay.batches}
     schedule, optimizer = replay.schedule, replay.optimizer
-    cpu = replay.device == "cpu"
-    arguments: dict[str, Any] = {
-        "output_dir": folder,
+    arguments = quiet(folder, device=replay.device, precision=replay.precision) | {
         "per_device_train_batch_size": max(sizes),
         "gradient_accumulation_steps": replay.accumulation,
         "num_train_epochs": 1,
@@ -117,16 +116,7 @@ def build_trainer(replay: Replay, model: nn.Module, tokenizer: Any, folder: str,
         "warmup_steps": warmup_steps(replay.total_steps, schedule),
         "max_grad_norm": replay.max_grad_norm or 0.0,
         "seed": replay.seed,
-        "bf16": replay.precision == "bf16",
-        "fp16": replay.precision == "fp16",
-        "use_cpu": cpu,
-        "dataloader_pin_memory": not cpu,
-        "gradient_checkpointing": False,
         "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "remove_unused_columns": False,
     }
     known = inspect.signature(config).parameters
@@ -145,6 +135,23 @@ def build_trainer(replay: Replay, model: nn.Module, tokenizer: Any, folder: str,
 
     made.remove_callback(PrinterCallback)
     return made
+
+
+def quiet(folder: str | Path, *, device: str, precision: str) -> dict[str, Any]:
+    """Arguments of a TRL configuration that computes on `device` in `precision` (as `Replay` has it) and writes neither
+    checkpoints nor reports."""
+    return {
+        "output_dir": str(folder),
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "use_cpu": device == "cpu",
+        "dataloader_pin_memory": device != "cpu",
+        "gradient_checkpointing": False,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def _scheduler_kwargs(schedule: Schedule, total_steps: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from core.spec.axes.batching import Packed
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.optimizer import AdamW
 from core.spec.axes.stage import Head
+from core.spec.job import JobSpec
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.spec.settled import method_of
@@ -25,6 +26,7 @@ from core.train.base.rng import seed_all
 from core.train.data.dataset import TokenDataset
 from core.train.data.order import StepOrder, build_order
 from core.train.feed import read_data
+from core.train.loss.router import coefficient_of
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.methods.oft import adapt_oft
@@ -35,6 +37,8 @@ from core.train.run import Run
 from core.train.verify.columns import columns
 from core.train.verify.peer import EXTRA, Replay
 
+BALANCED = ("sft", "cpt", "dpo", "kto")
+"""Stages in which TRL adds the load-balancing loss of a mixture-of-experts model."""
 PER_BATCH = ("kto", "orpo", "reward")
 """Stages in which TRL has figures of a micro-batch (a mean in the loss, the smallest score), and ours are of the step:
 each step is one batch."""
@@ -106,7 +110,7 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
         model = start_of(run.model_dir, method, placement.weights, placement.device.type, *ends)
         if run.adapter_dir is not None:
             load_adapter(model, run.adapter_dir)
-    differing = []
+    differing = balance_options(spec, model, found)
     if isinstance(method, LoRA | QLoRA) and method.lora_dropout and stage["type"] in ("sft", "cpt"):
         differing.append(
             f"TRL draws other masks for lora_dropout ({method.lora_dropout:g}), so the curves differ by chance"
@@ -116,6 +120,20 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
     if isinstance(method, QLoRA):
         differing.append("TRL computes over weights that bitsandbytes has packed")
     return ReadyReplay(found, model, tokenizer, differing)
+
+
+def balance_options(spec: JobSpec, model: nn.Module, replay: Replay) -> list[str]:
+    """Have TRL balance experts with the weight that the run has; returns what differs nevertheless."""
+    wanted, own = spec.training.router_aux_loss_coef, coefficient_of(model.config)
+    coefficient = own if wanted is None else wanted
+    if own is None or coefficient is None:
+        return []
+    if replay.stage not in BALANCED:
+        return [f"TRL's trainer of `{replay.stage}` has no load-balancing loss"] if coefficient else []
+    replay.options["router_aux_loss_coef"] = coefficient
+    if coefficient and (replay.stage not in ("sft", "cpt") or max(map(len, replay.batches)) > 1):
+        return ["TRL balances experts over all tokens of a micro-batch, eft over each sequence"]
+    return []
 
 
 def start_of(
