@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from api.auth.policy import PUBLIC, ReadingOrOperating
 from api.deps import App, authorise, public
 from api.events.router import EventStream, while_allowed
-from api.web import box_page, job_pages, render, signin
+from api.web import box_page, compare_page, job_pages, new_page, other_pages, render, signin
 from api.web.changes import Changes
 from core.errors import NotFound
 
@@ -59,5 +59,15 @@ async def changes(
     return EventStream(while_allowed(app, principal, told.follow(principal.project_id, last_event_id or after)))
 
 
-ROUTERS = (_open, signin.open_router, _closed, signin.closed_router, job_pages.router, box_page.router)
+ROUTERS = (
+    _open,
+    signin.open_router,
+    _closed,
+    signin.closed_router,
+    job_pages.router,
+    compare_page.router,
+    new_page.router,
+    box_page.router,
+    other_pages.router,
+)
 """All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

@@ -201,6 +201,14 @@ def test_pages_refuse_as_the_api_does(here: World) -> None:
     other = here.ask("GET", f"/ui/jobs/{here.rivals.job}", headers=headers)
     assert other.status_code == 404 and here.rivals.job not in re.sub(r"no job `[^`]*`", "", other.text)
     assert here.ask("GET", "/ui/jobs", headers=session_of(here, left)).status_code == 403
+    for path in (
+        f"/ui/compare?job={here.rivals.job}",
+        f"/ui/new?clone={here.rivals.job}",
+        f"/ui/files/{here.rivals.file}",
+    ):
+        assert here.ask("GET", path, headers=headers).status_code == 404, path
+    people = here.ask("GET", "/ui/people", headers=headers).text
+    assert "Users of the box" not in people and "Latest changes" not in people
     metrics = here.caller("prometheus", Role.ADMIN, Scope.METRICS, box_admin=True)
     assert sign_in(here, metrics.key).status_code == 403
 
@@ -230,7 +238,8 @@ def test_names_with_markup_stay_text_and_nothing_is_inline_or_from_elsewhere(her
     for path in shown:
         if path in ("/ui/changes", "/ui/signout"):
             continue
-        reply = here.ask("GET", path, headers=headers)
+        query = f"?job={here.lab.job}" if path == "/ui/compare" else ""
+        reply = here.ask("GET", path + query, headers=headers)
         assert reply.status_code == 200, (path, reply.text)
         assert "<script>alert" not in reply.text, path
         found = _Sources()

@@ -174,9 +174,45 @@
     const shown = new Set(wanted.map(([title]) => title));
     for (const [title, chart] of charts) if (!shown.has(title)) { chart.u.destroy(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }
     wanted.forEach(([title, list]) => draw(title, list));
+    beside();
     const offered = names().filter((name) => !known.has(name) && name !== "seconds");
     if ($("names") && $("names").childElementCount !== offered.length)
       $("names").replaceChildren(...offered.map((name) => { const one = document.createElement("option"); one.value = name; return one; }));
+  };
+
+  // Several jobs: which line is whose, and the figures of every metric. The thinned curves have last, smallest and largest.
+  const beside = () => {
+    if ($("legend") && !$("legend").childElementCount) jobs.forEach((job, at) => {
+      const one = document.createElement("li"), line = document.createElement("i");
+      line.style.background = colour(at);
+      one.append(line, job.name);
+      $("legend").append(one);
+    });
+    const table = $("figures");
+    if (!table) return;
+    const cell = (row, text, tag = "td") => { const made = document.createElement(tag); made.textContent = text; if (text !== row.dataset.name) made.className = "n"; row.append(made); return made; };
+    table.replaceChildren();
+    const head = table.createTHead().insertRow();
+    head.dataset.name = "Metric";
+    cell(head, "Metric", "th");
+    jobs.forEach((job) => cell(head, job.name, "th"));
+    const body = table.createTBody();
+    for (const name of names()) {
+      if (name === "seconds") continue;
+      const row = body.insertRow();
+      row.dataset.name = name;
+      cell(row, name);
+      jobs.forEach((job) => {
+        const values = (data.get(job.id)?.[name] || []).map(([, value]) => value);
+        const made = cell(row, values.length ? short(values[values.length - 1]) : "–");
+        if (values.length > 1) {
+          const range = document.createElement("div");
+          range.className = "dim small";
+          range.textContent = `${short(Math.min(...values))} to ${short(Math.max(...values))}`;
+          made.append(range);
+        }
+      });
+    }
   };
 
   const load = async () => {
