@@ -12,7 +12,12 @@ prompt of a pair computed once (`batching.share_prompts`, the default), `apart` 
 
 `--rows`: preference rows in any form that eft reads (docs/data.md). Without it: pairs of the commands of
 `examples/voice-intents`, the right intent against another command's. TRL is given them through core/train/verify, the
-module of `eft verify`. For `kto` a pair is two rows, one good and one bad. The default model is SmolLM2-135M-Instruct.
+module of `eft verify`. For `kto` a pair is two rows, one good and one bad.
+
+`--stage cpt` trains on text: rows with a `text`, by default the sections of this project's documentation. TRL packs the
+same documents by itself (`packing=True`), with `loss_type="nll"`, which is the faster of its losses on a CPU.
+
+The default model is SmolLM2-135M-Instruct.
 The default setting takes 2 to 4 minutes of one core, `--large` an hour.
 """
 
@@ -55,11 +60,19 @@ def pairs_of_intents() -> list[dict[str, Any]]:
     return found
 
 
+def sections() -> list[dict[str, Any]]:
+    """Sections of the pages in docs/, each a document."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("[a-q]*.md")))
+    return [{"text": f"#{text}"} for text in pages.split("\n#") if len(text) > 100]
+
+
 def rows_for(stage: str, path: Path | None) -> list[dict[str, Any]]:
     """Rows of the stage's own format."""
+    if stage == "cpt" and path is None:
+        return sections()
     pairs = pairs_of_intents() if path is None else [json.loads(line) for line in path.read_text().splitlines()]
     if stage != "kto":
-        return pairs
+        return pairs  # of cpt: texts
     from core.data.checker import RowChecker
     from core.data.faults import Faults
     from core.data.rows import Preference
@@ -176,7 +189,48 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
     return {"seconds": seconds, "tokens": result["total_tokens"], "loss": result["train_loss"], "memory": peak[0]}
 
 
+def their_packing(options: argparse.Namespace) -> dict[str, float]:
+    """TRL's own packing of the documents, or parts of them, that our steps have."""
+    from datasets import Dataset, disable_progress_bars
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+    from bench.trl_clock import Clock
+    from core.train.verify.peer import quiet
+    from core.train.verify.replay import prepare
+
+    class Counted(SFTTrainer):
+        tokens = 0
+
+        def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+            self.tokens += inputs["input_ids"].numel()  # packed: no padding
+            return super().training_step(model, inputs, *more, **named)
+
+    disable_progress_bars()
+    memory, clock = Memory(), Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        found = prepare(write_order(Path(folder), options), options.steps)
+        arguments = quiet(folder, device=found.replay.device, precision=found.replay.precision) | {
+            "packing": True, "max_length": options.tokens, "per_device_train_batch_size": 1, "loss_type": "nll",
+            "max_steps": options.steps, "learning_rate": found.replay.optimizer.learning_rate, "logging_steps": 1,
+        }  # fmt: skip
+        memory.begin()
+        trainer = Counted(
+            model=found.model,
+            args=SFTConfig(**arguments),
+            train_dataset=Dataset.from_list(list(found.replay.examples)),
+            processing_class=found.tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+        peak = memory.end()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seconds = clock.seconds if on_gpu() else clock.processor_seconds
+    return {"seconds": seconds, "tokens": trainer.tokens, "loss": sum(losses) / len(losses), "memory": peak}
+
+
 def theirs(options: argparse.Namespace) -> dict[str, float]:
+    if options.stage == "cpt":
+        return their_packing(options)
     from bench.trl_clock import Clock
     from core.train.verify.peer import build_trainer
     from core.train.verify.replay import prepare
@@ -208,7 +262,7 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--stage", choices=["dpo", "kto", "simpo", "orpo", "reward"], default="dpo")
+    found.add_argument("--stage", choices=["dpo", "kto", "simpo", "orpo", "reward", "cpt"], default="dpo")
     found.add_argument("--method", choices=["lora", "qlora"], default="lora")
     found.add_argument("--rows", type=Path, help="preference rows (JSON Lines)")
     found.add_argument("--model", type=Path)
@@ -250,22 +304,22 @@ def compared(options: argparse.Namespace, name: str) -> None:
     """All sides in turn, and their ratios."""
     steps = f"{options.steps} steps of at most {options.tokens} tokens"
     print(f"{options.model.name}, {options.stage}, {options.method}, {options.precision}, {steps}")
-    where = "pairs of examples/voice-intents"
+    where = "sections of docs/" if options.stage == "cpt" else "pairs of examples/voice-intents"
     if options.rows is not None:
         where = f"{options.rows.name} (SHA-256 {hashlib.sha256(options.rows.read_bytes()).hexdigest()})"
     print(f"{where}, load average {os.getloadavg()[0]:.1f}, {os.environ.get('OMP_NUM_THREADS', 'all')} threads\n")
-    ours_in = ("apart",) if options.stage == "kto" else ("shared", "apart")  # rows of kto have one answer
+    ours_in = ("apart",) if options.stage in ("kto", "cpt") else ("shared", "apart")  # others have one answer a row
     found: dict[str, list[dict[str, float]]] = {side: [] for side in (*ours_in, "trl")}
     for run in range(options.runs):
         for side in found if run % 2 == 0 else reversed(found):
             found[side].append(measure(side, options))
     losses = [one["loss"] for side in found.values() for one in side]
-    if max(losses) > 1.02 * min(losses):  # the rounding of bf16 is less
+    if options.stage != "cpt" and max(losses) > 1.02 * min(losses):  # the rounding of bf16 is less
         raise SystemExit(f"the sides did not train on the same examples: {found}")
     results = {}
     for side in ours_in:
         tokens = found[side][0]["tokens"]
-        speed = compare(*([tokens / one["seconds"] for one in found[of]] for of in (side, "trl")))
+        speed = compare(*([one.get("tokens", tokens) / one["seconds"] for one in found[of]] for of in (side, "trl")))
         memory = compare(*([one["memory"] / 2**20 for one in found[of]] for of in (side, "trl")))
         for what, figures, unit in (("tokens_per_second", speed, "/s"), ("mib_over_load", memory, "MiB")):
             label = f"{name}_{side}_{what}_against_trl"
