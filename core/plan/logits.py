@@ -37,6 +37,14 @@ def logprobs_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) 
     return rows * shape.vocab * each + 4 * tokens * shape.hidden + head
 
 
+def reference_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
+    """Bytes of the same without gradients, where the reference is computed (core/train/evaluation/reference.py)."""
+    if numbers.whole:
+        return (8 + numbers.computed) * shape.vocab * tokens
+    each = 4 + (4 if shape.logits_capped and device.kind == "cpu" else 0)
+    return min(tokens, chunk_rows(device.kind, max(1, shape.vocab), 4)) * shape.vocab * each
+
+
 def evaluation_bytes(shape: Shape, numbers: Numbers, tokens: int, device: Device) -> int:
     """Bytes of the logits in evaluation. Whole: the product, and in float32 the product and the softmax's
     logarithms."""

@@ -1,8 +1,9 @@
 """The memory plan of a job: bytes by kind, on the device, on the host and on disk, before anything is loaded. No torch.
 
-The peak of a run is at one of five moments, and the plan is the largest of them: in the loss, when the backward begins
-(everything is kept), when it ends (all gradients are there), in the optimizer's step, and while evaluating. Measuring
-held-out rows never needs more than training: their passes are no larger, and their logits are chunks, too.
+The peak of a run is at one of six moments, and the plan is the largest of them: while the reference of a stage is
+computed, in the loss, when the backward begins (everything is kept), when it ends (all gradients are there), in the
+optimizer's step, and while evaluating. Measuring held-out rows never needs more than training, nor does the reference:
+their passes are no larger, and their logits are chunks, too.
 docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
@@ -22,7 +23,7 @@ from core.plan.constants import (
     SCRATCH_BYTES,
 )
 from core.plan.device import SLACK_BYTES, Device
-from core.plan.logits import chunked, evaluation_bytes, logits_why, logprobs_bytes, training_bytes
+from core.plan.logits import chunked, evaluation_bytes, logits_why, logprobs_bytes, reference_bytes, training_bytes
 from core.plan.models.shape import Shape, Weight
 from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
@@ -62,7 +63,7 @@ class Plan:
     """On the device at the moment at which it holds most. Kinds: weights, adapter, gradients, optimizer, activations,
     logits, slots, scratch, slack."""
     moment: str
-    """The moment: `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
+    """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
     moments: dict[str, int]
     """Bytes at each of the moments."""
     host: tuple[Item, ...]
@@ -204,15 +205,23 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         "backward ends": [of_all, Item("activations", kept_.last, "of the first block")],
         "step": [of_all, *_reducing(spec)],
     }
+    if isinstance(spec.stage, DPO | KTO):
+        moments["reference"] = [
+            Item(
+                "activations", max(passed(shape, numbers, what), ended(shape, numbers, tokens)) + casts, "of one block"
+            ),
+            Item("logits", reference_bytes(shape, numbers, tokens, device), "a chunk of them, in float32"),
+        ]
     if isinstance(spec.evaluation, HeldOut):
         moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
     totals = {name: sum(item.bytes for item in items) for name, items in moments.items()}
-    moment = max(totals, key=lambda name: totals[name])
+    moment = max((name for name in totals if name != "reference"), key=lambda name: totals[name])
     fixed = sum(item.bytes for item in state)
+    before = fixed - sum(item.bytes for item in state if item.kind == "optimizer")  # it is there from the first step on
     return Plan(
         device=tuple(item for item in (*state, *moments[moment]) if item.bytes),
         moment=moment,
-        moments={name: fixed + total for name, total in totals.items()},
+        moments={name: (before if name == "reference" else fixed) + total for name, total in totals.items()},
         host=tuple(item for item in (*_host(spec, held, device, stream), *kept_.host) if item.bytes),
         disk=tuple(item for item in _disk(spec, shape, held, stream) if item.bytes),
         rows=max(1, tokens // longest),

@@ -124,6 +124,42 @@ def test_a_faulty_file_is_refused_by_line_and_field(api: Any, data: bytes, code:
     assert kept(api) == before
 
 
+PAIRS = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+JUDGED = {"prompt": "2 + 2?", "completion": "4", "label": True}
+STEPWISE = {"prompt": "2 + 2?", "completions": ["2 and 2 are 4."], "labels": [True]}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "code", "field", "way_out"),
+    [
+        (PAIRS, {**PAIRS, "rejected": "4"}, "nothing_to_learn", "line 2: rejected", "remove the row"),
+        (JUDGED, {**JUDGED, "label": "good"}, "invalid_type", "line 2: label", "JSON boolean"),
+        (STEPWISE, {**STEPWISE, "labels": ["+"]}, "invalid_type", "line 2: labels[0]", "JSON boolean"),
+        (STEPWISE, {**STEPWISE, "completions": "a\n\nb"}, "invalid_type", "line 2: completions", "split the text"),
+        (STEPWISE, {**STEPWISE, "completions": [" "]}, "empty", "line 2: completions[0]", ""),
+        (PAIRS, STEPWISE, "mixed_formats", "line 2", ""),
+    ],
+    ids=["equal answers", "label", "labels of steps", "no separator", "an empty step", "another stage"],
+)
+def test_rows_that_no_stage_could_learn_from(
+    api: Any, good: dict[str, Any], bad: dict[str, Any], code: str, field: str, way_out: str
+) -> None:
+    data = "".join(json.dumps(row) + "\n" for row in (good, bad, good)).encode()
+    declared = {"format": "kto"} if good is JUDGED else None
+    found = error(api.http.post("/files", data=declared, files={"file": ("judged.jsonl", data)}), 422)
+    (fault, *_) = found["faults"]
+    assert (fault["code"], fault["field"], fault["line"]) == (code, field, 2), fault
+    assert way_out in fault["message"] and fault["message"] in found["message"], found
+
+
+def test_labels_of_one_kind_are_told_with_the_file(api: Any) -> None:
+    """No error: another file of the job may have the others."""
+    data = (json.dumps(JUDGED) + "\n").encode() * 3
+    file = api.http.post("/files", data={"format": "kto"}, files={"file": ("judged.jsonl", data)}).json()
+    (notice,) = [one for one in file["report"]["notices"] if one["code"] == "one_class"]
+    assert "label" in notice["message"]
+
+
 def test_a_file_of_faults_is_not_read_to_its_end(api: Any) -> None:
     sent = 0
 

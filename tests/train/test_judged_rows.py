@@ -38,7 +38,9 @@ def trained(tmp_path: Path, model: Path, rows: list[Any], stage: str, **training
         ("dpo", [PAIR, {**PAIR, "rejected": PAIR["chosen"]}], "invalid_data", "line 2: rejected", "or remove the row"),
         ("dpo", chats(3), "invalid_data", "data.train", "`stage: dpo` learns from preference"),
         ("sft", [PAIR], "invalid_data", "data.train", "format preference, and `stage: sft` learns from messages"),
-        ("dpo", [LONG] * 2, "invalid_data", "training.max_length", "no row has anything to learn"),
+        ("dpo", [LONG] * 2, "invalid_data", "training.max_length", "the longest row (line 1) has"),
+        ("kto", [PAIR] * 2, "invalid_data", "lines 1 to 2: completion", "rows.jsonl: lines 1 to 2: completion"),
+        ("process_reward", [PAIR] * 2, "invalid_data", "data.train", "`stage: process_reward` learns from stepwise"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told(

@@ -20,7 +20,7 @@ from core.plan.models.shape import Shape
 from core.plan.stream import MARGIN
 from core.spec.job import JobSpec
 from core.spec.load import parse_job
-from core.spec.resolve import resolve
+from core.spec.resolve import LEARNING_RATES, resolve
 from core.spec.settled import method_of
 
 LLAMA_8B = Shape.of_config(
@@ -127,6 +127,24 @@ def test_each_rung_is_taken_on_the_card_that_just_holds_it() -> None:
     small = auto_method.settle(spec, LLAMA_8B, LENGTH, gpu(8))
     assert small.rung.name == "streamed" and small.spec.memory.stream.type == "auto" and small.fits
     assert len(small.rejected) == 8
+
+
+@pytest.mark.parametrize("stage", ["cpt", "dpo", "simpo", "orpo", "kto", "reward", "process_reward"])
+def test_every_stage_has_an_answer_that_fits(stage: str) -> None:
+    """On cards from large to small: the method, whose plan fits there, and the learning rate of stage and method."""
+    spec, seen = job(stage=stage), []
+    for gigabytes in (280, 80, 48, 24, 16, 12):
+        slot = gpu(gigabytes)
+        found = auto_method.settle(spec, LLAMA_8B, LENGTH, slot)
+        assert found.fits and found.plan is not None, (gigabytes, found.rejected)
+        again = plan(found.spec, LLAMA_8B, longest=LENGTH, device=fit.device_of(slot))
+        assert again.peak == found.plan.peak <= MARGIN * (slot.memory_bytes or 0)
+        assert found.spec.stage == spec.stage and not check(found.spec)
+        adapters, full = LEARNING_RATES.get(stage, (2e-4, 2e-5))
+        assert found.spec.optimizer.learning_rate == (full if found.spec.method.type == "full" else adapters)
+        assert ("reference" in again.moments) == (stage in ("dpo", "kto"))
+        seen.append(found.rung.name.partition(" with ")[0])
+    assert seen == sorted(seen, key=CASCADE.index) and seen[0] == "full" and "qlora" in seen, seen
 
 
 def test_smaller_batches_come_before_giving_up() -> None:

@@ -156,6 +156,20 @@ def test_answers_to_prompts_are_in_the_plan() -> None:
     assert found.bytes["cache"] == 2 * 32 * 8 * 128 * 2 * (1024 + 4096)
 
 
+@pytest.mark.parametrize("device", [CARD, Device("cpu", memory=64 * GIB)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("method", [LORA, QLORA, FULL, ON_THE_HEAD], ids=["lora", "qlora", "full", "head"])
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_the_reference_takes_no_more_than_training(stage: str, method: dict[str, Any], device: Device) -> None:
+    found = planned(device, 4096, **method | {"stage": stage})
+    assert found.moments["reference"] < max(found.moments.values())
+    assert found.moment != "reference"
+    weights = found.bytes["weights"] + found.bytes.get("adapter", 0)
+    chunk = 4 * 128256 * 32
+    assert found.moments["reference"] > weights + chunk, "the model, a block's activations and logits in float32"
+    for without in ("sft", "orpo", "simpo", "reward"):
+        assert "reference" not in planned(device, 4096, **method | {"stage": without}).moments
+
+
 def test_what_lies_on_the_host_and_on_disk() -> None:
     host = planned(**QLORA | {"memory": {"stream": "host"}})
     disk = planned(**QLORA | {"memory": {"stream": "disk"}})

@@ -45,13 +45,23 @@ def truncate(whole: TokenDataset, max_length: int, policy: Truncation) -> tuple[
     has, or when the policy is to refuse longer rows and there are some."""
     cut, report = cut_rows(whole, max_length, policy)
     if not len(cut):
-        raise nothing_to_learn(max_length, report.longest)
+        raise nothing_to_learn(max_length, report.longest, _longest_line(whole))
     return cut, report
 
 
-def nothing_to_learn(max_length: int, longest: int) -> DataError:
+def _longest_line(whole: TokenDataset) -> int | None:
+    if not len(whole):
+        return None
+    lengths = np.asarray(whole.sequence_lengths, dtype=np.int64).reshape(-1, whole.sequences).max(axis=1)
+    return int(whole.lines[int(lengths.argmax())])
+
+
+def nothing_to_learn(max_length: int, longest: int, line: int | None = None) -> DataError:
+    """`line`: where the longest row is."""
+    where = "" if line is None else f" (line {line})"
     return DataError(
-        f"no row has anything to learn within training.max_length = {max_length} tokens; the longest row has {longest}",
+        f"no row has anything to learn within training.max_length = {max_length} tokens; the longest row{where} has "
+        f"{longest}. Raise training.max_length, or shorten the prompts",
         field="training.max_length",
     )
 
@@ -134,7 +144,7 @@ def fitted_or_refused(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset,
     """As `fitted`; DataError when no row has anything to learn."""
     used, report = fitted(spec, whole)
     if not len(used):
-        raise nothing_to_learn(spec.training.max_length, report.longest)
+        raise nothing_to_learn(spec.training.max_length, report.longest, _longest_line(whole))
     return used, report
 
 
