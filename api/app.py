@@ -31,6 +31,7 @@ from api.jobs.lineage_router import router as lineage_router
 from api.jobs.router import router as jobs_router
 from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
+from api.mcp.router import router as mcp_router
 from api.metrics.router import router as metrics_router
 from api.models.router import router as models_router
 from api.nodes.router import router as nodes_router
@@ -125,6 +126,7 @@ def create_app(settings: Settings) -> FastAPI:
         export_router,
         audit_router,
         metrics_router,
+        mcp_router,
         health.router,
         reference.router,
     )
