@@ -17,7 +17,7 @@ class Reply:
 
     status: int
     body: Any
-    """Of JSON the value, else the text."""
+    """The value of a JSON answer; the text of another one."""
 
     @property
     def failed(self) -> bool:

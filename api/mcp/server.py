@@ -31,7 +31,7 @@ INSTRUCTIONS = (
 )
 LARGEST_REQUEST = 4 << 20
 ANSWER_CHARACTERS = 60_000
-"""Of one answer; a longer text is cut, with words."""
+"""Characters of the longest answer; a longer one is cut, and says so."""
 
 _READS = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _DESCRIBE = types.Tool(

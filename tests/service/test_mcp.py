@@ -20,6 +20,7 @@ from api.auth.policy import Role, Scope
 from api.mcp.caller import Caller as ToolCaller
 from api.mcp.calls import Mistake, call
 from api.mcp.tools import MOST, OPERATIONS
+from core import HOME
 from tests.service.conftest import MODEL
 from tests.support.world import Caller, World
 
@@ -138,3 +139,8 @@ def test_no_call_is_an_internal_error(here: World, member: Caller) -> None:
 
     asyncio.run(storm(CALLS))
     assert sum(reached.values()) > CALLS / 10 and len(reached) > MOST / 2, reached
+
+
+def test_the_page_names_every_tool() -> None:
+    page = (HOME / "docs" / "mcp.md").read_text()
+    assert all(f"`{name}`" in page for name in (*(each.name for each in OPERATIONS), "describe", "compare_jobs"))
