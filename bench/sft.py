@@ -63,7 +63,7 @@ def trl(model_dir: Path, steps: int, batch: int) -> float:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         found = prepare(write_order(Path(folder), model_dir, steps, batch), steps)
-        found.replay.options |= {"loss_type": "nll", "logging_strategy": "no"}
+        found.replay.options.update(loss_type="nll", logging_strategy="no")
         trainer = build_trainer(found.replay, found.model, found.tokenizer, folder)
         trainer.add_callback(clock)
         trainer.train()
