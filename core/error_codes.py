@@ -231,7 +231,7 @@ MODELS: dict[str, Code] = {
     "model_path_not_allowed": ("Jobs may not read this folder.", "An operator can add it to EFT_MODEL_ROOTS."),
     "model_pickle": ("The weights are a pickle, which executes code when loaded.", "Use a safetensors version."),
     "model_needs_code": ("The model needs its own Python code.", "Use a model that transformers includes."),
-    "model_quantized": ("The model's quantisation cannot be trained on.", "Use the original with `quantization: nf4`."),
+    "model_quantized": ("The model's quantisation cannot be read.", "Use the original with `quantization: nf4`."),
     "model_unreadable": ("The model's files are damaged or incomplete.", "Download the file that the message names."),
     "model_unsupported": ("This model architecture cannot be trained.", "The message lists the supported ones."),
     "model_unmeasured": (
@@ -295,6 +295,14 @@ FAILURES: dict[str, Code] = {
     "checkpoint_mismatch": (
         "The checkpoint does not match the job.",
         "Submit the job again; the message says what differs.",
+    ),
+    "adapter_has_begun": (
+        "The job continues an adapter and says where a new one begins.",
+        "Remove `method.init_lora_weights`, or set `model.adapter: merge`.",
+    ),
+    "fp8_of_what_is_trained": (
+        "fp8 multiplies frozen weights, and the job trains modules whole.",
+        "Use another precision, or remove `method.modules_to_save`.",
     ),
     "noise_of_another_stage": (
         "Noise on embeddings is for `sft` and `cpt`.",

@@ -2,6 +2,7 @@
 
 models/hub/<owner>--<name>/<commit>/               model/ + manifest.json
 models/gguf/<sha256>-c<converter>/                 model/ + manifest.json
+models/unpacked/<sha256>-v<version>/               model/ + manifest.json, from a quantised model
 models/merged/<sha256>/                            model/ + manifest.json, with the adapters of other jobs
 models/tokenizer/<owner>--<name>/<commit>/         model/ + manifest.json, without weights
 models/hub-data/<owner>--<name>/<commit>-<files>/  model/ + manifest.json
@@ -40,6 +41,11 @@ def dataset_key(repo: str, commit: str, files: str) -> str:
 def gguf_key(sha256: str, converter: int) -> str:
     """Entry of a converted GGUF file; `converter` is the converter's version."""
     return f"{GGUF}/{sha256}-c{converter}"
+
+
+def unpacked_key(sha256: str, version: int) -> str:
+    """Entry of a quantised model in 16 bits; `sha256` identifies its files, `version` is the reader's."""
+    return f"unpacked/{sha256}-v{version}"
 
 
 def merged_key(sha256: str) -> str:

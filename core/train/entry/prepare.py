@@ -24,7 +24,7 @@ from core.spec.run.chain import HandedBack, ModelChain
 from core.spec.run.events import FailureClass
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
-from core.spec.run.model_cache import MODEL, gguf_key, merged_key
+from core.spec.run.model_cache import MODEL, gguf_key, merged_key, unpacked_key
 from core.spec.run.orders import PrepareOrder
 from core.train.base import memory_limit
 from core.train.base.disk import tell_failure
@@ -104,9 +104,10 @@ def prepare_model(
     cache.sweep()
     match model:
         case HubModel():
-            return _prepared(download.prepare_hub(model, cache, offline, on_progress))
+            hub = _prepared(download.prepare_hub(model, cache, offline, on_progress))
+            return _unpacked(hub, cache, on_progress, field="model.id")
         case LocalModel():
-            return _prepare_local(model, cache, roots)
+            return _unpacked(_prepare_local(model, cache, roots), cache, on_progress, field="model.path")
         case GGUFModel():
             return _prepared(_prepare_gguf(model, cache, roots, offline, on_progress))
         case JobModel() | RegistryModel():
@@ -230,6 +231,34 @@ def _prepare_local(model: LocalModel, cache: ModelCache, roots: list[Path] | Non
     together = sha256("".join(f"{digest}  {name}\n" for name, digest in hashes).encode()).hexdigest()
     source = {"type": "local", "path": str(folder), "sha256": together}
     return Prepared(folder, source, summary.parameters, summary.as_dict())
+
+
+def _unpacked(found: Prepared, cache: ModelCache, on_progress: OnProgress, *, field: str) -> Prepared:
+    """The same model in 16 bits where its files are quantised in a format that is not trained over as it is."""
+    config = model_files.read_json(found.model_dir / "config.json", field=field)
+    packing = model_files.unpacked_before(config, field=field)
+    if packing is None:
+        return found
+    from core.train.hub.unpack.convert import VERSION, write_unpacked
+
+    source = found.source
+    identity = source.get("sha256") or sha256(f"{source['id']}@{source['commit']}".encode()).hexdigest()
+    key = unpacked_key(identity, VERSION)
+    with cache.lock(key, lambda: on_progress("waiting", 0, None)) as work:
+        if (entry := cache.entry(key)) is None:
+            on_progress("converting", 0, None)
+            size = sum(path.stat().st_size for path in found.model_dir.glob("*.safetensors"))
+            memory_limit.allow_more(MERGE_TIMES * size + MERGE_BYTES)
+            shutil.rmtree(work / MODEL, ignore_errors=True)  # half a model is of no use
+
+            def alive() -> None:
+                on_progress("converting", 1, None)
+
+            dtype = write_unpacked(found.model_dir, packing, work / MODEL, alive)
+            made = source | {"unpacked": {"from": packing.words, "dtype": dtype}}
+            entry = cache.commit(key, work, made, model_files.inspect(work / MODEL, field=field))
+    found = _prepared(entry)
+    return replace(found, source=source | {"unpacked": entry.source["unpacked"]})
 
 
 def _local_folder(model: LocalModel, roots: list[Path] | None) -> Path:

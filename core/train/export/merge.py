@@ -7,8 +7,7 @@ the model itself stays as it is. At no time are there more dense weights in memo
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,15 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from core.train.base.shards import SHARD_BYTES, write_shards
 from core.train.memory.streaming.stream import on_device
 from core.train.model.heads import has_head
 from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
-
-SHARD_BYTES = 2 * 2**30
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def write_merged(
@@ -49,9 +45,9 @@ def write_merged(
     with closing(merged_tensors(base, dtype, model_dir if original else None)) as tensors:
         if getattr(base, "_weight_conversions", None):
             # transformers has renamed or fused what the files hold; it can only undo that on all tensors at once.
-            _write_shards(revert_weight_conversion(base, dict(tensors)).items(), folder, between, shard_bytes)
+            write_shards(revert_weight_conversion(base, dict(tensors)).items(), folder, between, shard_bytes)
         else:
-            _write_shards(tensors, folder, between, shard_bytes)
+            write_shards(tensors, folder, between, shard_bytes)
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -129,36 +125,3 @@ def _parameters(module: nn.Module, seen: set[int] | None = None) -> Iterator[tup
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
-
-
-def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, between: Callable[[], None], shard_bytes: int
-) -> None:
-    shard: dict[str, Tensor] = {}
-    names: list[list[str]] = []
-    size = total = 0
-
-    def close() -> None:
-        save_file(shard, folder / f"shard-{len(names)}", metadata={"format": "pt"})
-        names.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        between()
-        if shard and size + tensor.nbytes > shard_bytes:
-            close()
-            size = 0
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    close()
-    if len(names) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, here in enumerate(names):
-        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
-        (folder / f"shard-{number}").rename(folder / file)
-        weight_map |= dict.fromkeys(here, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

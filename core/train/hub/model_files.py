@@ -30,6 +30,7 @@ from core.plan.models.headers import (
     weight_files,
 )
 from core.plan.models.shape import hold_against_files
+from core.train.hub.unpack.packing import Packing, hold_packing_against_files, packing_of
 
 __all__ = [
     "INDEX_FILE", "PICKLE_SUFFIXES", "Summary", "Tensor", "causal_lm_classes", "check_config", "check_tokenizer",
@@ -75,7 +76,10 @@ def inspect(folder: Path, *, field: str) -> Summary:
             tensors[name] = tensor
     if index is not None and (missing := set(index["weight_map"]) - set(tensors)):
         raise unreadable(f"{INDEX_FILE} names {len(missing)} tensors that no file holds, e.g. {min(missing)}", field)
-    hold_against_files(config, tensors, field=field)
+    if (packing := unpacked_before(config, field=field)) is None:
+        hold_against_files(config, tensors, field=field)
+    else:
+        hold_packing_against_files(packing, tensors, field=field)
     counted = {name: tensor for name, tensor in unpacked(tensors).items() if not BUFFERS.search(name)}
     if ties_head(config) and len(counted) > 1:
         counted.pop(OUTPUT_HEAD, None)
@@ -89,6 +93,12 @@ def inspect(folder: Path, *, field: str) -> Summary:
         model_type=str(config["model_type"]),
         architecture=architecture,
     )
+
+
+def unpacked_before(config: dict[str, Any], *, field: str) -> Packing | None:
+    """How the weights are unpacked before training; None where they are dense, or trained over as they are."""
+    about = config.get("quantization_config")
+    return None if about is None else packing_of(about, field=field)
 
 
 def refuse_adapter(names: Collection[str], *, field: str) -> None:
@@ -127,29 +137,8 @@ def check_config(config: dict[str, Any], *, field: str) -> str:
             code="model_unsupported",
         )
     if config.get("quantization_config") is not None:
-        check_packing(config["quantization_config"], field=field)
+        packing_of(config["quantization_config"], field=field)
     return architecture
-
-
-def check_packing(about: Any, *, field: str) -> None:
-    """NF4 as bitsandbytes writes it can be trained over; ModelError, by its name, for every other packing."""
-    about = about if isinstance(about, dict) else {}
-    method = str(about.get("quant_method", "a method that config.json does not name"))
-    match method:
-        case "bitsandbytes" if about.get("load_in_8bit"):
-            method = "LLM.int8 of bitsandbytes"
-        case "bitsandbytes" if about.get("bnb_4bit_quant_type") != "nf4":
-            method = "FP4 of bitsandbytes"
-        case "bitsandbytes" if about.get("bnb_4bit_quant_storage", "uint8") != "uint8":
-            method = f"NF4 of bitsandbytes, stored as {about['bnb_4bit_quant_storage']}"
-        case "bitsandbytes":
-            return
-    raise ModelError(
-        f"the weights are already quantised ({method}), and only NF4 as bitsandbytes stores it in bytes is trained "
-        "over; give the 16-bit model they were made from, with `method: qlora` if memory is short",
-        field=field,
-        code="model_quantized",
-    )
 
 
 def check_tokenizer(names: Collection[str], *, field: str) -> None:

@@ -1,0 +1,1 @@
+"""Quantised base models in formats of other libraries, read into ordinary 16-bit folders."""
