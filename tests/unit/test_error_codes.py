@@ -43,6 +43,7 @@ def codes_in(path: Path) -> Iterator[str]:
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 places = node.args[:1] if name in FIRST and len(node.args) > 1 else []
                 places = node.args[1:2] if name in SECOND else places
+                places = node.args[2:3] if name == "AboutFormat" else places
                 places += [keyword.value for keyword in node.keywords if keyword.arg == "code"]
                 for place in places:
                     yield from texts(place)
