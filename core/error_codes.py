@@ -308,6 +308,26 @@ FAILURES: dict[str, Code] = {
         "Noise on embeddings is for `sft` and `cpt`.",
         "Remove `training.neftune_noise_alpha`.",
     ),
+    "no_whole_groups": (
+        "A step's answers are no whole groups of `stage.num_generations`.",
+        "Make `per_device_train_batch_size` · `gradient_accumulation_steps` a multiple of it.",
+    ),
+    "no_room_for_prompts": (
+        "An answer may take all of `training.max_length`.",
+        "Raise it, or lower `stage.max_completion_length`.",
+    ),
+    "rollouts_in_rows": ("Rollouts are batched in rows.", "Use `batching: rows` without `group_by_length`."),
+    "rollouts_of_a_stream": ("Prompts are read at once.", "Remove `data.streaming`."),
+    "rollouts_on_one_rank": ("Rollouts run on one rank.", "Set `resources.gpus` to 1."),
+    "no_reference_in_rollouts": (
+        "There is no starting model beside the trained one for `stage.beta`.",
+        "Set it to 0, or train a new adapter.",
+    ),
+    "no_held_out_rollouts": ("Held-out prompts are not measured.", "Remove the held-out rows and `evaluation`."),
+    "no_reward_column": (
+        "A reward reads a column that some rows do not have, or that holds what it cannot use.",
+        "The message names the rows; add the column, or name another one in `stage.reward`.",
+    ),
     "pairs_are_not_split": ("Rows of two answers cannot be split.", "Set `training.truncation` to cut them."),
     "reference_is_trained": (
         "A full fine-tuning over a stream has no reference left for later rows.",
@@ -398,6 +418,18 @@ NOTICES: dict[str, Code] = {
     "whole_logits": (
         "The chunked loss does not support the output head; the logits of a whole batch need more memory.",
         "Remove the head from `method.target_modules` if it has an adapter, or use smaller micro-batches.",
+    ),
+    "rewards_alike": (
+        "In nearly all groups all answers have the same reward, so nothing is learned from them.",
+        "Easier or harder prompts, more answers to each, or a reward that tells answers apart; docs/rollouts.md.",
+    ),
+    "answers_cut_off": (
+        "Most answers were cut off at `stage.max_completion_length`.",
+        "Raise it, set `stage.stop`, or fine-tune the format first; docs/rollouts.md.",
+    ),
+    "fewer_slots": (
+        "There was no memory for the answers in the making; fewer are made at the same time.",
+        "Nothing; or set `stage.slots` to the number in the message.",
     ),
     "generation_in_batches": (
         "The model's attention has no form for the slot generator; answers take longer, in batches.",

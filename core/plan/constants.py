@@ -7,6 +7,14 @@ from typing import Literal
 Kind = Literal["cpu", "gpu"]
 MIB = 1 << 20
 
+# --- rollouts --------------------------------------------------------------------------------------------
+
+PROMPT_TOKENS = 4096
+"""Tokens of one pass over prompts at most, padding counted; a longer prompt is a pass by itself."""
+SAMPLED_LOGIT_BYTES = 40
+"""Bytes that choosing a token takes for each logit: float32 logits, log-probabilities and what is left of them, and
+running sums of float64."""
+
 # --- the loss --------------------------------------------------------------------------------------------
 
 CHUNK_BYTES: dict[Kind, int] = {"cpu": 24 * MIB, "gpu": 256 * MIB}

@@ -1,9 +1,9 @@
 """The memory plan of a job: bytes by kind, on the device, on the host and on disk, before anything is loaded. No torch.
 
-The peak of a run is at one of six moments, and the plan is the largest of them: while the reference of a stage is
+The peak of a run is at one of seven moments, and the plan is the largest of them: while the reference of a stage is
 computed, in the loss, when the backward begins (everything is kept), when it ends (all gradients are there), in the
-optimizer's step, and while evaluating. Measuring held-out rows never needs more than training, nor does the reference:
-their passes are no larger, and their logits are chunks, too.
+optimizer's step, while evaluating, and while answers are sampled. Measuring held-out rows never needs more than
+training, nor does the reference: their passes are no larger, and their logits are chunks, too.
 docs/plans.md has the formula in a table; `python -m bench.plan` holds it against what is measured.
 """
 
@@ -20,6 +20,8 @@ from core.plan.constants import (
     GGUF_BITS,
     INPUTS_IN_FLIGHT,
     PIECE_BYTES,
+    PROMPT_TOKENS,
+    SAMPLED_LOGIT_BYTES,
     SCRATCH_BYTES,
 )
 from core.plan.device import SLACK_BYTES, Device
@@ -42,7 +44,7 @@ from core.spec.axes.runtime import (
     NoSamples,
     NoStream,
 )
-from core.spec.axes.stage import DPO, KTO, ORPO, SimPO
+from core.spec.axes.stage import DPO, GRPO, KTO, ORPO, SimPO
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
@@ -63,7 +65,7 @@ class Plan:
     """On the device at the moment at which it holds most. Kinds: weights, adapter, gradients, optimizer, activations,
     logits, slots, scratch, slack."""
     moment: str
-    """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step` or `evaluation`."""
+    """The moment: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation` or `rollout`."""
     moments: dict[str, int]
     """Bytes at each of the moments."""
     host: tuple[Item, ...]
@@ -190,7 +192,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
     casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
     again = min(casts, _casts_of_block(shape, held, numbers)) if kept_.recomputed else casts
-    logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO)
+    logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO | GRPO)
     moments: dict[str, list[Item]] = {
         "loss": [
             of_window,
@@ -214,6 +216,8 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         ]
     if isinstance(spec.evaluation, HeldOut):
         moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
+    if isinstance(spec.stage, GRPO):
+        moments["rollout"] = _answering(spec.stage, shape, numbers, longest, casts)
     totals = {name: sum(item.bytes for item in items) for name, items in moments.items()}
     moment = max((name for name in totals if name != "reference"), key=lambda name: totals[name])
     fixed = sum(item.bytes for item in state)
@@ -256,6 +260,17 @@ def _evaluating(
         Item("cache", cache, f"keys and values of {what.tokens} tokens, {new} of them new in each answer"),
     ]
     return max(found, answering, key=lambda items: sum(item.bytes for item in items))
+
+
+def _answering(stage: GRPO, shape: Shape, numbers: Numbers, longest: int, casts: int) -> list[Item]:
+    """What answers in the making take: keys and values of all slots, a pass over prompts, and the logits of a token."""
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * numbers.computed * stage.slots * longest
+    what = Pass(max(longest, PROMPT_TOKENS), longest)
+    return [
+        Item("activations", passed(shape, numbers, what) + casts, "of the prompts in one block, nothing kept"),
+        Item("cache", cache, f"keys and values of {stage.slots} answers of up to {longest} tokens with their prompts"),
+        Item("logits", SAMPLED_LOGIT_BYTES * stage.slots * shape.vocab, "of one token of each answer, and their sums"),
+    ]
 
 
 def _beside(held_out: HeldOut, training: Pass, longest: int) -> Pass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from core.spec.axes.batching import Packed
-from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, Source, format_of
+from core.spec.axes.data import FileSource, HubDataset, Mixture, PathSource, RowFormat, Source, format_of
 from core.spec.axes.method import OFT, Auto, Full, LoRA, QLoRA
 from core.spec.axes.optim.optimizers import (
     SGD,
@@ -22,7 +22,7 @@ from core.spec.axes.optim.optimizers import (
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
+from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
@@ -32,6 +32,7 @@ LEARNING_RATES = {
     "simpo": (1e-5, 1e-6),
     "orpo": (8e-6, 8e-6),
     "kto": (1e-5, 1e-6),
+    "grpo": (1e-5, 1e-6),
 } | dict.fromkeys(("reward", "process_reward"), (1e-4, 1e-5))
 """Learning rates of stages that need others: of adapters, and of all parameters."""
 
@@ -70,10 +71,12 @@ def resolve(spec: JobSpec) -> JobSpec:
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # known only once the rows are read
-    if isinstance(spec.stage, KTO):
+    if isinstance(spec.stage, KTO | GRPO):
         sides = {"train": spec.data.train, "eval": spec.data.eval}
         updates["data"] = spec.data.model_copy(
-            update={name: None if source is None else _judged(source) for name, source in sides.items()}
+            update={
+                name: None if source is None else _read_as(source, spec.stage.rows[0]) for name, source in sides.items()
+            }
         )
     if spec.memory.gradient_checkpointing is None:
         kept = isinstance(spec.memory.activation_offloading, ActivationsOnHost)
@@ -85,14 +88,15 @@ def resolve(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update=updates)
 
 
-def _judged(source: Source) -> Source:
-    """Rows with a label are pairs or chats too, by their keys; the stage says which. An upload's format is its own."""
+def _read_as(source: Source, rows: RowFormat) -> Source:
+    """Rows with a label or prompts with columns are pairs or chats too, by their keys; the stage says which. An
+    upload's format is its own."""
     match source:
         case Mixture():
-            inner = [one.model_copy(update={"source": _judged(one.source)}) for one in source.sources]
+            inner = [one.model_copy(update={"source": _read_as(one.source, rows)}) for one in source.sources]
             return source.model_copy(update={"sources": inner})
         case PathSource() | HubDataset() if source.format == "auto":
-            return source.model_copy(update={"format": "kto"})
+            return source.model_copy(update={"format": rows})
         case PathSource() | HubDataset() | FileSource():
             return source
         case _ as never:
@@ -106,7 +110,7 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
     match spec.stage:
         case SFT() | DPO() | KTO() | ORPO() | SimPO():
             pass
-        case Reward() | ProcessReward():
+        case Reward() | ProcessReward() | GRPO():
             training = {"num_train_epochs": 1.0}
         case CPT():
             training = {"num_train_epochs": 1.0, "truncation": "split"}

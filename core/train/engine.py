@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.errors import EftError
+from core.plan.constants import PROMPT_TOKENS
 from core.spec.axes.optimizer import Optimizer
 from core.train.base.rng import capture_rng, restore_rng
 from core.train.batch import Batch
@@ -53,9 +54,6 @@ class Diverged(EftError):
 T = TypeVar("T")
 REMEDY = "lower optimizer.learning_rate, raise schedule.warmup_ratio or set training.precision to fp32"
 
-
-PROMPT_TOKENS = 4096
-"""Tokens of one pass over prompts at most, padding counted, unless the caller says otherwise."""
 
 Schedule = Callable[[int], float]
 """Factor on the peak learning rate at a 0-based optimizer step."""

@@ -14,23 +14,27 @@ from torch import Tensor
 
 from core.base.files import sha256
 from core.data.ignored import glance
-from core.errors import SpecError
+from core.data.rows import PromptOnly
+from core.errors import DataError, SpecError
 from core.plan.advice import of_steps
 from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.runtime import HeldOut
+from core.spec.axes.stage import GRPO
 from core.spec.job import JobSpec
 from core.spec.run.orders import DataOrder
 from core.train.data.cache import TokenisedRows
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import Prelude, RowLoader, Shares, StepLoader
 from core.train.data.order import build_order
+from core.train.data.reader import rows_of
 from core.train.data.streaming import StreamLoader
 from core.train.data.tokens import TokenReader
 from core.train.data.truncate import DataReport, Truncation, fitted_or_refused
 from core.train.examples.mismatched import arrange, refuse_one_class
 from core.train.render.options import RenderOptions
 from core.train.render.renderer import renderer_of
+from core.train.rollout.rewards import refuse_rows_without
 from core.train.run import Run
 
 TELL_SECONDS = 3.0
@@ -52,6 +56,8 @@ class RunData:
     rendering: dict[str, Any]
     longest: int
     """Tokens of the longest row in use; of a stream max_length."""
+    columns: list[dict[str, Any]] | None = None
+    """Columns of each training row, where rows are prompts whose answers are rewarded by them."""
     stream: StreamLoader | None = None
     """With data.streaming; `train` is its first block then."""
 
@@ -142,7 +148,29 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
     described = renderer.describe() | {"template_sha256": _template_sha256(tokenizer)}
-    return RunData(train, train_record, held, held_record, renderer.options, described, min(longest, limit), stream)
+    columns = None
+    if isinstance(spec.stage, GRPO):
+        columns = _columns(spec.stage, order.train, train)
+        longest = min(longest, limit - spec.stage.max_completion_length) + spec.stage.max_completion_length
+    return RunData(
+        train, train_record, held, held_record, renderer.options, described, min(longest, limit), columns, stream
+    )
+
+
+def _columns(stage: GRPO, order: DataOrder, prompts: TokenDataset) -> list[dict[str, Any]]:
+    """The columns of each prompt's row. DataError where a reward reads one that a row does not have."""
+    _, rows = rows_of(order)
+    found = []
+    for numbered in rows:
+        assert isinstance(numbered.row, PromptOnly)
+        found.append(numbered.row.extra | {"reference": numbered.row.reference})
+    if len(found) != len(prompts):
+        raise DataError(
+            f"{len(found) - len(prompts)} of {len(found)} prompts have no token at all; remove them",
+            field="data.train",
+        )
+    refuse_rows_without(stage.reward, list(zip(prompts.lines.tolist(), found, strict=True)))
+    return found
 
 
 def _template_sha256(tokenizer: Any) -> str | None:

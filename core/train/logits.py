@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,13 +48,15 @@ def label_figures(model: nn.Module, head: OutputHead | str, batch: Batch) -> Tok
     return TokenFigures(functional.cross_entropy(logits.float(), targets, reduction="none"), right)
 
 
-def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch) -> Tensor:
-    """Log-probability of each label, float32 [label tokens], row after row: of logits that were never rounded to 16
-    bits, unless the head is none that the chunked loss knows."""
-    if isinstance(head, OutputHead):
+def label_logprobs(model: nn.Module, head: OutputHead | str, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each label at a temperature, float32 [label tokens], row after row: of logits that were never
+    rounded to 16 bits, unless the head is none that the chunked loss knows, or caps the logits that are divided."""
+    if isinstance(head, OutputHead) and (temperature == 1.0 or (head.options.softcap is None and head.bias is None)):
         hidden, targets = label_hidden(head, batch)
-        return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=head.options)
+        options = replace(head.options, scale=head.options.scale / temperature)
+        return token_logprobs(hidden, head.weight, targets, bias=head.bias, options=options)
     logits, targets = label_logits(model, batch)
+    logits = logits / temperature
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 

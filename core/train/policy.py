@@ -78,9 +78,9 @@ class PolicyModel:
         """Loss and rightness of every label, row after row. No gradients."""
         return label_figures(self.model, self.head(), batch)
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probability of every label, float32 [label tokens], row after row."""
-        return label_logprobs(self.model, self.whole_logits or self.head(), batch)
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """Log-probability of every label at a temperature, float32 [label tokens], row after row."""
+        return label_logprobs(self.model, self.whole_logits or self.head(), batch, temperature)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:
         """Summed log-probability of each sequence's labels, float32 [examples, sequences]."""

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
+from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -22,7 +22,7 @@ from core.train.base.log_lines import LogLines
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
 from core.train.checkpoint.resume import resume
-from core.train.data.loaders import RowLoader
+from core.train.data.loaders import RowLoader, StepLoader
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
 from core.train.evaluation.held_out import build_evaluator
@@ -41,6 +41,7 @@ from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
+from core.train.rollout.loader import RolloutLoader
 from core.train.run import Run
 from core.train.stage import Stage
 from core.train.stages.balanced import with_balance
@@ -94,7 +95,12 @@ def train(run: Run) -> None:
     run.ranks.seed(run.spec.training.seed)
     stage, balance = with_balance(run, build_stage(run.spec, data), built.model, data.train.trained)
     state = TrainerState()
-    loader, total_steps = build_loader(run, data, stage.shares, pad_token(tokenizer), stage.prelude_sequences)
+    rollouts = build_rollouts(run, data, tokenizer)
+    loader: StepLoader
+    if rollouts is not None:
+        loader, total_steps = rollouts, rollouts.total_steps()
+    else:
+        loader, total_steps = build_loader(run, data, stage.shares, pad_token(tokenizer), stage.prelude_sequences)
     engine = build_engine(
         built.model,
         run.spec.optimizer,
@@ -109,6 +115,8 @@ def train(run: Run) -> None:
         updates=built.updates,
         groups=built.groups,
     )
+    if rollouts is not None:
+        rollouts.engine = engine
     if not stage.dropout:
         disable_dropout(built.model)
     packing = choose_kernels(run, compute, engine, data)
@@ -124,6 +132,14 @@ def train(run: Run) -> None:
     loop = Loop(run, engine, stage, loader, total_steps, evaluator, state)
     loop.train()
     save(loop, built, tokenizer, data, record)
+
+
+def build_rollouts(run: Run, data: RunData, tokenizer: Any) -> RolloutLoader | None:
+    """The loader of a stage that samples the answers it learns from; None for the others."""
+    if not isinstance(run.spec.stage, GRPO):
+        return None
+    assert data.columns is not None
+    return RolloutLoader(run, run.spec.stage, data.train, data.columns, tokenizer, pad_token(tokenizer))
 
 
 def build_run_schedule(spec: JobSpec, total_steps: int, stage: Stage, state: TrainerState) -> Factor:
@@ -170,6 +186,10 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
             from core.train.stages.process_reward import ProcessRewardModel
 
             return ProcessRewardModel()
+        case GRPO() as grpo:
+            from core.train.stages.grpo import GroupRelativePolicy
+
+            return GroupRelativePolicy(grpo)
         case _ as never:
             assert_never(never)
 

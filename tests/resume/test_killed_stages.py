@@ -4,7 +4,7 @@ before a step and that step, and inside steps. The final weights and figures are
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, writ
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
+TOKEN, REWARD = "core.train.generation.generator:choose#3", "core.train.rollout.loader:reward_of"
+ROLLOUTS = {
+    "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
+    "reward": [{"type": "regex", "pattern": "[a-m]"}], "slots": 3,
+}  # fmt: skip
 CLOCKS = {"tokens_per_second", "memory_bytes"}
 
 
@@ -32,12 +37,19 @@ class Case:
     its second step."""
     in_reference: int = 0
     """Attempts that are killed before their first step."""
+    stage: dict[str, Any] = field(default_factory=dict)
+    """Fields of the stage."""
 
 
 CASES = {
     "dpo": Case(margins(ROWS), (f"{REFERENCE_PASS}#2", KEPT, BACKWARD, f"{BACKWARD}#3", f"{BACKWARD}#2"), 2),
     "kto": Case(judged(ROWS), (REFERENCE_PASS, PRELUDE, f"{BACKWARD}#3", PRELUDE), 1),
     "reward": Case(margins(ROWS), (BACKWARD, f"{BACKWARD}#3")),
+    "grpo": Case(
+        [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
+        (TOKEN, REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
+        stage=ROLLOUTS,
+    ),
 }
 
 
@@ -69,7 +81,7 @@ def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
         folder,
         model_dir,
         path,
-        stage=stage,
+        stage={"type": stage, **CASES[stage].stage},
         method={"type": "lora", "r": 4},
         batching="rows",
         optimizer={"learning_rate": 1e-2},

@@ -27,7 +27,17 @@ OF_A_STAGE = {
     "no_text_to_sample",
     "no_gguf_of_a_reward_model",
     "noise_of_another_stage",
+    "no_whole_groups",
+    "no_room_for_prompts",
+    "rollouts_in_rows",
+    "rollouts_of_a_stream",
+    "rollouts_on_one_rank",
+    "no_reference_in_rollouts",
+    "no_held_out_rollouts",
 }
+
+REQUIRED: dict[str, dict[str, Any]] = {"grpo": {"reward": ["exact"]}}
+"""Fields that a stage cannot do without."""
 
 
 def has_loss_on(values: dict[str, str]) -> bool:
@@ -45,7 +55,7 @@ def test_the_best_checkpoint_is_chosen_by_what_the_stage_measures(name: str) -> 
         job = {
             "model": "a/b",
             "data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}},
-            "stage": name,
+            "stage": {"type": name, **REQUIRED.get(name, {})},
             "evaluation": {"type": "held_out", "metric_for_best_model": metric},
         }
         codes = {fault.code for fault in check(JobSpec.model_validate(job))}
@@ -58,7 +68,7 @@ def test_only_a_model_that_writes_is_sampled(name: str) -> None:
     job = {
         "model": "a/b",
         "data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}},
-        "stage": name,
+        "stage": {"type": name, **REQUIRED.get(name, {})},
         "evaluation": {"type": "held_out", "samples": "greedy"},
     }
     codes = {fault.code for fault in check(JobSpec.model_validate(job))}
@@ -80,7 +90,7 @@ def spec_at(values: dict[str, str]) -> JobSpec:
         {
             "model": "a/b" if values["adapter"] == "new" else {**PARENT, "adapter": values["adapter"]},
             "data": data,
-            "stage": {"type": values["stage"]}
+            "stage": {"type": values["stage"], **REQUIRED.get(values["stage"], {})}
             | (
                 {"loss_on": None if values["loss on"] == "default" else values["loss on"]}
                 if has_loss_on(values)
@@ -205,3 +215,38 @@ def test_the_page_has_every_rule() -> None:
 @pytest.mark.parametrize("name", [page for page in __main__.PAGES if page != "cli.md"])
 def test_no_generated_page_is_stale(name: str) -> None:
     assert not __main__.stale([name]), "run `make docs`"
+
+
+GRPO_JOB: dict[str, Any] = {
+    "model": "a/b",
+    "data": {"train": {"type": "file", "id": TRAIN}},
+    "stage": {"type": "grpo", "reward": ["exact"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, None),
+        ({"training": {"per_device_train_batch_size": 6}}, "no_whole_groups"),
+        ({"training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}}, None),
+        ({"training": {"max_length": 256}}, "no_room_for_prompts"),
+        ({"batching": "packed"}, "rollouts_in_rows"),
+        ({"batching": {"type": "rows", "group_by_length": True}}, "rollouts_in_rows"),
+        (
+            {"data": {"train": {"type": "file", "id": TRAIN}, "streaming": True}, "training": {"max_steps": 3}},
+            "rollouts_of_a_stream",
+        ),
+        ({"resources": {"gpus": 2}}, "rollouts_on_one_rank"),
+        ({"method": "full"}, None),
+        ({"method": "full", "stage": {**GRPO_JOB["stage"], "beta": 0.1}}, "no_reference_in_rollouts"),
+        (
+            {"data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}}},
+            "no_held_out_rollouts",
+        ),
+    ],
+)
+def test_what_a_job_with_rollouts_is_refused_for(change: dict[str, Any], code: str | None) -> None:
+    assert [fault.code for fault in check(JobSpec.model_validate(GRPO_JOB | change))] == (
+        [] if code is None else [code]
+    )

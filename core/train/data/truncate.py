@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import DataError, SpecError
-from core.spec.axes.stage import CPT
+from core.spec.axes.stage import CPT, GRPO
 from core.spec.job import JobSpec
 from core.train.data.dataset import TokenDataset
 
@@ -135,6 +135,8 @@ def _refused(
 def fitted(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset, DataReport]:
     """The rows as the job trains on them, and what became of them; there may be none. DataError as `cut_rows`."""
     limit = spec.training.max_length
+    if isinstance(spec.stage, GRPO):
+        return _prompts(whole, limit - spec.stage.max_completion_length, spec.training.truncation)
     if isinstance(spec.stage, CPT) and spec.stage.across and len(whole):
         return _across(whole, limit)
     return cut_rows(whole, limit, spec.training.truncation)
@@ -146,6 +148,26 @@ def fitted_or_refused(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset,
     if not len(used):
         raise nothing_to_learn(spec.training.max_length, report.longest, _longest_line(whole))
     return used, report
+
+
+def _prompts(whole: TokenDataset, room: int, policy: Truncation) -> tuple[TokenDataset, DataReport]:
+    """The prompts within `room` tokens; nothing of them is learned. DataError where one is longer, unless its beginning
+    may be cut off."""
+    lengths = whole.ends - whole.starts
+    over = lengths > room
+    if over.any() and policy != "cut_left":
+        found = np.flatnonzero(over)
+        shown = ", ".join(f"row {whole.lines[row]} has {lengths[row]}" for row in found[:SHOWN])
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise DataError(
+            f"{len(found)} prompts are longer than the {room} tokens that training.max_length leaves beside an answer "
+            f"of stage.max_completion_length ({shown}{more}); change one of the two, shorten the prompts, or set "
+            "training.truncation to `cut_left`",
+            field="training.max_length",
+        )
+    used = whole.replaced(np.maximum(whole.starts, whole.ends - room), whole.ends, whole.lines, whole.values)
+    longest = int(lengths.max()) if len(whole) else 0
+    return used, DataReport(rows=len(used), tokens=sum(used.lengths), truncated=int(over.sum()), longest=longest)
 
 
 def _across(whole: TokenDataset, limit: int) -> tuple[TokenDataset, DataReport]:

@@ -24,6 +24,7 @@ from core.train.export.retention import RowsOf, probes
 from core.train.export.weights import save_weights
 from core.train.model.heads import causal_base, has_head
 from core.train.model.load import saved_dtype
+from core.train.rollout.loader import merge_rollouts
 from core.train.run import Run
 from core.train.stage import Stage
 from core.train.state import TrainerState
@@ -97,6 +98,7 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
         rows = [{"step": at["step"], **one} for at in state.samples for one in at["samples"]]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+    merge_rollouts([run.folder, *map(Path, run.order.resume_from)], folder / "rollouts.jsonl")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
     best = result["best"]
@@ -125,6 +127,8 @@ def _kind(path: Path) -> str:
             return "metrics"
         case _, "samples.jsonl":
             return "samples"
+        case _, "rollouts.jsonl":
+            return "rollouts"
         case _, "run_record.json":
             return "run_record"
         case _, "README.md":

@@ -230,6 +230,8 @@ def options_of(stage: Mapping[str, Any]) -> dict[str, Any]:
     match stage["type"]:
         case "sft" | "cpt":
             return {"loss_type": "dft"} if stage.get("loss") == "dft" else {}
+        case "grpo":
+            raise SpecError("rollouts are not replayed: TRL would draw answers of its own", field="stage")
         case "process_reward":
             raise SpecError(
                 "TRL has no trainer of process reward models any more, so there is nothing to compare with",

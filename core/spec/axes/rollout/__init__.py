@@ -1,0 +1,1 @@
+"""What a stage that samples its answers is told about them."""

@@ -1,0 +1,139 @@
+"""The rewards of a stage that learns from answers it samples: pure functions of an answer and the row of its prompt."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from core.spec.base import SpecModel, by_type, short_form
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression of Python: {error}") from error
+    return pattern
+
+
+def _has_a_group(pattern: str) -> str:
+    if re.compile(_compiles(pattern)).groups < 1:
+        raise ValueError("put parentheses around what is to be compared, as in `<answer>(.*?)</answer>`")
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_compiles)]
+Extract = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_has_a_group)]
+Word = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class RewardTerm(SpecModel):
+    """Common fields of rewards; not an arm."""
+
+    type: str
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] | None = None
+    """Name of the reward in metrics and rollouts. Default: its type; a second one of a type needs a name."""
+    weight: Annotated[float, Field(ge=-1000, le=1000)] = 1.0
+    """Factor in the sum of all rewards."""
+
+
+class ExactReward(RewardTerm):
+    """1 where the answer is the value of a column, else 0."""
+
+    type: Literal["exact"] = "exact"
+    column: Annotated[str, Field(min_length=1, max_length=200)] = "reference"
+    """Column of the rows that holds the right answer."""
+    extract: Extract | None = None
+    """Regular expression whose first group is compared (its last match in the answer, `.` matching line ends); without
+    a match the reward is 0. Default: the whole answer is compared."""
+    ignore_case: bool = False
+    """Compare without regard to case. White space at both ends never counts."""
+
+
+class NumberReward(RewardTerm):
+    """1 where the last number of the answer equals that of a column, else 0. Thousands separators, currency and percent
+    signs are dropped."""
+
+    type: Literal["number"] = "number"
+    column: Annotated[str, Field(min_length=1, max_length=200)] = "reference"
+    """Column of the rows that holds the number, alone or as the last one of a text."""
+    extract: Extract | None = None
+    """As in `exact`: the number is looked for in the first group alone."""
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Largest relative difference that counts as equal."""
+
+
+class RegexReward(RewardTerm):
+    """1 where a regular expression is found in the answer, else 0."""
+
+    type: Literal["regex"] = "regex"
+    pattern: Pattern
+    """Regular expression of Python; `.` does not match line ends unless it begins with `(?s)`."""
+    whole: bool = False
+    """The whole answer must match, white space at both ends aside."""
+
+
+class FormatReward(RewardTerm):
+    """1 where the answer is exactly these sections in this order, each `<tag>…</tag>`, with nothing but white space
+    between and around them; else 0."""
+
+    type: Literal["format"] = "format"
+    tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,39}$")]], Field(min_length=1)] = Field(
+        default=["think", "answer"]
+    )
+    """Names of the sections."""
+
+
+class LengthReward(RewardTerm):
+    """1 where the answer has at most `most` tokens, falling linearly to 0 at `most + slack`."""
+
+    type: Literal["length"] = "length"
+    least: Annotated[int, Field(ge=0)] = 0
+    """Answers with fewer tokens get 0."""
+    most: Annotated[int, Field(ge=1)]
+    """Tokens up to which the reward is 1."""
+    slack: Annotated[int, Field(ge=0)] = 0
+    """Tokens over which it falls to 0."""
+
+
+class KeywordsReward(RewardTerm):
+    """Share of words that occur in the answer; 0 where one of `never` does."""
+
+    type: Literal["keywords"] = "keywords"
+    words: Annotated[list[Word], Field(max_length=1000)] = Field(default=[])
+    """Words or phrases that should occur, compared without regard to case."""
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of the rows with further words: a list of strings, or one string."""
+    never: Annotated[list[Word], Field(max_length=1000)] = Field(default=[])
+    """Words or phrases that must not occur."""
+
+    @model_validator(mode="after")
+    def _something_is_looked_for(self) -> KeywordsReward:
+        if not self.words and self.column is None and not self.never:
+            raise ValueError("name `words`, a `column` or words that must `never` occur")
+        return self
+
+
+RewardArm = Annotated[
+    ExactReward | NumberReward | RegexReward | FormatReward | LengthReward | KeywordsReward,
+    Field(discriminator="type"),
+    short_form(by_type),
+]
+
+
+def names_of(rewards: list[Any]) -> list[str]:
+    """Names of rewards in metrics."""
+    return [one.name or one.type for one in rewards]
+
+
+def each_named_once(rewards: list[Any]) -> list[Any]:
+    names = names_of(rewards)
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise ValueError(f"two rewards are called `{doubled}`; give them a `name`")
+    return rewards
+
+
+Rewards = Annotated[list[RewardArm], Field(min_length=1, max_length=20), AfterValidator(each_named_once)]

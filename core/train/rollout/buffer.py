@@ -1,0 +1,157 @@
+"""A rollout: the answers to the prompts of a step, their rewards and advantages. Part of every checkpoint."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core.train.data.dataset import TokenDataset
+
+ADVANTAGE_EPSILON = 1e-4
+"""Added to the standard deviation of a group, as TRL does."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Answers, group after group; `groups` of the same size."""
+
+    number: int
+    prompts: list[list[int]]
+    """Tokens of each prompt."""
+    rows: list[int]
+    """Place of each prompt among the prompts of the run."""
+    answers: list[list[int]]
+    """Tokens of each answer, those of a prompt side by side."""
+    finished: list[bool]
+    rewards: dict[str, list[float]]
+    """Rewards of each answer by their name, before their weights."""
+    total: list[float]
+    """Weighted sums."""
+    advantages: list[float]
+    token_values: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Numbers of each token of all answers, end to end: `sampler`, `old`, `reference`."""
+
+    @property
+    def group(self) -> int:
+        return len(self.answers) // len(self.prompts)
+
+    def varied(self) -> list[int]:
+        """Places of the answers of groups whose rewards differ."""
+        size = self.group
+        return [
+            at
+            for first in range(0, len(self.answers), size)
+            if len(set(self.total[first : first + size])) > 1
+            for at in range(first, first + size)
+        ]
+
+    def dataset(self) -> TokenDataset:
+        """Prompt and answer of each, the answer's tokens as labels."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        ends: list[int] = []
+        values: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in self.token_values}
+        at = 0
+        for number, answer in enumerate(self.answers):
+            prompt = self.prompts[number // self.group]
+            ids += [*prompt, *answer]
+            learned += [False] * len(prompt) + [True] * len(answer)
+            ends.append(len(ids))
+            for name, parts in values.items():
+                parts += [np.zeros(len(prompt), np.float32), self.token_values[name][at : at + len(answer)]]
+            at += len(answer)
+        stops = np.asarray(ends, dtype=np.int64)
+        return TokenDataset(
+            np.asarray(ids, dtype=np.int32),
+            np.asarray(learned, dtype=np.bool_),
+            np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1],
+            stops,
+            np.arange(len(stops), dtype=np.int64),
+            values={"advantage": np.asarray(self.advantages, dtype=np.float32)},
+            token_values={name: np.concatenate(parts) for name, parts in values.items()},
+        )
+
+    def figures(self, most: int) -> dict[str, float]:
+        """What is told of it. `most`: tokens of an answer at most."""
+        size = self.group
+        groups = np.asarray(self.total, dtype=np.float64).reshape(-1, size)
+        lengths = [len(answer) for answer in self.answers]
+        found = {
+            "reward": float(groups.mean()),
+            "reward_std": float(groups.std(axis=1, ddof=1).mean()),
+            "frac_reward_zero_std": 1 - len(self.varied()) / len(self.answers),
+        }
+        for name, values in self.rewards.items():
+            found[f"rewards/{name}/mean"] = float(np.mean(values))
+            found[f"rewards/{name}/std"] = float(np.std(values, ddof=1))
+        return found | {
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/max_length": float(max(lengths)),
+            "completions/truncated": 1 - sum(self.finished) / len(self.finished),
+        }
+
+    # --- as JSON: arrays in base64, which is a third longer than the bytes, to the bit --------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "rows": self.rows,
+            "prompts": _lists(self.prompts),
+            "answers": _lists(self.answers),
+            "finished": self.finished,
+            "rewards": self.rewards,
+            "total": self.total,
+            "advantages": self.advantages,
+            "token_values": {name: _text(values) for name, values in self.token_values.items()},
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Rollout:
+        """The rollout that `state_dict` described."""
+        return cls(
+            number=state["number"],
+            rows=state["rows"],
+            prompts=_from_lists(state["prompts"]),
+            answers=_from_lists(state["answers"]),
+            finished=state["finished"],
+            rewards=state["rewards"],
+            total=state["total"],
+            advantages=state["advantages"],
+            token_values={name: _array(text, np.float32) for name, text in state["token_values"].items()},
+        )
+
+
+def advantages_of(rewards: Sequence[float], group: int, *, scale: bool) -> list[float]:
+    """Each reward less the mean of its group, divided by the standard deviation with `scale`; float32 arithmetic."""
+    groups = np.asarray(rewards, dtype=np.float32).reshape(-1, group)
+    found = groups - groups.mean(axis=1, keepdims=True)
+    if scale:
+        found = found / (groups.std(axis=1, ddof=1, keepdims=True) + np.float32(ADVANTAGE_EPSILON))
+    return [float(value) for value in found.ravel()]
+
+
+def _lists(lists: Sequence[Sequence[int]]) -> dict[str, str]:
+    flat = [token for one in lists for token in one]
+    return {
+        "tokens": _text(np.asarray(flat, dtype=np.int32)),
+        "lengths": _text(np.asarray([len(one) for one in lists], dtype=np.int32)),
+    }
+
+
+def _from_lists(state: Mapping[str, str]) -> list[list[int]]:
+    tokens, lengths = _array(state["tokens"], np.int32), _array(state["lengths"], np.int32)
+    ends = np.cumsum(lengths)
+    return [tokens[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+
+
+def _text(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+
+
+def _array(text: str, kind: Any) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=kind)

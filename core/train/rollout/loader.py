@@ -1,0 +1,302 @@
+"""Batches of answers that the model samples itself: a StepLoader that rolls out before the first step over its answers.
+
+A rollout is a function of its number, the seed and the weights: which prompts, which draws and hence which answers. So
+a run that was killed in one begins it anew, and ends with the same bits; once it is done it is part of each checkpoint,
+since later steps change the weights it was made with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.base.files import sync
+from core.spec.axes.rollout.reward import names_of
+from core.spec.axes.stage import GRPO
+from core.spec.run.folder import ROLLOUTS
+from core.train.batch import Batch
+from core.train.data.dataset import TokenDataset
+from core.train.data.loaders import StepBatches
+from core.train.data.order import BatchOrder
+from core.train.engine import Engine
+from core.train.evaluation.held_out import describe_batches
+from core.train.evaluation.samples import stop_tokens
+from core.train.generation.sampling import Completion, SamplingParams
+from core.train.policy import PolicyModel
+from core.train.rollout.buffer import Rollout, advantages_of
+from core.train.rollout.rewards import Columns, reward_of
+from core.train.run import Run
+from core.train.stages.grpo import FIGURE
+
+ALIKE = 0.9
+"""Share of groups whose rewards do not differ above which a rollout teaches next to nothing, and the job says so."""
+CUT_OFF = 0.5
+"""Share of answers without an end of their own above which the job says so."""
+
+
+class RolloutLoader:
+    """See the module; a StepLoader. `engine` is set once it is built."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: GRPO,
+        prompts: TokenDataset,
+        columns: Sequence[Columns],
+        tokenizer: Any,
+        pad_token_id: int,
+    ) -> None:
+        """`columns`: those of each prompt's row."""
+        self.run, self.stage, self.prompts, self.columns = run, stage, prompts, columns
+        self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
+        self.engine: Engine | None = None
+        training = run.spec.training
+        self.batch_size = self._saved_batch_size = training.per_device_train_batch_size
+        answers = self.batch_size * training.gradient_accumulation_steps
+        self.order = BatchOrder(
+            len(prompts), batch_size=answers // stage.num_generations, accumulation=1, seed=training.seed
+        )
+        self.slots = stage.slots
+        """Answers in the making at the same time; fewer once the device had no memory for them."""
+        self._rollout: Rollout | None = None
+        self._dataset: TokenDataset | None = None
+        self._told: set[str] = set()
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        training = self.run.spec.training
+        if training.max_steps is not None:
+            return training.max_steps
+        return self.order.total_steps(training.num_train_epochs, None) * self.stage.num_iterations
+
+    # --- a StepLoader ---------------------------------------------------------------------------------
+
+    def batches(self, step: int) -> StepBatches:
+        number = step // self.stage.num_iterations
+        if self._rollout is None or self._rollout.number != number:
+            self._rollout, self._dataset = self._rolled_out(number), None
+        rollout = self._rollout
+        if self._dataset is None:
+            self._dataset = rollout.dataset()
+        dataset = self._dataset
+        totals: dict[str, float] = {
+            "tokens": sum(len(answer) for answer in rollout.answers),
+            "answers": len(rollout.answers),
+        }
+        totals |= {FIGURE + name: value for name, value in rollout.figures(self.stage.max_completion_length).items()}
+        cut = self._cut(rollout, self.batch_size)
+        totals["sequences"] = max(1, sum(map(len, cut)))  # what a mixture's balance of experts is a mean over
+        if not cut:  # every group's rewards are alike: a step without a gradient, which momentum makes all the same
+            return StepBatches(totals, (lambda: dataset.blank(0, self.pad_token_id, packed=False),))
+        return StepBatches(totals, tuple(partial(dataset.collate, rows, self.pad_token_id) for rows in cut))
+
+    def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
+        """The answers that have a gradient, as batches."""
+        rows = list(range(len(rollout.answers))) if self.stage.beta else rollout.varied()
+        return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+
+    def epochs_after(self, steps: int) -> float:
+        return self.order.epochs_after(steps // self.stage.num_iterations)
+
+    def translate(self, step: int, micro_steps: int) -> int | None:
+        if micro_steps == 0:
+            return 0
+        if self._rollout is None or self._rollout.number != step // self.stage.num_iterations:
+            return None
+        done = [row for rows in self._cut(self._rollout, self._saved_batch_size)[:micro_steps] for row in rows]
+        ours = self._cut(self._rollout, self.batch_size)
+        if not ours:
+            return micro_steps
+        return next((n for n in range(len(ours) + 1) if sum(map(len, ours[:n])) == len(done)), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "order": self.order.state_dict(),
+            "batch_size": self.batch_size,
+            "slots": self.slots,
+            "rollout": None if self._rollout is None else self._rollout.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError when the checkpoint was made over other prompts."""
+        self.order.load_state_dict(state["order"])
+        self._saved_batch_size, self.slots = int(state["batch_size"]), int(state["slots"])
+        saved = state["rollout"]
+        self._rollout, self._dataset = None if saved is None else Rollout.of(saved), None
+
+    # --- a rollout ------------------------------------------------------------------------------------
+
+    def _rolled_out(self, number: int) -> Rollout:
+        """Sample, reward, compare. StopRequested."""
+        stage = self.stage
+        rows = list(self.order.rows_of(number))
+        prompts = [self.prompts[row][0].tolist() for row in rows]
+        answers = self._answers(number, rows, prompts)
+        rewards: dict[str, list[float]] = {name: [] for name in names_of(stage.reward)}
+        total: list[float] = []
+        for at, answer in enumerate(answers):
+            text, columns = self._text(answer.tokens), self.columns[rows[at // stage.num_generations]]
+            found = [reward_of(reward, text, len(answer.tokens), columns) for reward in stage.reward]
+            for name, value in zip(rewards, found, strict=True):
+                rewards[name].append(value)
+            total.append(sum(reward.weight * value for reward, value in zip(stage.reward, found, strict=True)))
+        rollout = Rollout(
+            number,
+            prompts,
+            rows,
+            [answer.tokens for answer in answers],
+            [answer.finished for answer in answers],
+            rewards,
+            total,
+            advantages_of(total, stage.num_generations, scale=stage.scale_rewards == "group"),
+            {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
+        )
+        if stage.num_iterations > 1:
+            rollout.token_values["old"] = self._logprobs(rollout)
+        if stage.beta:
+            model: Any = self._engine.model
+            rollout.token_values["reference"] = self._logprobs(rollout, model.disable_adapter)
+        self._keep(rollout)
+        self._tell(rollout)
+        return rollout
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None, "the loader has no engine yet"
+        return self.engine
+
+    def _answers(self, number: int, rows: Sequence[int], prompts: list[list[int]]) -> list[Completion]:
+        """Answers of all prompts, those of a prompt side by side."""
+        stage, engine, seed = self.stage, self._engine, self.run.spec.training.seed
+        params = SamplingParams(
+            stage.max_completion_length,
+            stage.temperature,
+            stage.top_p,
+            stage.top_k,
+            stage.min_p,
+            tuple(self._stops()),
+            tuple(stage.stop),
+        )
+        room = max(map(len, prompts)) + stage.max_completion_length
+        if (why := engine.without_slots(room)) is not None:
+            self._notice("generation_in_batches", describe_batches(why))
+        keys = [[(seed, number, row, sample) for sample in range(stage.num_generations)] for row in rows]
+        while True:
+            try:
+                found = engine.complete(
+                    prompts, keys, params, slots=self.slots, decode=self._text, between=self.run.check_stop
+                )
+            except torch.OutOfMemoryError:
+                if self.slots == 1:
+                    raise
+                self.slots //= 2
+                self.run.notice(
+                    "fewer_slots",
+                    f"the device has no memory for the answers in the making; {self.slots} are made at the same time "
+                    "from now on, and the rollout begins anew. Set `stage.slots` to that",
+                )
+            else:
+                return [answer for answers in found for answer in answers]
+
+    def _stops(self) -> list[int]:
+        return stop_tokens(self._engine.model, self.tokenizer, ())
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _logprobs(
+        self, rollout: Rollout, start: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> npt.NDArray[np.float32]:
+        """Log-probability of each token of all answers that are trained on, end to end, by the kernels and batches of
+        training; 0 of the others. `start` makes a context in which the model is the reference."""
+        lengths = [len(answer) for answer in rollout.answers]
+        ends = np.cumsum(lengths)
+        found = np.zeros(int(ends[-1]), dtype=np.float32)
+        dataset = rollout.dataset()
+        with start():
+            for rows in self._cut(rollout, self.batch_size):
+                self.run.check_stop()
+                values = self._engine.evaluate(dataset.collate(rows, self.pad_token_id), self._at_temperature)
+                for row, part in zip(rows, torch.split(values.cpu(), [lengths[row] for row in rows]), strict=True):
+                    found[ends[row] - lengths[row] : ends[row]] = part.numpy()
+        return found
+
+    def _at_temperature(self, policy: PolicyModel, batch: Batch) -> Tensor:
+        return policy.logprobs(batch, self.stage.temperature)
+
+    # --- what people see of it ------------------------------------------------------------------------
+
+    def _keep(self, rollout: Rollout) -> None:
+        """Write the answers for people, a file a rollout, whole or not at all."""
+        folder = self.run.folder / ROLLOUTS
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{rollout.number:08d}.jsonl"
+        lines = []
+        for at, tokens in enumerate(rollout.answers):
+            prompt = at // rollout.group
+            lines.append(
+                {
+                    "rollout": rollout.number,
+                    "step": rollout.number * self.stage.num_iterations + 1,
+                    "line": int(self.prompts.lines[rollout.rows[prompt]]),
+                    "sample": at % rollout.group,
+                    "prompt": self._text(rollout.prompts[prompt]),
+                    "completion": self._text(tokens),
+                    "tokens": len(tokens),
+                    "finished": rollout.finished[at],
+                    "rewards": {name: values[at] for name, values in rollout.rewards.items()},
+                    "reward": rollout.total[at],
+                    "advantage": rollout.advantages[at],
+                }
+            )
+        aside = path.with_suffix(".new")
+        aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        sync(aside)
+        aside.rename(path)
+
+    def _tell(self, rollout: Rollout) -> None:
+        """Say what keeps a rollout from teaching, once an attempt."""
+        alike = 1 - len(rollout.varied()) / len(rollout.answers)
+        if alike > ALIKE:
+            least, most = min(rollout.total), max(rollout.total)
+            self._notice(
+                "rewards_alike",
+                f"in {alike:.0%} of the groups of rollout {rollout.number} all answers have the same reward (rewards "
+                f"are {least:g} to {most:g}), so nothing is learned from them; use easier or harder prompts, raise "
+                "stage.num_generations or stage.temperature, or add a reward that tells answers apart",
+            )
+        cut_off = 1 - sum(rollout.finished) / len(rollout.finished)
+        if cut_off > CUT_OFF:
+            self._notice(
+                "answers_cut_off",
+                f"{cut_off:.0%} of the answers of rollout {rollout.number} were cut off at "
+                f"stage.max_completion_length = {self.stage.max_completion_length} tokens; raise it, name a string "
+                "that ends answers in `stage.stop`, or fine-tune the format first",
+            )
+
+    def _notice(self, code: str, message: str) -> None:
+        if code not in self._told:
+            self._told.add(code)
+            self.run.notice(code, message)
+
+
+def merge_rollouts(folders: Sequence[Path], to: Path) -> None:
+    """Write the rollouts of all attempts, newest attempt first in `folders`, as one file; none where there are none."""
+    newest: dict[str, Path] = {}
+    for folder in folders:
+        for path in (folder / ROLLOUTS).glob("*.jsonl"):
+            newest.setdefault(path.name, path)
+    if not newest:
+        return
+    with to.open("wb") as merged:
+        for name in sorted(newest):
+            merged.write(newest[name].read_bytes())

@@ -1,0 +1,237 @@
+"""Jobs of `stage: grpo`: what is learned, what stays the same to the bit, what is told and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_FAILED, EXIT_OK
+from core.train.base.stop import Stop
+from core.train.engine import Engine
+from core.train.recipe import run
+from tests.support.trainer import events, log, notices, weights, write_rows, write_run
+
+E_SHARE = {"type": "regex", "pattern": "[a-f]", "name": "early"}
+SHORT = {"type": "length", "most": 2, "slack": 6}
+STAGE: dict[str, Any] = {
+    "type": "grpo", "num_generations": 4, "max_completion_length": 8, "reward": [E_SHARE, SHORT], "slots": 3,
+    "temperature": 1.5,
+}  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "max_steps": 3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "precision": "fp32",
+    "max_length": 64,
+}  # fmt: skip
+CLOCKS = {"tokens_per_second", "memory_bytes"}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = [{"prompt": f"say a letter, number {n}", "reference": str(n)} for n in range(7)]
+    return write_rows(tmp_path_factory.mktemp("rows") / "prompts.jsonl", found)
+
+
+def order(folder: Path, tiny_dir: Path, rows: Path, *, resume_from: list[Path] | None = None, **axes: Any) -> Path:
+    return write_run(
+        folder,
+        tiny_dir,
+        rows,
+        resume_from=resume_from,
+        data={"train": {"type": "path", "path": str(rows), "format": "prompt"}},
+        stage=STAGE | axes.pop("stage", {}),
+        method=axes.pop("method", {"type": "lora", "r": 4}),
+        training=TRAINING | axes.pop("training", {}),
+        optimizer={"learning_rate": 1e-2},
+        schedule="constant",
+        checkpoint={"type": "disk", "save_steps": 1},
+        **axes,
+    )
+
+
+def go(*args: Any, **axes: Any) -> Path:
+    run_dir = order(*args, **axes)
+    assert run(run_dir) == EXIT_OK, (events(run_dir)[-1], log(run_dir))
+    return run_dir
+
+
+def figures(*run_dirs: Path) -> dict[int, dict[str, float]]:
+    return {
+        event["step"]: {name: value for name, value in event["values"].items() if name not in CLOCKS}
+        for one in run_dirs
+        for event in events(one, "metrics")
+    }
+
+
+@pytest.fixture(scope="module")
+def calm(tiny_dir: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return go(tmp_path_factory.mktemp("calm") / "run", tiny_dir, rows)
+
+
+def test_a_job_samples_rewards_and_learns(calm: Path) -> None:
+    told = figures(calm)
+    assert sorted(told) == [1, 2, 3]
+    for values in told.values():
+        assert {"loss", "reward", "reward_std", "frac_reward_zero_std", "entropy", "clip_ratio"} <= values.keys()
+        assert 0 <= values["sampler_mismatch_kl"] < 1e-6
+        early, short = values["rewards/early/mean"], values["rewards/length/mean"]
+        assert values["reward"] == pytest.approx(early + short)
+        assert 1 <= values["completions/mean_length"] <= values["completions/max_length"] <= 8
+        assert values["clip_ratio"] == 0, "the first step over answers is by the policy that drew them"
+    assert any(values["grad_norm"] > 0 for values in told.values())
+
+
+def test_the_rollouts_are_an_artifact(calm: Path) -> None:
+    lines = [json.loads(line) for line in (calm / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
+    # Seven prompts, three a step: the third step has one.
+    assert [line["step"] for line in lines] == [1] * 12 + [2] * 12 + [3] * 4
+    assert len({line["line"] for line in lines}) == 7
+    for line in lines:
+        assert line["reward"] == pytest.approx(sum(line["rewards"].values()))
+        assert line["rewards"]["early"] == any(letter in "abcdef" for letter in line["completion"])
+    for at in range(0, len(lines), 4):
+        group = lines[at : at + 4]
+        assert len({line["line"] for line in group}) == 1 and [line["sample"] for line in group] == [0, 1, 2, 3]
+        assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-5)
+    kinds = {entry["path"]: entry["kind"] for entry in events(calm, "result")[0]["artifacts"]}
+    assert kinds["rollouts.jsonl"] == "rollouts"
+
+
+# --- exact -----------------------------------------------------------------------------------------------
+
+TWICE = {"num_iterations": 2, "beta": 0.1, "loss": "grpo", "epsilon": 1e-3}
+
+
+def stopped_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int, stop: Stop) -> None:
+    """Ask the run to stop in a call of a method."""
+    before, calls = getattr(target, name), [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            stop.requested = True
+        return before(*args, **options)
+
+    monkeypatch.setattr(target, name, counted)
+
+
+@pytest.fixture(scope="module")
+def twice(tiny_dir: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return go(tmp_path_factory.mktemp("twice") / "run", tiny_dir, rows, stage=TWICE, training={"max_steps": 4})
+
+
+@pytest.mark.parametrize(("name", "call"), [("backward", 2), ("backward", 7), ("complete", 1), ("complete", 2)])
+def test_a_stopped_run_goes_on_with_the_same_bits(
+    twice: Path, tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
+) -> None:
+    """In the first and in the second step over the same answers, and while answers are made."""
+    axes: dict[str, Any] = {"stage": TWICE, "training": {"max_steps": 4}}
+    stop = Stop()
+    first = order(tmp_path / "first", tiny_dir, rows, **axes)
+    with monkeypatch.context() as patch:
+        stopped_at(patch, Engine, name, call, stop)
+        assert run(first, stop) == EXIT_CHECKPOINTED, events(first)[-1]
+    second = go(tmp_path / "second", tiny_dir, rows, resume_from=[first], **axes)
+    assert events(second, "resumed")
+    assert weights(second) == weights(twice)
+    found, expected = figures(first, second), figures(twice)
+    for step, values in expected.items():
+        assert {name: found[step][name] for name in values if found[step][name] != values[name]} == {}, step
+    artifacts = [(one / "artifacts" / "rollouts.jsonl").read_bytes() for one in (second, twice)]
+    assert artifacts[0] == artifacts[1]
+
+
+def test_a_second_step_over_the_same_answers_has_ratios_and_a_divergence(twice: Path) -> None:
+    told = figures(twice)
+    assert told[1]["kl"] == pytest.approx(0, abs=1e-8) and told[2]["kl"] > 0
+    assert told[1]["clip_ratio"] == 0 and told[2]["clip_ratio"] > 0
+    assert told[1]["reward"] == told[2]["reward"] and told[1]["reward"] != told[3]["reward"]
+
+
+def test_half_the_batch_is_the_same_run(calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
+    found, expected = figures(go(tmp_path / "run", tiny_dir, rows, training=smaller)), figures(calm)
+    for step, values in expected.items():
+        for name in ("loss", "reward", "grad_norm"):
+            assert found[step][name] == pytest.approx(values[name], rel=1e-4, abs=1e-6), (step, name)
+
+
+def test_groups_without_variance_are_left_out_with_the_same_gradient(
+    calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike = [values["frac_reward_zero_std"] for values in figures(calm).values()]
+    assert any(0 < share < 1 for share in alike)
+    computed: list[int] = []
+    before = Engine.forward
+
+    def watched(engine: Engine, batch: Any, *args: Any) -> Any:
+        computed.append(batch.examples)
+        return before(engine, batch, *args)
+
+    monkeypatch.setattr(Engine, "forward", watched)
+    monkeypatch.setattr("core.train.rollout.buffer.Rollout.varied", lambda self: list(range(len(self.answers))))
+    found = figures(go(tmp_path / "run", tiny_dir, rows))
+    assert sum(computed) == 28
+    for step, values in figures(calm).items():
+        assert found[step]["grad_norm"] == pytest.approx(values["grad_norm"], rel=1e-5)
+        assert found[step]["loss"] == pytest.approx(values["loss"], abs=1e-6)
+
+
+def test_rewards_that_are_all_alike_change_nothing_and_are_told(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    run_dir = go(tmp_path / "run", tiny_dir, rows, stage={"reward": [{"type": "regex", "pattern": "(?s).*"}]})
+    told = {notice["code"]: notice["message"] for notice in notices(run_dir)}
+    assert "all answers have the same reward" in told["rewards_alike"]
+    assert {values["grad_norm"] for values in figures(run_dir).values()} == {0.0}
+    assert {values["frac_reward_zero_std"] for values in figures(run_dir).values()} == {1.0}
+    assert {values["loss"] for values in figures(run_dir).values()} == {0.0}
+
+
+def test_out_of_memory_in_a_rollout_makes_fewer_answers_at_a_time(
+    calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Engine.complete
+
+    def full(engine: Engine, *args: Any, slots: int, **options: Any) -> Any:
+        if slots > 1:
+            raise torch.OutOfMemoryError("no memory for keys and values")
+        return before(engine, *args, slots=slots, **options)
+
+    monkeypatch.setattr(Engine, "complete", full)
+    run_dir = go(tmp_path / "run", tiny_dir, rows)
+    assert [notice["code"] for notice in notices(run_dir)].count("fewer_slots") == 1
+    ours, theirs = ((one / "artifacts" / "rollouts.jsonl").read_text() for one in (run_dir, calm))
+    assert [json.loads(line)["completion"] for line in ours.splitlines()[:12]] == [
+        json.loads(line)["completion"] for line in theirs.splitlines()[:12]
+    ]
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, tiny_dir: Path, rows: Path, **axes: Any) -> dict[str, Any]:
+    run_dir = order(folder, tiny_dir, rows, **axes)
+    assert run(run_dir) == EXIT_FAILED
+    error = events(run_dir)[-1]
+    assert (error["type"], error["failure"]) == ("error", "user"), error
+    return error
+
+
+def test_a_reward_without_its_column_is_told_with_the_row(tiny_dir: Path, tmp_path: Path) -> None:
+    some = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "reference": "1"}, {"prompt": "two", "answer": "2"}])
+    number = {"reward": [{"type": "number"}]}
+    error = refusal(tmp_path / "a", tiny_dir, some, stage=number)
+    assert error["code"] == "no_reward_column" and "`reference`, which row 2 do" in error["message"]
+    odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "one", "reference": "many"}])
+    assert "no number in row 1" in refusal(tmp_path / "b", tiny_dir, odd, stage=number)["message"]
+
+
+def test_a_prompt_without_room_is_told_with_the_row(tiny_dir: Path, tmp_path: Path) -> None:
+    some = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "x" * 70, "reference": "1"}, {"prompt": "two", "reference": ""}]
+    )
+    error = refusal(tmp_path / "a", tiny_dir, some)
+    assert "1 prompts are longer than the 56 tokens" in error["message"] and "row 1 has" in error["message"]
+    told = figures(go(tmp_path / "b", tiny_dir, some, training={"truncation": "cut_left", "max_steps": 1}))
+    assert told[1]["reward"] > 0
