@@ -165,4 +165,4 @@ def test_steps_are_those_of_trl(loss: Any, tiny_dir: Path, tmp_path: Path, monke
     named = {name.removeprefix("module."): value for name, value in weights.items()}
     assert named.keys() == ours.keys()
     for name, value in named.items():
-        torch.testing.assert_close(ours[name].detach(), value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours[name].detach(), value, rtol=0, atol=3e-5)

@@ -21,7 +21,7 @@ from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, writ
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
-TOKEN, REWARD = "core.train.generation.generator:choose#3", "core.train.rollout.loader:reward_of"
+TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.loader:reward_of"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
     "reward": [{"type": "regex", "pattern": "[a-m]"}], "slots": 3,
@@ -47,7 +47,7 @@ CASES = {
     "reward": Case(margins(ROWS), (BACKWARD, f"{BACKWARD}#3")),
     "grpo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
-        (TOKEN, REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
+        (f"{TOKEN}#3", REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
         stage=ROLLOUTS,
     ),
 }
