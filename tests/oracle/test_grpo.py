@@ -25,6 +25,8 @@ from core.train.rollout.buffer import Rollout, advantages_of
 from core.train.stages.grpo import GroupRelativePolicy
 
 MICRO, ACCUMULATION, GROUP, LR, MOST = 4, 2, 4, 2e-2, 16
+EPS = 1e-4
+"""Of AdamW: at the usual 1e-8 it makes a whole step of a gradient that is nothing but rounding."""
 SPEC = {
     "num_generations": GROUP,
     "num_iterations": 2,
@@ -75,6 +77,7 @@ def by_trl(
         shuffle_dataset=False,
         num_train_epochs=1,
         learning_rate=LR,
+        adam_epsilon=EPS,
         lr_scheduler_type="linear",
         warmup_steps=0,
         max_grad_norm=1.0,
@@ -111,7 +114,7 @@ def by_us(
     model: Any = adapt_lora(load_model(tiny_dir, torch.float32), LoRA(r=4, lora_alpha=8, lora_dropout=0.0))
     start(model)
     schedule = build_schedule(Linear(warmup_ratio=0.0), 2 * len(seen))
-    engine = build_engine(model, AdamW(learning_rate=LR, weight_decay=0.0), schedule, pad_token_id=1)
+    engine = build_engine(model, AdamW(learning_rate=LR, weight_decay=0.0, eps=EPS), schedule, pad_token_id=1)
     stage, told = GroupRelativePolicy(spec), []
     for call, prompts in enumerate(seen):
         completions = answers(call, len(prompts))
@@ -165,4 +168,4 @@ def test_steps_are_those_of_trl(loss: Any, tiny_dir: Path, tmp_path: Path, monke
     named = {name.removeprefix("module."): value for name, value in weights.items()}
     assert named.keys() == ours.keys()
     for name, value in named.items():
-        torch.testing.assert_close(ours[name].detach(), value, rtol=0, atol=3e-5)
+        torch.testing.assert_close(ours[name].detach(), value, rtol=0, atol=1e-5)

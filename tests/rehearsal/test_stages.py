@@ -24,8 +24,16 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "preference": preferences(4),
     "kto": judged(4),
     "stepwise": solutions(4),
+    "prompt": [{"prompt": f"say a letter, number {number}", "reference": "a"} for number in range(4)],
 }
 """Row format → rows; a stage takes the first of its formats that is here."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "reward": [{"type": "regex", "pattern": "[a-f]"}], "num_generations": 2, "max_completion_length": 6,
+        "temperature": 1.5,
+    },
+}  # fmt: skip
+"""Fields that a stage cannot do without, or only slowly."""
 OFF = {"optimizer adamw_8bit": 1e-7, "optimizer adamw_4bit": 1e-7}
 """Rows that differ from the CPU, by how much at most, relative to the largest weight of a tensor. The kernels here are
 torch's for the CPU, whose square root may be an ulp off; these optimizers take it through float64 on a CPU alone."""
@@ -35,7 +43,7 @@ def trained(folder: Path, model: Path, accelerator: str, stage: str, axes: dict[
     row_format = next(each for each in STAGES[stage].rows if each in ROWS)
     path = write_rows(folder.with_suffix(".jsonl"), ROWS[row_format])
     run_dir = write_run(
-        folder, model, path, stage=stage, resources={"accelerator": accelerator},
+        folder, model, path, stage={"type": stage, **NEEDED.get(stage, {})}, resources={"accelerator": accelerator},
         data={"train": {"type": "path", "path": str(path), "format": row_format}, "rendering": PLAIN},
         training={"max_steps": 2, "per_device_train_batch_size": 2, "max_length": 64, "precision": "bf16"}, **axes,
     )  # fmt: skip
