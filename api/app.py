@@ -41,6 +41,7 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.sweeps.router import router as sweeps_router
 from api.web import router as web
 from api.web.changes import Changes
 from core import __version__
@@ -57,6 +58,7 @@ Keys go into `Authorization: Bearer eft_…`. Every error has one shape: code, m
 TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "pipelines", "description": "Jobs one after another (docs/pipelines.md)."},
+    {"name": "sweeps", "description": "One job with other values, run by run (docs/sweeps.md)."},
     {"name": "models", "description": "What jobs have made: versions, tags, files, lineage (docs/models.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},
@@ -113,6 +115,7 @@ def create_app(settings: Settings) -> FastAPI:
         samples_router,
         lineage_router,
         pipelines_router,
+        sweeps_router,
         models_router,
         events_router,
         files_router,

@@ -51,5 +51,6 @@ def _dependency(kind: Handled) -> Callable[..., Awaitable[str]]:
 JobId = Annotated[str, Depends(_dependency(handles.JOB))]
 ModelId = Annotated[str, Depends(_dependency(handles.MODEL))]
 FileId = Annotated[str, Depends(_dependency(handles.FILE))]
+SweepId = Annotated[str, Depends(_dependency(handles.SWEEP))]
 PipelineId = Annotated[str, Depends(_dependency(handles.PIPELINE))]
 WebhookId = Annotated[str, Depends(_dependency(handles.WEBHOOK))]

@@ -115,6 +115,10 @@ JOBS: dict[str, Code] = {
         "The model would have more tags than a model may have.",
         "Remove some: `eft models tag --remove`.",
     ),
+    "sweep_too_large": (
+        "The sweep has more runs than a sweep may have.",
+        "Give fewer values, or draw some: `type: random` with a `count`.",
+    ),
     "after_not_found": (
         "A job in `after` does not exist.",
         "Submit that job first: a job can only wait for earlier ones, never for itself.",

@@ -17,6 +17,7 @@ PAGE = HOME / "docs" / "api.md"
 TOPICS = {
     "jobs": "Jobs",
     "pipelines": "Pipelines",
+    "sweeps": "Sweeps",
     "models": "Models",
     "files": "Training data",
     "queue": "Queue, GPUs, quotas",

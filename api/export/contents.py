@@ -35,6 +35,7 @@ TABLES = (
     "artifacts",
     "models",
     "allocations",
+    "sweeps",
     "pipelines",
     "pipeline_steps",
     "pipeline_events",

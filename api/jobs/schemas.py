@@ -74,6 +74,7 @@ _JOB: dict[str, Any] = {
     "slots": ["box-1/3"],
     "retry_of": None,
     "pipeline_id": None,
+    "sweep_id": None,
     "priority": 0,
     "queue": None,
     "notices": None,
@@ -125,6 +126,8 @@ class JobView(BaseModel):
     """The job that this one tries again."""
     pipeline_id: str | None
     """The pipeline of which it is a step (docs/pipelines.md)."""
+    sweep_id: str | None
+    """The sweep of which it is a run (docs/sweeps.md)."""
     priority: int
     """Among jobs that wait; a higher one goes first."""
     queue: dict[str, Any] | None

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from eft.errors import ApiError, DownloadError, EftClientError, NotEft, Unreachable
-from eft.types import Artifact, Event, File, Job, LogChunk, Node, Pipeline, PipelineStep, Snapshot
+from eft.types import Artifact, Event, File, Job, LogChunk, Node, Pipeline, PipelineStep, Snapshot, Sweep
 from eft.version import VERSION
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "Pipeline",
     "PipelineStep",
     "Snapshot",
+    "Sweep",
     "Unreachable",
 ]
 

@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from eft.commands import again, artifacts, data, export, files, help, jobs, labels, look, models, pipelines, plan
+from eft.commands import (
+    again,
+    artifacts,
+    data,
+    export,
+    files,
+    help,
+    jobs,
+    labels,
+    look,
+    models,
+    pipelines,
+    plan,
+    sweeps,
+)
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
 from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
@@ -58,6 +72,8 @@ for verb in (
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
 app.add_typer(pipelines.app, name="pipelines", rich_help_panel=JOBS)
+app.add_typer(sweeps.app, name="sweep", rich_help_panel=JOBS)
+app.add_typer(sweeps.app, name="sweeps", hidden=True)
 app.add_typer(models.app, name="models", rich_help_panel=JOBS)
 app.add_typer(files.app, name="files", rich_help_panel=DATA)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)

@@ -306,3 +306,41 @@ class Page:
     jobs: list[Job]
     next: str | None
     raw: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One job with other values, run by run."""
+
+    id: str
+    name: str | None
+    status: str
+    """running, succeeded (a run has), failed or cancelled."""
+    reason: str | None
+    """How far it is."""
+    best: str | None
+    """Id of the job with the best value so far."""
+    runs: list[dict[str, Any]]
+    """`job`, `name`, `status`, `reason`, `point`, `value` and `best` of each."""
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What a script that waited for it should see."""
+        return {"failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}.get(self.status, ExitCode.OK)
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Sweep:
+        return cls(
+            id=raw["id"],
+            name=raw.get("name"),
+            status=raw["status"],
+            reason=raw.get("reason"),
+            best=raw.get("best"),
+            runs=raw["runs"],
+            raw=raw,
+        )

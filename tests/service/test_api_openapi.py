@@ -42,7 +42,18 @@ def test_every_route_says_what_it_does(document: dict[str, Any]) -> None:
         assert operation["summary"], name
         assert len(operation["description"]) > 20, name
         (tag,) = operation["tags"]
-        assert tag in ("jobs", "files", "nodes", "queue", "webhooks", "access", "service", "pipelines", "models"), name
+        assert tag in (
+            "jobs",
+            "files",
+            "nodes",
+            "queue",
+            "webhooks",
+            "access",
+            "service",
+            "pipelines",
+            "sweeps",
+            "models",
+        ), name
         for parameter in operation.get("parameters", []):
             assert parameter.get("description"), (name, parameter["name"])
 

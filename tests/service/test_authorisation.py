@@ -254,6 +254,8 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                     cancel(session, here.lab.owner, made.id)
                     models.register(session, made, ["adapter/a.safetensors"])
                     things["model_id"] = models.id_of(made.id)
+            if route == ("DELETE", "/sweeps/{sweep_id}"):
+                things["sweep_id"] = here.sweep(here.lab.owner, here.lab.file)
             if route == ("DELETE", "/pipelines/{pipeline_id}"):
                 things["pipeline_id"] = here.pipeline(here.lab.owner, here.lab.file)
             if route in OWN_KEYS or route == ("DELETE", "/keys/{key_id}"):

@@ -17,6 +17,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
             "file_id": f"file-{nothing}",
             "preview_id": f"preview-{nothing}",
             "pipeline_id": f"pipe-{nothing}",
+            "sweep_id": f"sweep-{nothing}",
             "model_id": f"model-{nothing}",
             "key_id": f"key-{nothing}",
             "webhook_id": f"hook-{nothing}",
@@ -32,6 +33,7 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
         "file_id": here.file(project.owner) if fresh else project.file,
         "preview_id": project.preview,
         "pipeline_id": project.pipeline,
+        "sweep_id": project.sweep,
         "model_id": project.model,
         "key_id": here.key_of(project) if fresh else project.key,
         "webhook_id": webhook,
@@ -57,6 +59,8 @@ def request_of(here: World, route: tuple[str, str], project: Project) -> dict[st
             return {"json": {"model": MODEL, "data": project.file}}
         case ("POST", "/pipelines"):
             return {"json": {"steps": [{"name": "only", "job": {"model": MODEL, "data": project.file}}]}}
+        case ("POST", "/sweeps"):
+            return {"json": {"model": MODEL, "data": project.file, "sweep": {"training.seed": [1, 2]}}}
         case ("POST", "/pipelines/{pipeline_id}/retry"):
             return {"json": {"from": "only"}}
         case ("POST", "/files"):

@@ -27,6 +27,7 @@ from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.pipelines import wishes
 from core.jobs.lifecycle.pipelines.wishes import PlannedStep
 from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.lifecycle.sweeps import wishes as sweeps
 from core.jobs.policies import nodes
 from core.settings import Settings
 from core.spec.job import JobSpec
@@ -60,6 +61,7 @@ class Project:
     preview: str
     key: str
     pipeline: str
+    sweep: str
 
     @property
     def model(self) -> str:
@@ -188,7 +190,8 @@ class World:
         spec = self.spec(file)
         with self.database.write() as session:
             preview = previews.ask(session, owner, spec, file).id
-        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "", self.pipeline(owner, file))
+        several = (self.pipeline(owner, file), self.sweep(owner, file))
+        project = Project(made.id, name, owner, self.job(owner, file), file, preview, "", *several)
         return Project(**{**vars(project), "key": self.key_of(project)})
 
     def file(self, owner: Actor) -> str:
@@ -209,6 +212,14 @@ class World:
         with self.database.write() as session:
             made = wishes.create(session, owner, "chain", [], [step]).id
             wishes.cancel(session, owner, made)
+        return made
+
+    def sweep(self, owner: Actor, file: str) -> str:
+        """The id of one that was cancelled before its runs began."""
+        told = {"type": "grid", "fields": {}, "metric": "train_loss", "goal": "min", "halving": None}
+        with self.database.write() as session:
+            made = sweeps.create(session, owner, "rates", told, [({"training.seed": 1}, self.spec(file))]).id
+            sweeps.cancel(session, owner, made)
         return made
 
     def spec(self, file: str) -> JobSpec:

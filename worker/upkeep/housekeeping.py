@@ -16,6 +16,7 @@ from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
 from core.jobs.lifecycle import claims, leader, lease_expiry, models, retention
 from core.jobs.lifecycle.pipelines import advance
+from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
 from core.jobs.policies.volume import VolumeLimits
@@ -166,10 +167,12 @@ class Housekeeper:
         same at once."""
         with self._database.read() as session:
             waiting = advance.due(session)
-            after = dependencies.due(session)
+            after, swept = dependencies.due(session), sweeps.due(session)
         for job_id in after:
             with self._database.write() as session:
                 dependencies.settle(session, job_id)
+        for sweep_id in swept:
+            sweeps.advance(self._database, sweep_id)
         for pipeline_id in waiting:
             if self._stopped.is_set():
                 break

@@ -11,6 +11,7 @@ from eft.aio.models import AsyncModels
 from eft.aio.nodes import AsyncNodes
 from eft.aio.pipelines import AsyncPipelines
 from eft.aio.queue import AsyncQueue
+from eft.aio.sweeps import AsyncSweeps
 from eft.aio.transport import AsyncTransport
 from eft.aio.webhooks import AsyncWebhooks
 from eft.config import load_config
@@ -37,6 +38,8 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         self.webhooks = AsyncWebhooks(self._transport)
         self.pipelines = AsyncPipelines(self._transport)
         """Jobs one after another."""
+        self.sweeps = AsyncSweeps(self._transport)
+        """One job with other values, run by run."""
         self.models = AsyncModels(self._transport)
         """What jobs have made."""
         self.queue = AsyncQueue(self._transport)

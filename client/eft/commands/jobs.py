@@ -10,6 +10,7 @@ import typer
 
 from eft.commands.pipelines import refuse_job_options, submit_pipeline
 from eft.commands.plan import tell_notices
+from eft.commands.sweeps import submit_sweep
 from eft.commands.waiting import (
     ENDS,
     Deadline,
@@ -78,9 +79,9 @@ def submit(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job, or a pipeline (a file with `steps`), and print its id. Relative data paths are relative to the
-    file; the data files are uploaded unless the project already has them. With --wait (implied by --fail-if) follow the
-    job to its end."""
+    """Submit a job, a pipeline (a file with `steps`) or a sweep (a file with `sweep`), and print its id. Relative data
+    paths are relative to the file; the data files are uploaded unless the project already has them. With --wait
+    (implied by --fail-if) follow the job to its end."""
     with session(as_json, url) as (client, output):
         asked, deadline = conditions(fail_if), Deadline(timeout)
         job_spec, folder = read_job(source)
@@ -119,6 +120,21 @@ def submit(
             print_notices(file.raw.get("report") or {}, output.notes)
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
+        if "sweep" in job_spec:
+            refuse_job_options("sweep", **{"fail-if": fail_if, "timeout": timeout})
+            submit_sweep(
+                client,
+                output,
+                job_spec,
+                folder,
+                given,
+                upload=uploader(client, told),
+                wait=wait,
+                dry_run=dry_run,
+                key=idempotency_key,
+                patience=patience,
+            )
+            return
         if dry_run:
             stand_ins = StandIns(client)
             answer = client.plan(upload_data(job_spec, folder, given, stand_ins))

@@ -48,6 +48,10 @@ def model(model_id: str) -> str:
     return f"/models/{handle(model_id, '`eft models list` lists them')}"
 
 
+def sweep(sweep_id: str) -> str:
+    return f"/sweeps/{handle(sweep_id, '`eft sweep ls` lists them')}"
+
+
 def file(file_id: str) -> str:
     return f"/files/{handle(file_id, '`eft files ls` lists them')}"
 

@@ -13,6 +13,7 @@ from eft.sync.models import Models
 from eft.sync.nodes import Nodes
 from eft.sync.pipelines import Pipelines
 from eft.sync.queue import Queue
+from eft.sync.sweeps import Sweeps
 from eft.sync.transport import Transport
 from eft.sync.webhooks import Webhooks
 from eft.version import VERSION
@@ -38,6 +39,8 @@ class Client(Events, Files, Nodes):
         self.webhooks = Webhooks(self._transport)
         self.pipelines = Pipelines(self._transport)
         """Jobs one after another."""
+        self.sweeps = Sweeps(self._transport)
+        """One job with other values, run by run."""
         self.models = Models(self._transport)
         """What jobs have made."""
         self.queue = Queue(self._transport)

@@ -27,6 +27,7 @@ from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
+from core.db.tables.sweeps import SweepRow
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "Project",
     "RegisteredModel",
     "SchemaFloor",
+    "SweepRow",
     "UsageDay",
     "UsageTotal",
     "User",

@@ -83,6 +83,11 @@ class Job(Owned, Base):
     pipeline_id: Mapped[str | None] = mapped_column(Id, index=True)
     """The pipeline that it is a step of."""
 
+    sweep_id: Mapped[str | None] = mapped_column(Id, index=True)
+    """The sweep that it is a run of."""
+    sweep_point: Mapped[dict[str, Any] | None]
+    """Fields in which it differs from the other runs, with their values."""
+
     adjusted: Mapped[dict[str, Any] | None]
     """What runs changed for want of memory: {"training.per_device_train_batch_size": 4, …}; `spec` stays as it was."""
     settled: Mapped[dict[str, Any] | None]

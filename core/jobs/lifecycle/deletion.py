@@ -24,6 +24,7 @@ from core.db.tables import (
     Pipeline,
     PipelineStep,
     RegisteredModel,
+    SweepRow,
 )
 from core.errors import Conflict, NotFound
 from core.jobs.admission import dependencies, parents
@@ -99,6 +100,9 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="job_id", code="job_in_use")
+    if (sweep := _run_of(session, job)) is not None:
+        words = f"the job is a run of `{sweep}`, which is running: cancel the sweep, or wait for its end"
+        raise Conflict(words, field="job_id", code="job_in_use")
     if (waiting := dependencies.waits_for(session, job_id)) is not None:
         words = f"`{waiting}` waits for this job: it can be deleted once `{waiting}` has started or was cancelled"
         raise Conflict(words, field="job_id", code="job_in_use")
@@ -152,6 +156,14 @@ def _built_on(session: Session, job: Job) -> str | None:
         cast(Job.resume_from, Text).contains(job.id),
     )
     return session.execute(query.order_by(Job.id.desc()).limit(1)).scalar_one_or_none()
+
+
+def _run_of(session: Session, job: Job) -> str | None:
+    """A running sweep whose other runs this one is compared with."""
+    if job.sweep_id is None:
+        return None
+    query = select(SweepRow.id).where(SweepRow.id == job.sweep_id, SweepRow.status == "running")
+    return session.execute(query).scalar_one_or_none()
 
 
 def running_pipeline(session: Session, job: Job) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
@@ -31,11 +31,13 @@ def submit(
     kind: Literal["train", "preview"] = "train",
     retry_of: Job | None = None,
     pipeline_id: str | None = None,
+    sweep: tuple[str, dict[str, Any]] | None = None,
     bounds: VolumeLimits = NO_BOUNDS,
 ) -> Job:
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
-    With `retry_of` it may go on from the checkpoints of that job, and of those that one was a retry of.
+    `sweep`: the sweep that it is a run of, and the fields that are this run's. With `retry_of` it may go on from the
+    checkpoints of that job, and of those that one was a retry of.
     Raises SpecError for a priority above the project's limit and for a job in `after` that can never let it start,
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
@@ -82,6 +84,8 @@ def submit(
             chain=chain,
             lineage=lineage,
             pipeline_id=pipeline_id,
+            sweep_id=None if sweep is None else sweep[0],
+            sweep_point=None if sweep is None else sweep[1],
             adjusted=None if retry_of is None else retry_of.adjusted,
             settled=None if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,
@@ -128,17 +132,18 @@ def find(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> 
     return job
 
 
-def cancel(session: Session, actor: Actor, job_id: str) -> Job:
+def cancel(session: Session, actor: Actor, job_id: str, *, why: str | None = None) -> Job:
     """Cancel a job: at once while it waits; otherwise its worker ends the trainer.
 
-    Asking twice is fine. Raises Conflict for a job that has succeeded or failed.
+    Asking twice is fine. `why`: the reason that the job shows. Raises Conflict for a job that has succeeded or failed.
     """
     job = find(session, actor, job_id, lock=True)
     match Status(job.status):
         case Status.CANCELLED | Status.STOPPING:
             return job
         case Status.QUEUED | Status.PAUSED:
-            _ask(session, actor, "cancel", job, Status.CANCELLED, f"cancelled by {_who(session, actor, job)}")
+            reason = why or f"cancelled by {_who(session, actor, job)}"
+            _ask(session, actor, "cancel", job, Status.CANCELLED, reason)
         case status if status in FINAL:
             raise Conflict(f"the job has already {status.value}; there is nothing to cancel", code="already_final")
         case _:
@@ -148,14 +153,14 @@ def cancel(session: Session, actor: Actor, job_id: str) -> Job:
                 "cancel",
                 job,
                 Status.STOPPING,
-                f"cancelled by {_who(session, actor, job)}",
+                why or f"cancelled by {_who(session, actor, job)}",
                 stop=StopReason.CANCEL,
             )
     session.refresh(job)
     return job
 
 
-def pause(session: Session, actor: Actor, job_id: str) -> Job:
+def pause(session: Session, actor: Actor, job_id: str, *, why: str | None = None) -> Job:
     """Free what a job holds and keep what it has done: its trainer writes a checkpoint and leaves.
 
     Asking twice is fine. Raises Conflict for a job that has ended or is being cancelled.
@@ -165,7 +170,7 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
         case Status.PAUSED | Status.PAUSING:
             return job
         case Status.QUEUED:
-            _ask(session, actor, "pause", job, Status.PAUSED, f"paused by {_who(session, actor, job)}")
+            _ask(session, actor, "pause", job, Status.PAUSED, why or f"paused by {_who(session, actor, job)}")
         case Status.PREPARING | Status.STARTING | Status.RUNNING:
             _ask(
                 session,
@@ -173,7 +178,7 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
                 "pause",
                 job,
                 Status.PAUSING,
-                f"paused by {_who(session, actor, job)}",
+                why or f"paused by {_who(session, actor, job)}",
                 stop=StopReason.PAUSE,
             )
         case status:
@@ -182,7 +187,7 @@ def pause(session: Session, actor: Actor, job_id: str) -> Job:
     return job
 
 
-def resume(session: Session, actor: Actor, job_id: str) -> Job:
+def resume(session: Session, actor: Actor, job_id: str, *, why: str | None = None) -> Job:
     """Queue a paused job again, from its newest checkpoint. Raises Conflict if it is not paused."""
     job = find(session, actor, job_id, lock=True)
     match Status(job.status):
@@ -193,7 +198,7 @@ def resume(session: Session, actor: Actor, job_id: str) -> Job:
                 "resume",
                 job,
                 Status.QUEUED,
-                f"resumed by {_who(session, actor, job)}; waits for a slot",
+                f"{why or f'resumed by {_who(session, actor, job)}'}; waits for a slot",
             )
             outbox.ring(session, job_id)
         case Status.PAUSING:

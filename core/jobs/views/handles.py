@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from sqlalchemy import ColumnElement, and_, false, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core.db.tables import File, Job, Pipeline, RegisteredModel, Webhook
+from core.db.tables import File, Job, Pipeline, RegisteredModel, SweepRow, Webhook
 from core.errors import Conflict, NotFound
 from core.jobs.base.transitions import Actor
 from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Model, RegistryModel
@@ -53,6 +53,7 @@ MODEL = Handled(
     RegisteredModel.project_id,
     RegisteredModel.owner_id,
 )
+SWEEP = Handled("sweep", "sweep", SweepRow.id, SweepRow.name, SweepRow.project_id, SweepRow.owner_id)
 FILE = Handled("file", "file", File.id, File.filename, File.project_id, File.owner_id)
 PIPELINE = Handled("pipeline", "pipe", Pipeline.id, Pipeline.name, Pipeline.project_id, Pipeline.owner_id)
 WEBHOOK = Handled("webhook", "hook", Webhook.id, Webhook.name, Webhook.project_id, Webhook.owner_id)

@@ -8,7 +8,6 @@ leaves nothing behind or all of it, and of two that look at once the second one 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from sqlalchemy import select, update
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -18,6 +17,7 @@ from core.db.engine import Database
 from core.db.tables import File, Job, Membership, Pipeline, PipelineStep, User
 from core.errors import EftError, SpecError
 from core.jobs.admission import parents
+from core.jobs.base.figures import figure
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle.pipelines import records
@@ -127,12 +127,6 @@ def _passes(session: Session, pipeline: Pipeline, step: PipelineStep, job: Job) 
     words = f"step `{step.name}` did not pass its gate: {'; '.join(failed)}"
     records.end(session, pipeline, PipelineStatus.FAILED, words, {"step": step.name, "job": job.id, "gates": held})
     return False
-
-
-def figure(result: dict[str, Any], metric: str) -> float | None:
-    """A figure of the weights that a job has handed back; None: the result does not have it."""
-    value = (result.get("eval_after") or {}).get(metric, result.get(metric))
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _words(gate: Gate, value: float | None) -> str:

@@ -1,0 +1,1 @@
+"""Sweeps: runs that are ordinary jobs, compared and stopped together."""
