@@ -20,7 +20,10 @@ EXAMPLE: dict[str, Any] = {
     "steps": [
         {
             "name": "general",
-            "job": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": {"train": _FILE, "split": {"eval": 0.1}}},
+            "job": {
+                "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+                "data": {"train": _FILE, "split": {"eval_fraction": 0.1}},
+            },
             "gates": [{"metric": "eval_loss", "max": 2.5}],
         },
         {"name": "intents", "job": {"data": _FILE}},

@@ -18,10 +18,10 @@ _NOW = "2026-11-21T09:20:55.004000Z"
 EXAMPLE: dict[str, Any] = {
     "name": "rates",
     "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "data": {"train": _FILE, "split": {"eval": 0.1}},
+    "data": {"train": _FILE, "split": {"eval_fraction": 0.1}},
     "sweep": {"optimizer.learning_rate": [1e-4, 2e-4], "method.r": [8, 16]},
 }
-_POINT = {"optimizer.learning_rate": 1e-4, "method.r": 8}
+_POINT: dict[str, Any] = {"optimizer.learning_rate": 1e-4, "method.r": 8}
 _RUN: dict[str, Any] = {
     "job": _JOB,
     "name": "rates-1",

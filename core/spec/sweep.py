@@ -101,12 +101,16 @@ _ARMS: TypeAdapter[Sweep] = TypeAdapter(Annotated[Sweep, Field(discriminator="ty
 def parse_sweep(document: Any) -> tuple[Sweep, dict[str, Any]]:
     """The sweep of a document, and the job without it. Raises SpecError with fields such as `sweep.count`."""
     if not isinstance(document, dict) or not isinstance(document.get("sweep"), dict):
-        raise _refused("invalid_value", "a sweep is a job with `sweep`: fields of the job with their values", "sweep")
+        raise _refused(
+            Fault("invalid_value", "a sweep is a job with `sweep`: fields of the job with their values", "sweep")
+        )
     job = {name: value for name, value in document.items() if name != "sweep"}
     try:
         raw = json.loads(json.dumps(document["sweep"]))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refused("invalid_value", f"the sweep has a value that JSON cannot express: {error}", "sweep") from error
+        raise _refused(
+            Fault("invalid_value", f"the sweep has a value that JSON cannot express: {error}", "sweep")
+        ) from error
     if not {"type", "fields"} & raw.keys():
         raw = {"fields": raw}  # the short form
     try:
@@ -115,11 +119,11 @@ def parse_sweep(document: Any) -> tuple[Sweep, dict[str, Any]]:
         item = error.errors(include_url=False, include_input=False)[0]
         place = [str(part) for part in item["loc"] if part not in ("grid", "random", "list[any]", "Range")]
         words = str(item["msg"]).removeprefix("Value error, ")
-        raise _refused("invalid_value", words[:1].lower() + words[1:], ".".join(["sweep", *place])) from error
+        raise _refused(Fault("invalid_value", words[:1].lower() + words[1:], ".".join(["sweep", *place]))) from error
     for name in sweep.fields:
         if name.partition(".")[0] in FIXED:
             words = f"all runs share `{name}`; give fields of the training"
-            raise _refused("invalid_value", words, f"sweep.fields.{name}")
+            raise _refused(Fault("invalid_value", words, f"sweep.fields.{name}"))
     return sweep, job
 
 
@@ -130,11 +134,11 @@ def points(sweep: Sweep) -> list[dict[str, Any]]:
         count = math.prod(len(values) for values in sweep.fields.values())
         if count > MOST_RUNS:
             words = f"this grid has {count:,} runs, and a sweep has at most {MOST_RUNS}: give fewer values, or draw "
-            raise _refused("sweep_too_large", words + "some with `type: random` and a `count`", "sweep.fields")
+            raise _refused(Fault("sweep_too_large", words + "some with `type: random` and a `count`", "sweep.fields"))
         return [dict(zip(sweep.fields, one, strict=True)) for one in itertools.product(*sweep.fields.values())]
     if sweep.count > MOST_RUNS:
         words = f"{sweep.count:,} runs are asked for, and a sweep has at most {MOST_RUNS}"
-        raise _refused("sweep_too_large", words, "sweep.count")
+        raise _refused(Fault("sweep_too_large", words, "sweep.count"))
     chance = random.Random(sweep.seed)  # noqa: S311 -- no secret
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -146,7 +150,7 @@ def points(sweep: Sweep) -> list[dict[str, Any]]:
         if len(found) == sweep.count:
             return found
     words = f"these fields have only {len(found)} different combinations, and {sweep.count} are asked for"
-    raise _refused("invalid_value", words, "sweep.count")
+    raise _refused(Fault("invalid_value", words, "sweep.count"))
 
 
 def _draw(values: list[Any] | Range, chance: float) -> Any:
@@ -167,12 +171,12 @@ def job_at(job: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
                 inner = {}
             if not isinstance(inner, dict):
                 words = f"`{'.'.join(above[:depth])}` is not an object in this job: write it in full"
-                raise _refused("invalid_value", words, f"sweep.fields.{name}")
+                raise _refused(Fault("invalid_value", words, f"sweep.fields.{name}"))
             place[key] = inner
             place = inner
         place[last] = value
     return job
 
 
-def _refused(code: str, message: str, field: str) -> SpecError:
-    return SpecError(f"{field}: {message}", field=field, faults=(Fault(code, message, field),), code=code)
+def _refused(fault: Fault) -> SpecError:
+    return SpecError(f"{fault.field}: {fault.message}", field=fault.field, faults=(fault,), code=fault.code)

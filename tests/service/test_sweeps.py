@@ -15,7 +15,7 @@ GRID = {"optimizer.learning_rate": [1e-4, 2e-4], "method.r": [8, 16]}
 
 
 def body(api: Api, **more: Any) -> dict[str, Any]:
-    data = {"train": api.upload(jsonl(ROWS))["id"], "split": {"eval": 0.5}}
+    data = {"train": api.upload(jsonl(ROWS))["id"], "split": {"eval_fraction": 0.5}}
     return {"name": "rates", "model": MODEL, "data": data, "method": "lora", "sweep": GRID, **more}
 
 

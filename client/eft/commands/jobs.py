@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -121,7 +121,8 @@ def submit(
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
         if "sweep" in job_spec:
-            refuse_job_options("sweep", **{"fail-if": fail_if, "timeout": timeout})
+            several: dict[str, Any] = {"fail-if": fail_if, "timeout": timeout}
+            refuse_job_options(several="sweep", **several)
             submit_sweep(
                 client,
                 output,

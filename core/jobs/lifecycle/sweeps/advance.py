@@ -20,7 +20,7 @@ from core.jobs.base.transitions import Actor
 from core.jobs.lifecycle import submit
 from core.jobs.lifecycle.sweeps import records, rungs
 from core.jobs.lifecycle.sweeps.records import SweepStatus
-from core.jobs.lifecycle.sweeps.rungs import Comparison, SweepRun
+from core.jobs.lifecycle.sweeps.rungs import RungComparison, SweepRun
 from core.spec.sweep import Halving
 
 log = logging.getLogger("eft.sweeps")
@@ -76,7 +76,9 @@ def _advance(session: Session, sweep: SweepRow) -> bool:
     return True
 
 
-def _apply(session: Session, sweep: SweepRow, actor: Actor, comparison: Comparison, states: dict[str, Status]) -> None:
+def _apply(
+    session: Session, sweep: SweepRow, actor: Actor, comparison: RungComparison, states: dict[str, Status]
+) -> None:
     ranked = [*comparison.kept, *comparison.stopped]
     for job_id in comparison.stopped:
         if states[job_id] not in FINAL:

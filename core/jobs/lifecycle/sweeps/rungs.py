@@ -20,7 +20,7 @@ class SweepRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RungComparison:
     """All runs at one step."""
 
     step: int
@@ -34,7 +34,7 @@ class Comparison:
 class NextMove:
     """What follows from what the runs have measured."""
 
-    comparison: Comparison | None = None
+    comparison: RungComparison | None = None
     """The next one, once every run has come to its step or has ended before it."""
     arrived: list[str] = field(default_factory=list)
     """Runs that have come to the step and wait there for the others."""
@@ -62,4 +62,4 @@ def next_move(halving: Halving, goal: str, runs: Sequence[SweepRun], made: int, 
 
     order = sorted(there, key=rank)
     kept = halving.kept(len(order))
-    return NextMove(Comparison(step, there, tuple(order[:kept]), tuple(order[kept:])), list(there))
+    return NextMove(RungComparison(step, there, tuple(order[:kept]), tuple(order[kept:])), list(there))

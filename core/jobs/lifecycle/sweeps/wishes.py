@@ -36,7 +36,7 @@ def create(
     """
     sweep_id = new_id("sweep")
     owned = {"owner_id": actor.user_id, "project_id": actor.project_id}
-    values = {"name": name, "spec": spec, "rungs": [], "waiting": [], "request_id": actor.request_id}
+    values: dict[str, Any] = {"name": name, "spec": spec, "rungs": [], "waiting": [], "request_id": actor.request_id}
     session.execute(insert(SweepRow).values(id=sweep_id, **owned, **values, reason=f"{len(runs)} runs"))
     for point, job in runs:
         jobs.submit(session, actor, job, sweep=(sweep_id, point), bounds=bounds)
