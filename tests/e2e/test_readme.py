@@ -20,6 +20,7 @@ import yaml
 from core.data.check import FileCheck
 from core.spec.load import load_json, load_yaml, parse_job
 from core.spec.pipeline import parse_pipeline
+from core.spec.sweep import job_at, parse_sweep, points
 from tests.support import pages
 from tests.support.client import EFT
 from tests.support.hub import serving
@@ -108,9 +109,13 @@ def test_every_example_is_a_job(path: Path) -> None:
     document = load(path.read_bytes())
     if "steps" in document:
         jobs = [step.job for step in parse_pipeline(document).steps]  # the service parses them with their models
+    elif "sweep" in document:
+        sweep, job = parse_sweep(document)
+        jobs = [job_at(job, point) for point in points(sweep)]
     else:
         jobs = [document]
-        parse_job(document)
+    for job in jobs if "steps" not in document else ():
+        parse_job(job)
     for job in jobs:
         data = job["data"] if isinstance(job["data"], dict) else {"train": job["data"]}
         for part in (data["train"], data.get("eval", data["train"])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -87,6 +87,7 @@ def submit(
         job_spec, folder = read_job(source)
         if "steps" in job_spec:
             refuse_job_options(
+                "pipeline",
                 set=settings,
                 data=data,
                 eval=evaluation,
@@ -121,8 +122,7 @@ def submit(
 
         given = {role: path for role, path in (("train", data), ("eval", evaluation)) if path is not None}
         if "sweep" in job_spec:
-            several: dict[str, Any] = {"fail-if": fail_if, "timeout": timeout}
-            refuse_job_options(several="sweep", **several)
+            refuse_job_options("sweep", **{"fail-if": fail_if, "timeout": timeout})
             submit_sweep(
                 client,
                 output,

@@ -208,7 +208,7 @@ def print_lineage(output: Output, found: list[dict[str, Any]]) -> None:
                 output.data.print(f"    {escape(name)}: {digest}", soft_wrap=True, highlight=False)
 
 
-def refuse_job_options(*, several: str = "pipeline", **given: Any) -> None:
+def refuse_job_options(several: str, /, **given: Any) -> None:
     """Options of `eft submit` that are about one job."""
     if named := [f"--{name}" for name, value in given.items() if value]:
         raise UsageFault(f"{', '.join(named)}: a {several} has several jobs; write it into the file")
