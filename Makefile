@@ -65,6 +65,8 @@ up: $(VENV)/.app ## the service: SQLite, embedded broker, API, one worker
 	@$(BIN)/eft up
 
 test: $(VENV)/.test ## every test, suite by suite
+	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \
+	  echo "tests/service/test_dashboard_browser.py WILL BE SKIPPED: apt-get install chromium chromium-driver"
 	@$(BIN)/python -m tests.rehearsal.install || echo "the suite rehearsal will be skipped"
 	@$(BIN)/python .ci/suites.py
 

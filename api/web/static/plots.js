@@ -122,7 +122,7 @@
       plot.append(top, area);
       box.append(plot);
     }
-    const area = plot.querySelector(".area"), found = lines(names), table = joined(found);
+    const area = plot.lastElementChild, found = lines(names), table = joined(found);
     plot.querySelector(".end").textContent = jobs.length > 1 ? "" : found.map((line) => {
       const known = line.ys.filter((value) => value !== null);
       return known.length ? `${found.length > 1 ? `${line.label} ` : ""}${short(known[known.length - 1])}` : "";
@@ -225,11 +225,13 @@
   };
 
   const ended = () => $("top")?.dataset.final === "true";
-  let asking = false;
+  let asking = false, wanted = false;
   const again = async () => {
-    if (asking || eft.over) return;
+    if (eft.over) return;
+    if (asking) { wanted = true; return; }  // what is asked for now may be older than the end of the job
     asking = true;
     try { await load(); } catch { /* the server is away; the stream says when it is back */ } finally { asking = false; }
+    if (wanted) { wanted = false; again(); }
   };
   for (const [id, kind] of [["smooth", "smooth"], ["axis", "axis"], ["log", "log"], ["more", "more"]])
     $(id)?.addEventListener("input", (event) => {

@@ -1,0 +1,205 @@
+"""The dashboard in Chromium, over one running service: what somebody in a lab does with it, and what happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.browser import MISSING, Browser, browser, programs
+from tests.support.service import ROOT, Service, running, wait_for
+
+pytestmark = pytest.mark.skipif(programs() is None, reason=f"THE DASHBOARD IS NOT TESTED, for want of {MISSING}")
+
+MARKUP = "<img src=x onerror=alert(1)><b>bold</b> & co"
+FAULTS = (ROOT / "tests/support/readable.js").read_text()
+"""A script that lists what keeps somebody from reading a page."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    yield from running(tmp_path_factory.mktemp("browser"), {"EFT_MODEL_ROOTS": str(models)})
+
+
+@pytest.fixture(scope="module")
+def rows(service: Service) -> Path:
+    path = service.folder / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"say {n} {MARKUP}", "completion": f" {n}"}) + "\n" for n in range(40))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def window(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(str(service.client.base_url), tmp_path_factory.mktemp("profile")) as made:
+        made.size(1440, 900)
+        sign_in(made, service.key)
+        yield made
+
+
+def sign_in(window: Browser, key: str) -> None:
+    window.forget() if window.path.startswith("/") else None
+    window.go("ui/signin?next=box")
+    window.type("input[name=key]", key)
+    window.click("button.main")
+    window.find("header.bar")
+    assert window.path == "/ui/box"
+
+
+def job_file(models: Path, file_id: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(models / "tiny"),
+        "data": {"train": file_id, "split": {"type": "hash", "eval_fraction": 0.2}},
+        "method": {"type": "lora", "r": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "training": {"max_steps": 12, "per_device_train_batch_size": 2, "max_length": 256},
+        "evaluation": {
+            "at_start": True,
+            "eval_steps": 6,
+            "samples": {"type": "greedy", "rows": 1, "max_new_tokens": 4},
+        },
+        "checkpoint": {"type": "disk", "save_steps": 100},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def done(service: Service, window: Browser, rows: Path, models: Path) -> list[str]:
+    """Two jobs that have succeeded: one from the form, with its data uploaded on the page; one beside it."""
+    bad = service.folder / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n')
+    window.go("ui/files")
+    window.choose("#choose", bad)
+    window.click("#send")
+    window.wait_for_text("#report", "line 1")
+    window.choose("#choose", rows)
+    window.click("#send")
+    window.wait_for_text("#report", "40 good rows")
+    window.click("#report a")
+    window.wait_for_text("#rows", "say 0")
+    file_id = window.path.rpartition("/")[2]
+
+    window.go(f"ui/new?file={file_id}")
+    window.wait_for_text("#checked", "model")  # it is missing, and that is said
+    window.type("[data-path=name]", "from the form")
+    window.type("[data-path=model]", str(models / "tiny"))
+    window.type("[data-path='optimizer.learning_rate']", "0.001")
+    window.type("[data-path='training.num_train_epochs']", "0.5")
+    window.type("[data-path='training.max_length']", "0")
+    window.wait_for_text("#checked", "training.max_length")
+    assert window.run("return document.getElementById('submit').disabled")
+    window.type("[data-path='training.max_length']", "256")
+    window.wait_for_text("#checked", "The spec is good and the job fits.")
+    window.click("#submit")
+    window.wait(lambda: window.path.startswith("/ui/jobs/job-"), "the page of the job")
+    first = window.path.rpartition("/")[2]
+    window.wait_for_text("#sentence", "Done in", 90)  # without loading the page again
+    window.wait(lambda: window.run("return eft.charts.get('loss')?.u.data[0].length > 0"), "the loss curve")
+    second = service.submit(job_file(models, file_id, name="second"))
+    service.wait(second, "succeeded")
+    return [first, second]
+
+
+def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Browser, done: list[str]) -> None:
+    window.go(f"ui/jobs/{done[0]}")
+    assert window.text("h1") == "from the form"
+    assert "adapter_model.safetensors" in window.text("#results") and "done" in window.text("#timeline")
+    window.go(f"ui/jobs/{done[1]}?step=0")
+    window.wait_for_text("#samples", "step 0")
+    assert MARKUP in window.text("#samples") and not window.all("#samples b, img[src=x]")
+    window.type("#more", "total_tok")
+    window.find("#plot-total_tokens canvas")
+    window.run("const s = document.getElementById('axis'); s.value = 'time'; s.dispatchEvent(new Event('input'))")
+    window.wait(lambda: window.run("return eft.charts.get('loss').u.series[0].label") == "time", "the axis of time")
+    window.type("#find", "evaluating")
+    assert window.all("#log-lines mark")
+
+
+def test_pages_are_readable_at_every_width_and_in_both_colours(window: Browser, done: list[str]) -> None:
+    compare = f"ui/compare?job={done[0]}&job={done[1]}"
+    found = {}
+    for path in ("ui/jobs", f"ui/jobs/{done[1]}", "ui/box", compare, "ui/new", "ui/files", "ui/people", "ui/jobs/none"):
+        window.go(path)
+        for width in (390, 1440):
+            window.size(width, 900)
+            for dark in (False, True):
+                window.dark(dark)
+                if faults := window.run(FAULTS):
+                    found[path, width, dark] = faults
+    assert not found, json.dumps({str(key): value for key, value in found.items()}, indent=1)
+    messages = [one for one in window.messages() if "status of 4" not in one]  # a refused dry run, a job that is none
+    assert not messages, "nothing that the policy of contents refused, and no error"
+
+
+def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
+    window.go("ui/jobs")
+    for job_id in done:
+        window.click(f"input[value='{job_id}']")
+    window.click("#compare")
+    window.find("#plot-loss canvas")
+    assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
+    assert len(window.all("#legend li")) == 2
+    window.wait_for_text("#figures", "eval_loss")
+
+
+def test_pause_restart_and_resume_while_a_page_is_open(
+    service: Service, window: Browser, rows: Path, models: Path
+) -> None:
+    training = {"max_steps": 4000, "per_device_train_batch_size": 2, "max_length": 256}
+    spec = job_file(models, service.upload(rows), name="long", training=training)
+    job_id = service.submit({**spec, "evaluation": {"type": "held_out", "eval_steps": 1000}})
+    window.go(f"ui/jobs/{job_id}")
+    window.wait_for_text("#sentence", "step ", 60)
+    window.click("[data-verb=pause]")
+    window.wait_for_text("#sentence", "Paused at step", 60)
+
+    os.kill(service.pid("api"), signal.SIGKILL)
+    window.wait_for_text("#banner", "does not answer", 30)
+    wait_for(lambda: _answers(service), 60, "the API to be back")
+    reply = service.client.post(f"/jobs/{job_id}/resume")
+    assert reply.status_code == 200, reply.text
+    window.wait_for_text("#sentence", "step ", 60)
+    window.wait(lambda: not window.text("#banner"), "the notice to go")
+    window.click("[data-verb=cancel]")
+    window.accept()
+    service.wait(job_id, "cancelled")
+    window.wait_for_text("#sentence", "Cancelled", 30)
+    window.wait(lambda: window.run("return eft.ended === true"), "the end of the stream")
+    seen = window.run("return eft.seen")
+    last = service.client.get(f"/jobs/{job_id}/events", params={"format": "json", "limit": 1000}).json()["data"][-1][
+        "seq"
+    ]
+    assert seen == list(range(seen[0], last + 1)), "no event is missed and none comes twice"
+
+
+def _answers(service: Service) -> bool:
+    try:
+        return service.client.get("/healthz").status_code == 200
+    except Exception:
+        return False
+
+
+def test_a_revoked_key_and_a_job_that_is_none(service: Service, window: Browser, done: list[str]) -> None:
+    window.go("ui/jobs/job-00000000000000000000000000")
+    assert "Not found" in window.text("h1")
+    made = service.client.post("/keys", json={"name": "for a while"}).json()
+    sign_in(window, made["key"])
+    window.go(f"ui/jobs/{done[0]}")
+    service.client.delete(f"/keys/{made['id']}")
+    window.run("eft.refresh()")
+    window.wait_for_text("#banner", "You are signed out")
+    window.click("#banner a")
+    window.find("input[name=key]")
+    assert window.path.startswith(f"/ui/signin?next=jobs%2F{done[0]}")
+    window.type("input[name=key]", service.key)
+    window.click("button.main")
+    window.wait_for_text("#sentence", "Done in")
+    window.click("#signout")
+    window.wait_for_text("main", "You are signed out")
+    assert window.cookie("eft_session") is None
