@@ -114,7 +114,7 @@ def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Br
     window.wait_for_text("#samples", "step 0")
     assert MARKUP in window.text("#samples") and not window.all("#samples b, img[src=x]")
     window.type("#more", "total_tok")
-    window.find("#plot-total_tokens canvas")
+    window.find("#plot-total-tokens canvas")
     window.run("const s = document.getElementById('axis'); s.value = 'time'; s.dispatchEvent(new Event('input'))")
     window.wait(lambda: window.run("return eft.charts.get('loss').u.series[0].label") == "time", "the axis of time")
     window.type("#find", "evaluating")
