@@ -188,7 +188,8 @@ class RolloutLoader:
         )
         room = max(map(len, prompts)) + stage.max_completion_length
         if (why := engine.without_slots(room)) is not None:
-            self._notice("generation_in_batches", describe_batches(why))
+            if self._untold("generation_in_batches"):
+                self.run.notice("generation_in_batches", describe_batches(why))
         keys = [[(seed, number, row, sample) for sample in range(stage.num_generations)] for row in rows]
         while True:
             try:
@@ -266,27 +267,28 @@ class RolloutLoader:
     def _tell(self, rollout: Rollout) -> None:
         """Say what keeps a rollout from teaching, once an attempt."""
         alike = 1 - len(rollout.varied()) / len(rollout.answers)
-        if alike > ALIKE:
+        if alike > ALIKE and self._untold("rewards_alike"):
             least, most = min(rollout.total), max(rollout.total)
-            self._notice(
+            self.run.notice(
                 "rewards_alike",
                 f"in {alike:.0%} of the groups of rollout {rollout.number} all answers have the same reward (rewards "
                 f"are {least:g} to {most:g}), so nothing is learned from them; use easier or harder prompts, raise "
                 "stage.num_generations or stage.temperature, or add a reward that tells answers apart",
             )
         cut_off = 1 - sum(rollout.finished) / len(rollout.finished)
-        if cut_off > CUT_OFF:
-            self._notice(
+        if cut_off > CUT_OFF and self._untold("answers_cut_off"):
+            self.run.notice(
                 "answers_cut_off",
                 f"{cut_off:.0%} of the answers of rollout {rollout.number} were cut off at "
                 f"stage.max_completion_length = {self.stage.max_completion_length} tokens; raise it, name a string "
                 "that ends answers in `stage.stop`, or fine-tune the format first",
             )
 
-    def _notice(self, code: str, message: str) -> None:
-        if code not in self._told:
-            self._told.add(code)
-            self.run.notice(code, message)
+    def _untold(self, code: str) -> bool:
+        """Whether the notice has not been told in this attempt; from now on it has."""
+        untold = code not in self._told
+        self._told.add(code)
+        return untold
 
 
 def merge_rollouts(folders: Sequence[Path], to: Path) -> None:
