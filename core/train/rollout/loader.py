@@ -187,9 +187,8 @@ class RolloutLoader:
             tuple(stage.stop),
         )
         room = max(map(len, prompts)) + stage.max_completion_length
-        if (why := engine.without_slots(room)) is not None:
-            if self._untold("generation_in_batches"):
-                self.run.notice("generation_in_batches", describe_batches(why))
+        if (why := engine.without_slots(room)) is not None and self._untold("generation_in_batches"):
+            self.run.notice("generation_in_batches", describe_batches(why))
         keys = [[(seed, number, row, sample) for sample in range(stage.num_generations)] for row in rows]
         while True:
             try:
