@@ -33,6 +33,7 @@ from api.jobs.samples_router import router as samples_router
 from api.jobs.schemas import openapi_schemas
 from api.mcp.router import router as mcp_router
 from api.metrics.router import router as metrics_router
+from api.models.exports_router import router as exports_router
 from api.models.router import router as models_router
 from api.nodes.router import router as nodes_router
 from api.notices.router import router as notices_router
@@ -117,6 +118,7 @@ def create_app(settings: Settings) -> FastAPI:
         pipelines_router,
         sweeps_router,
         models_router,
+        exports_router,
         events_router,
         files_router,
         preview_router,

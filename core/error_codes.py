@@ -111,6 +111,10 @@ JOBS: dict[str, Code] = {
         "A job that was made from the model, or a running pipeline, needs it.",
         "Delete (or cancel) that one first; the message names it.",
     ),
+    "exported_already": (
+        "The model has this format, or it is being made.",
+        "Download it: `eft models download`; or wait for the export.",
+    ),
     "too_many_tags": (
         "The model would have more tags than a model may have.",
         "Remove some: `eft models tag --remove`.",

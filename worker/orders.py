@@ -18,17 +18,21 @@ from core.plan.models.headers import read_json
 from core.plan.models.shape import Shape
 from core.settings import Settings
 from core.spec.axes.data import FileSource, HubDataset, PathSource, singles
+from core.spec.axes.method import Full
 from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.folder import CHECKPOINTS
 from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
+from core.spec.settled import method_of
 from core.storage.layout import Layout
 
 log = logging.getLogger("eft.worker")
 
 FOLDERS = ("model_dir", "adapter_dir", "tokenizer_dir")
 """Folders in what a child has prepared."""
+TRAINED = {False: "adapter_model.safetensors", True: "config.json"}
+"""A file of the folder that was trained, by whether it has all parameters."""
 SLACK_BYTES = 1 << 30
 """Bytes of stacks and arenas that threads reserve and do not use."""
 
@@ -108,7 +112,7 @@ def run_order(
         spec=spec,
         model_dir=str(model_dir),
         model_source=prepared.get("source", {}),
-        adapter_dir=_folder(prepared, "adapter_dir", "adapter_model.safetensors", layout),
+        adapter_dir=_folder(prepared, "adapter_dir", TRAINED[isinstance(method_of(spec), Full)], layout),
         tokenizer_dir=_folder(prepared, "tokenizer_dir", "tokenizer_config.json", layout),
         lineage=claim.lineage or [],
         train=train,

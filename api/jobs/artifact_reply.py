@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request
-from sqlalchemy.orm import Session
 
 from api.deps import AppState
 from api.http.errors import responses
 from api.http.ranges import FileReply
+from core.db.tables import Artifact
 from core.errors import NotFound
-from core.jobs.views import queries
 
 DOWNLOAD: dict[int | str, dict[str, Any]] = {
     200: {
@@ -25,15 +24,9 @@ DOWNLOAD: dict[int | str, dict[str, Any]] = {
 }
 
 
-def artifact_reply(
-    request: Request, app: AppState, session: Session, job_id: str, path: str, *, missing: NotFound
-) -> FileReply:
-    """The file at `path` below the artifacts of a job that the caller may read. Raises `missing` for what its list does
-    not name, and as FileReply."""
-    row = queries.find_artifact(session, job_id, path)
-    if row is None:
-        raise missing
-    folder = app.layout.artifacts(job_id, row.attempt)
+def artifact_reply(request: Request, app: AppState, row: Artifact, *, missing: NotFound) -> FileReply:
+    """The file that a job has listed. Raises `missing` where it lies outside of the job's folder, and as FileReply."""
+    folder = app.layout.artifacts(row.job_id, row.attempt)
     file = folder / row.path
     if not file.resolve().is_relative_to(folder.resolve()):  # the list came from a child process
         raise missing

@@ -425,4 +425,6 @@ def get_artifact(
     with app.database.read() as session:
         find(session, principal, job_id)
         missing = NotFound("the job has no such artifact; `GET /jobs/{id}/artifacts` lists them", field="path")
-        return artifact_reply(request, app, session, job_id, path, missing=missing)
+        if (row := queries.find_artifact(session, job_id, path)) is None:
+            raise missing
+    return artifact_reply(request, app, row, missing=missing)

@@ -23,6 +23,7 @@ from core.db.tables import File
 from core.errors import Fault, NotFound, SpecError
 from core.jobs.admission import auto_method, parents
 from core.jobs.lifecycle import deletion, retention
+from core.jobs.lifecycle.registry import exports
 from core.jobs.lifecycle.submit import Actor, find, retry, submit
 from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
@@ -159,24 +160,25 @@ class Jobs:
         """Delete an ended job with all it has written. Raises NotFound, Conflict."""
         half_life = self._settings.fairshare_half_life_hours * 3600.0
         with self._database.read() as session:
-            deletion.require(session, actor, job_id)
-        freed = deletion.Freed.of(store.tree(f"runs/{job_id}"))
-        aside: Path | None = None
-        folder = self._layout.job(job_id)
+            job = deletion.require(session, actor, job_id)
+            runs = [job_id, *(() if job is None else (export.id for export in exports.of_job(session, job)))]
+        freed = deletion.Freed.of(entry for run in runs for entry in store.tree(f"runs/{run}"))
+        aside: list[tuple[Path, Path]] = []
         try:
             with self._database.write() as session:
                 if not deletion.remove(session, actor, job_id, freed, half_life):
                     freed = deletion.Freed()
-                if not self._settings.is_remote and folder.is_dir():
-                    aside = set_aside(folder, retention.ASIDE)
+                for folder in [] if self._settings.is_remote else map(self._layout.job, runs):
+                    if folder.is_dir():
+                        aside.append((folder, set_aside(folder, retention.ASIDE)))
         except BaseException:
-            if aside is not None:  # the transaction failed at its end: the job is still there
-                aside.rename(folder)
+            for folder, there in aside:  # the transaction failed at its end: the job is still there
+                there.rename(folder)
             raise
-        if aside is not None:
-            delete_tree(aside)
-        elif self._settings.is_remote:
-            store.discard(f"runs/{job_id}")
+        for _, there in aside:
+            delete_tree(there)
+        for run in runs if self._settings.is_remote else ():
+            store.discard(f"runs/{run}")
         return deleted_view(job_id, freed)
 
     def _refuse_what_fits_nowhere(self, actor: Actor, spec: JobSpec) -> None:

@@ -20,8 +20,8 @@ from api.jobs.lineage_router import Lineage
 from api.models import schemas, service
 from core.errors import NotFound
 from core.jobs.admission import lineage
-from core.jobs.lifecycle import models as registry
-from core.jobs.views import models, queries
+from core.jobs.lifecycle.registry import entries, exports
+from core.jobs.views import models
 
 router = APIRouter(tags=["models"])
 
@@ -59,7 +59,7 @@ def list_models(
 def show_model(model_id: ModelId, principal: Reading, app: App) -> Response:
     """Base, formats with their retention, evaluation, tags, lineage and size."""
     with app.database.read() as session:
-        registry.find(session, principal, model_id)
+        entries.find(session, principal, model_id)
         return JSONResponse(schemas.model_view(models.describe(session, model_id)))
 
 
@@ -83,7 +83,7 @@ async def tag_model(request: Request, model_id: ModelId, principal: Writing, app
             raise BadRequest(words, field=field)
 
     def change(session: Any) -> dict[str, Any]:
-        registry.tag(session, principal, model_id, wish.add, wish.remove)
+        entries.tag(session, principal, model_id, wish.add, wish.remove)
         return schemas.model_view(models.describe(session, model_id))
 
     return await run_in_threadpool(answer, app, principal, once, wish.model_dump(), change)
@@ -111,7 +111,7 @@ def delete_model(model_id: ModelId, principal: Writing, app: App) -> Response:
 def model_lineage(model_id: ModelId, principal: Reading, app: App) -> Response:
     """Hashes of data, spec, chat template, code and weights of its job and of all jobs before it."""
     with app.database.read() as session:
-        _, job = registry.find(session, principal, model_id)
+        _, job = entries.find(session, principal, model_id)
         return JSONResponse({"data": lineage.of_job(session, job)})
 
 
@@ -125,8 +125,8 @@ def model_lineage(model_id: ModelId, principal: Reading, app: App) -> Response:
 def list_files_of_model(model_id: ModelId, principal: Reading, app: App) -> Response:
     """Weights, tokenizer, card and exports, each with size, SHA-256 and URL."""
     with app.database.read() as session:
-        _, job = registry.find(session, principal, model_id)
-        rows = [row for row in queries.artifacts(session, job.id) if "/" in row.path]
+        _, job = entries.find(session, principal, model_id)
+        rows = exports.artifacts(session, job).values()
     return JSONResponse({"data": [schemas.file_view(model_id, row) for row in rows]})
 
 
@@ -146,8 +146,8 @@ def get_file_of_model(
 ) -> Response:
     """One file; `Range` resumes an interrupted download. The ETag is the file's SHA-256."""
     with app.database.read() as session:
-        _, job = registry.find(session, principal, model_id)
+        _, job = entries.find(session, principal, model_id)
         missing = NotFound("the model has no such file; `GET /models/{id}/files` lists them", field="path")
-        if "/" not in path:  # what lies beside the folders is the job's alone
+        if (row := exports.artifacts(session, job).get(path)) is None:
             raise missing
-        return artifact_reply(request, app, session, job.id, path, missing=missing)
+        return artifact_reply(request, app, row, missing=missing)

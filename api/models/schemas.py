@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.http.body import Body
 from api.view import view_of
 from core.db.tables import Artifact
-from core.jobs.lifecycle.models import TAG
+from core.jobs.lifecycle.registry.entries import TAG
 from core.jobs.views.models import DescribedModel
 
 _ID, _JOB = "model-01kar3v8x5m2h6n9qst4wyz0bc", "job-01kar3v8x5m2h6n9qst4wyz0bc"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from core.db.engine import Database
-from core.jobs.lifecycle import models, retention
+from core.jobs.lifecycle import retention
+from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.submit import Actor
 from core.removal import delete_tree, set_aside
 from core.settings import Settings
@@ -21,8 +22,9 @@ def delete(
     aside: list[tuple[Path, Path]] = []
     try:
         with database.write() as session:
-            removed = models.remove(session, actor, model_id)
+            removed = entries.remove(session, actor, model_id)
             folders = [layout.artifacts(removed.job_id, number) / name for number, name in sorted(removed.folders)]
+            folders += [layout.job(export) for export in removed.exports]
             if not settings.is_remote:
                 for folder in folders:
                     if folder.is_dir():

@@ -58,7 +58,7 @@ class WaitingView(PlaceView):
     """A job in the queue."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"examples": [_WAITING]})
-    phase: Literal["train", "prepare", "preview"]
+    phase: Literal["train", "prepare", "preview", "export"]
     """What it waits to have done."""
     job: str | None
     """Null for a job of another project."""

@@ -18,9 +18,11 @@ class Kind(StrEnum):
     TRAIN = "train"
     PREVIEW = "preview"
     """Render the rows of a file as a training would."""
+    EXPORT = "export"
+    """Make formats of a model that was trained before."""
 
 
-SlotKind = Literal["gpu", "cpu", "prepare", "preview"]
+SlotKind = Literal["gpu", "cpu", "prepare", "preview", "export"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ CHILDREN: Mapping[Kind, ChildKind] = {
     Kind.PREPARE: ChildKind("core.train.entry.prepare", network=True, silence=_silence_of_preparing),
     Kind.TRAIN: ChildKind("core.train", standby=True, billed=True, silence=_silence_of_training),
     Kind.PREVIEW: ChildKind("core.train.entry.preview", silence=_silence_of_training),
+    Kind.EXPORT: ChildKind("core.train.entry.export", silence=_silence_of_training),
 }
 
 SLOTS: Mapping[SlotKind, SlotType] = {
@@ -68,5 +71,7 @@ SLOTS: Mapping[SlotKind, SlotType] = {
     "cpu": SlotType(Kind.TRAIN, billing=0.1),
     "prepare": SlotType(Kind.PREPARE),
     "preview": SlotType(Kind.PREVIEW),
+    "export": SlotType(Kind.EXPORT),
 }
-"""`preview` serves both halves of a preview, so that it waits neither for a download nor for a training."""
+"""`preview` serves both halves of a preview, so that it waits neither for a download nor for a training; `export` does
+the same for an export."""

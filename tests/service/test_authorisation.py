@@ -22,7 +22,7 @@ from api.auth.policy import NoPolicy, Reading, Right, Role, Scope, Writing, poli
 from api.docs import policy_table
 from api.web.router import ROUTERS
 from core.db.tables import Audit, Job
-from core.jobs.lifecycle import models
+from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.submit import cancel, submit
 from tests.support.requests import filled, objects, request_of
 from tests.support.world import MODEL, SHA, Caller, Project, World
@@ -252,8 +252,8 @@ def test_who_may_gets_an_answer_about_their_own(here: World, callers: dict[str, 
                 with here.database.write() as session:
                     made = submit(session, here.lab.owner, here.spec(here.lab.file))
                     cancel(session, here.lab.owner, made.id)
-                    models.register(session, made, ["adapter/a.safetensors"])
-                    things["model_id"] = models.id_of(made.id)
+                    entries.register(session, made, ["adapter/a.safetensors"])
+                    things["model_id"] = entries.id_of(made.id)
             if route == ("DELETE", "/sweeps/{sweep_id}"):
                 things["sweep_id"] = here.sweep(here.lab.owner, here.lab.file)
             if route == ("DELETE", "/pipelines/{pipeline_id}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -163,6 +164,33 @@ def test_a_model_of_the_registry_is_trained_further_by_another_stage(service: Se
     listed = {one["path"]: one for one in service.client.get("/models/Preferred/files").json()["data"]}
     weights = service.client.get(listed["adapter/adapter_model.safetensors"]["url"]).content
     assert weights == adapter(service, child) != adapter(service, parent)
+
+
+def test_a_format_is_made_after_the_training_without_a_training_slot(service: Service, parent: str) -> None:
+    model = f"/models/model-{parent[4:]}"
+    made = service.client.post(f"{model}/exports", json={"export": ["merged"]})
+    assert made.status_code == 202, made.text
+    again = service.client.post(f"{model}/exports", json={"export": [{"type": "merged", "dtype": "fp32"}]})
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "exported_already")
+    url = made.json()["links"]["self"]
+    found = wait_for(
+        lambda: (one := service.client.get(url).json())["status"] in ("succeeded", "failed") and one, 200,
+        "the export", lambda: service.client.get(url).text,
+    )  # fmt: skip
+    assert found["status"] == "succeeded" and found["result"][0]["released"], found
+    kept = found["result"][0]["retention"]
+    formats = {one["folder"]: one for one in service.client.get(model).json()["formats"]}
+    assert formats["merged"]["released"] and formats["merged"]["retention"] == kept["retention"]
+    files = {one["path"]: one for one in service.client.get(f"{model}/files").json()["data"]}
+    content = service.client.get(files["merged/model.safetensors"]["url"]).content
+    assert hashlib.sha256(content).hexdigest() == files["merged/model.safetensors"]["sha256"]
+    assert formats["merged"]["bytes"] >= len(content)
+    card = service.client.get(files["merged/README.md"]["url"]).text
+    assert "## What the exported formats have kept" in card
+    record = service.client.get(f"/jobs/{parent}").json()
+    assert record["result"].get("export") in (None, []), "the job itself stays as it ended"
+    assert parent in {one["id"] for one in service.client.get("/jobs").json()["data"]}
+    assert found["id"] not in {one["id"] for one in service.client.get("/jobs").json()["data"]}
 
 
 def test_what_cannot_be_gone_on_from_is_refused_with_the_way_out(service: Service, parent: str, rows: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import delete, select
 
 from core.db.tables import Artifact, Job, RegisteredModel
-from core.jobs.lifecycle import models
-from core.jobs.lifecycle.finish import Failed, Succeeded
+from core.jobs.lifecycle.claims import Slot, claim, running
+from core.jobs.lifecycle.finish import Failed, RetryPolicy, Succeeded, finish
+from core.jobs.lifecycle.registry import entries
 from tests.service.conftest import MODEL, Api
 from tests.support.client import eft
 
@@ -175,6 +176,63 @@ def test_a_job_from_the_registry_by_any_handle(api: Api) -> None:
     assert (reply.status_code, reply.json()["error"]["field"]) == (409, "model.id")
 
 
+@pytest.mark.both_databases
+def test_an_export_that_is_asked_for_later(api: Api) -> None:
+    """Rules and rows; what is written, in tests/service/test_chains.py and tests/train/test_later_exports.py."""
+    model = made(api, name="Exported later")
+    job, url = f"job-{model[6:]}", f"/models/{model}/exports"
+    for wrong, field in (({"export": []}, "export"), ({"export": ["gptq"]}, "export.0"), ({}, "export")):
+        reply = api.http.post(url, json=wrong)
+        assert reply.status_code == 422 and reply.json()["error"]["field"].startswith(field), (wrong, reply.text)
+    taken = api.http.post(url, json={"export": ["merged", {"type": "gguf", "quantization": "Q8_0"}]})
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "exported_already"), taken.text
+    reply = api.http.post(url, json={"export": ["merged", {"type": "gguf", "quantization": "Q4_K_M"}]})
+    assert reply.status_code == 202 and reply.headers["location"] == reply.json()["links"]["self"], reply.text
+    export = reply.json()["id"]
+    assert [one["type"] for one in reply.json()["export"]] == ["merged", "gguf"]
+    assert [one["id"] for one in api.http.get(url).json()["data"]] == [export]
+    assert api.http.get(f"/jobs/{export}").status_code == 404, "no job"
+    for path, code in ((f"/models/{model}", "model_in_use"), (f"/jobs/{job}", "job_in_use")):
+        refused = api.http.delete(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, code)
+        assert f"`{export}` is making formats" in refused.json()["error"]["message"]
+
+    with api.database.write() as session:
+        first = claim(session, "wrk-test", "box", Slot("export-0", "export"), 600)
+        assert first is not None and first.token.job_id == export and first.kind == "prepare"
+        finish(session, first.token, "prepare", Succeeded({"path": "m"}), 0, RetryPolicy())
+    with api.database.write() as session:
+        second = claim(session, "wrk-test", "box", Slot("export-0", "export"), 600)
+        assert second is not None and second.kind == "export"
+        running(session, second.token)
+    folder = api.layout.artifacts(export, second.token.attempt) / "merged"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"merged weights")
+    digest = hashlib.sha256(b"merged weights").hexdigest()
+    listed = [{"path": "merged/model.safetensors", "kind": "model", "bytes": 14, "sha256": digest}]
+    outcome = {"type": "merged", "folder": "merged", "released": True, "retention": {"retention": 1.0}}
+    with api.database.write() as session:
+        finish(session, second.token, "export", Succeeded({"export": [outcome]}, listed), 0, RetryPolicy())
+
+    shown = api.http.get(f"/models/{model}").json()
+    assert [one["folder"] for one in shown["formats"]] == [
+        "adapter", "gguf-Q8_0", "withheld/gguf-Q4_K_M", "merged",
+    ]  # fmt: skip
+    assert shown["bytes"] == sum(len(content) for name, content in FILES.items() if "/" in name) + 14
+    assert api.http.get(f"/models/{model}/files/merged/model.safetensors").content == b"merged weights"
+    assert eft(api, "models", "export", model, "merged").returncode != 0
+    third = eft(api, "models", "export", model, "gguf-F16").stdout.strip()
+    assert api.http.post(f"{url}/{third}/cancel").json()["status"] == "cancelled"
+    assert api.http.delete(f"/models/{model}").json()["freed_bytes"] == shown["bytes"]
+    assert not api.layout.job(export).exists()
+    with api.database.read() as session:
+        assert session.get(Job, export) is None
+
+    whole = made(api, {"model/model.safetensors": b"x", "run_record.json": b"{}"}, method="full")
+    reply = api.http.post(f"/models/{whole}/exports", json={"export": ["merged"]})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "nothing_to_merge")
+
+
 def test_models_of_workers_and_apis_without_a_registry(api: Api) -> None:
     model, lost = made(api), made(api)
     with api.database.write() as session:
@@ -188,7 +246,7 @@ def test_models_of_workers_and_apis_without_a_registry(api: Api) -> None:
         )  # fmt: skip
         session.add(stray)
     with api.database.write() as session:
-        models.reconcile(session)
+        entries.reconcile(session)
     assert api.http.get(f"/models/{model}").json()["kind"] == "adapter"
     assert api.http.get(f"/models/{lost}").status_code == 404, "its weights were deleted"
     with api.database.read() as session:

@@ -438,7 +438,7 @@ def test_cpu_slots_run_side_by_side_and_cancel_ends_the_trainer_then_the_job(
     box.settings = box.settings.model_copy(update={"cpu_slots": 2})
     first, second = box.long(), box.long()
     agent = box.agent()
-    assert [slot.id for slot in agent.slots] == ["cpu-0", "cpu-1", "prepare-0", "preview-0"]
+    assert [slot.id for slot in agent.slots] == ["cpu-0", "cpu-1", "prepare-0", "preview-0", "export-0"]
     for _ in range(2):
         serving(agent)
     pids = {box.wait_for_steps(first), box.wait_for_steps(second)}

@@ -87,15 +87,16 @@ def leave(worker: subprocess.Popen[str]) -> str:
 def test_a_bare_celery_worker_under_an_inherited_mask_serves_that_gpu_alone(environment: dict[str, str]) -> None:
     worker = start(environment | {"HIP_VISIBLE_DEVICES": "2"}, "celery", "-A", "worker.app", "worker", "-l", "INFO")
     try:
-        gpu, prepare, preview = slots(environment)
+        gpu, prepare, preview, export = slots(environment)
         assert (gpu["kind"], gpu["gpu"]["index"], gpu["id"]) == ("gpu", 2, gpu["gpu"]["uuid"])
         assert (prepare["kind"], prepare["id"]) == ("prepare", "prepare-0")
         assert (preview["kind"], preview["id"]) == ("preview", "preview-0")
+        assert (export["kind"], export["id"]) == ("export", "export-0")
         ping = [sys.executable, "-m", "celery", "-A", "worker.app", "inspect", "stats", "--json", "-t", "5"]
         stats = wait_for(
             lambda: subprocess.run(ping, cwd=HOME, env=environment, capture_output=True, text=True).stdout, 150, "stats"
         )
-        assert '"max-concurrency": 3' in stats, "a thread a slot"
+        assert '"max-concurrency": 4' in stats, "a thread a slot"
         assert "thread:TaskPool" in stats
         # What the process has mapped: neither torch nor a ROCm library.
         maps = Path(f"/proc/{worker.pid}/maps").read_text()

@@ -21,15 +21,17 @@ from core.db.migrate import upgrade
 from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
 from core.ids import new_id
 from core.jobs.base import deliveries
-from core.jobs.lifecycle import models, previews
+from core.jobs.lifecycle import previews
 from core.jobs.lifecycle.claims import Slot, claim, running
 from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.pipelines import wishes
 from core.jobs.lifecycle.pipelines.wishes import PlannedStep
-from core.jobs.lifecycle.submit import Actor, submit
+from core.jobs.lifecycle.registry import entries, exports
+from core.jobs.lifecycle.submit import Actor, stop, submit
 from core.jobs.lifecycle.sweeps import wishes as sweeps
 from core.jobs.policies import nodes
 from core.settings import Settings
+from core.spec.axes.export import GGUF
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
 
@@ -65,7 +67,7 @@ class Project:
 
     @property
     def model(self) -> str:
-        return models.id_of(self.job)
+        return entries.id_of(self.job)
 
 
 class World:
@@ -167,6 +169,13 @@ class World:
         self._webhooks.setdefault(project.id, (hook, told))
         return hook, told
 
+    def export(self, project: Project) -> str:
+        """The id of an export of the project's model that was cancelled before it began."""
+        with self.database.write() as session:
+            _, job = entries.find(session, project.owner, project.model)
+            made = exports.ask(session, project.owner, job, [GGUF(quantization="F16")])
+            return stop(session, project.owner, made).id
+
     def member(self, project: Project) -> str:
         """The id of a new member."""
         with self.database.write() as session:
@@ -237,7 +246,7 @@ class World:
             won = claim(session, "worker-x", "box", Slot(f"c-{job_id}", "cpu"), 600)
             assert won is not None and won.token.job_id == job_id
             running(session, won.token)
-            names = ("a.bin", "adapter/a.safetensors")
+            names = ("a.bin", "adapter/a.safetensors", "run_record.json")
             artifacts = [{"path": name, "kind": "x", "bytes": 4, "sha256": "0" * 64} for name in names]
             finish(session, won.token, "train", Succeeded({}, artifacts), 0, RetryPolicy())
         folder = self.layout.artifacts(job_id, won.token.attempt)

@@ -48,6 +48,7 @@ log = logging.getLogger("eft.worker")
 
 PREPARE_SLOT = Slot("prepare-0", "prepare")
 PREVIEW_SLOT = Slot("preview-0", "preview")
+EXPORT_SLOT = Slot("export-0", "export")
 
 
 class Agent:
@@ -69,7 +70,7 @@ class Agent:
         ] or cpu_slots(settings, labels, host)
         if gpus and settings.cpu_slots > 1:
             self.notes.append(f"EFT_CPU_SLOTS={settings.cpu_slots} has no effect here: this box trains on its GPUs")
-        self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT]
+        self.slots = [*train_slots, PREPARE_SLOT, PREVIEW_SLOT, EXPORT_SLOT]
         layout, store = Layout(settings.root), open_store(settings)
         if not settings.database_url:
             layout.create()  # the embedded database lies there

@@ -14,8 +14,9 @@ from core.db.engine import Database
 from core.jobs.admission import dependencies
 from core.jobs.base import outbox
 from core.jobs.housekeeping import forget_answers, unknown_files
-from core.jobs.lifecycle import claims, leader, lease_expiry, models, retention
+from core.jobs.lifecycle import claims, leader, lease_expiry, retention
 from core.jobs.lifecycle.pipelines import advance
+from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.sweeps import advance as sweeps
 from core.jobs.policies import maintenance, nodes, usage
 from core.jobs.policies.budget import Budget
@@ -149,7 +150,7 @@ class Housekeeper:
         """What the rules of retention let go (core/jobs/lifecycle/retention.py)."""
         retention.sweep(self._layout)
         with self._database.write() as session:
-            models.reconcile(session)
+            entries.reconcile(session)
         with self._database.read() as session:
             found = list(retention.find(session, self._layout, retention.RetentionRules.of(self._settings)))
         for one in found:

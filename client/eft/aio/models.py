@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from eft.aio import download as downloads
+from eft.aio import io
 from eft.aio.transport import AsyncTransport
 from eft.http import download as parts
 from eft.http import paths
 from eft.http.responses import Param
-from eft.types import Artifact
+from eft.types import FINAL, Artifact
 
 Raw = dict[str, Any]
 
@@ -61,6 +63,41 @@ class AsyncModels:
         """The job that made it, then the jobs before that one, with hashes."""
         data: list[Raw] = (await self._transport.json("GET", f"{paths.model(model_id)}/lineage"))["data"]
         return data
+
+    async def export(self, model_id: str, formats: Sequence[Raw]) -> Raw:
+        """Have formats made of the model, each as in `export` of a job; `export_status` says how far they are."""
+        path = f"{paths.model(model_id)}/exports"
+        made: Raw = await self._transport.json("POST", path, body={"export": [*formats]})
+        return made
+
+    async def exports(self, model_id: str) -> list[Raw]:
+        """All that were asked for after the training, oldest first."""
+        data: list[Raw] = (await self._transport.json("GET", f"{paths.model(model_id)}/exports"))["data"]
+        return data
+
+    async def export_status(self, model_id: str, export_id: str) -> Raw:
+        found: Raw = await self._transport.json("GET", self._export(model_id, export_id))
+        return found
+
+    async def cancel_export(self, model_id: str, export_id: str) -> Raw:
+        path = f"{self._export(model_id, export_id)}/cancel"
+        found: Raw = await self._transport.json("POST", path, idempotent=True)
+        return found
+
+    async def wait_for_export(
+        self, model_id: str, export_id: str, *, interval: float = 1.0, patience: float = 300.0
+    ) -> Raw:
+        """Until the export has ended; returns it. Survives a server that is away for at most `patience` seconds."""
+        while True:
+            look = partial(self.export_status, model_id, export_id)
+            found = await self._transport.persist(look, patience, None)
+            if found["status"] in FINAL:
+                return found
+            await io.sleep(interval)
+
+    def _export(self, model_id: str, export_id: str) -> str:
+        name = paths.identity(export_id, "`eft models export` prints them")
+        return f"{paths.model(model_id)}/exports/{name}"
 
     async def files(self, model_id: str) -> list[Artifact]:
         raw = await self._transport.json("GET", f"{paths.model(model_id)}/files")

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from eft.commands.artifacts import fetch, print_listing, selected
 from eft.commands.pipelines import print_lineage
+from eft.commands.waiting import ENDS, PatienceOption, going_on
+from eft.errors import ExitCode
 from eft.http import paths as urls
 from eft.manual.source import manual
 from eft.session import HANDLE, JsonOption, UrlOption, session
@@ -172,6 +174,54 @@ def download_model(
             return
         folder = into if into is not None else Path(model_id)
         fetch(output, {"model": model_id}, chosen, partial(client.models.download, model_id, chosen, into=folder))
+
+
+@app.command("export")
+@manual(
+    examples=[
+        (f"eft models export {EXAMPLE} gguf-Q4_K_M --wait", "Make a GGUF file of 4 bits, and say how it came out."),
+        (f"eft models export {EXAMPLE} merged gguf-Q8_0", "Make two formats; print the id of the export."),
+    ],
+    exits=ENDS,
+)
+def export_model(
+    model: ModelArgument,
+    formats: Annotated[
+        list[str], typer.Argument(metavar="FORMAT...", help="`merged`, or `gguf-` and a type, e.g. `gguf-Q8_0`.")
+    ],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, and exit as it did.")] = False,
+    patience: PatienceOption = 300.0,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make formats of a model after its training. A worker makes and checks them without a GPU."""
+    with session(as_json, url) as (client, output):
+        model_id = _id_of(client, model)
+        asked = [_format(name) for name in formats]
+        found = client.models.export(model_id, asked)
+        if not wait:
+            output.json(found) if as_json else output.text(f"{found['id']}\n")
+            return
+        with going_on(output, None):
+            found = client.models.wait_for_export(model_id, found["id"], patience=patience)
+        if as_json:
+            output.json(found)
+        elif found["result"] is None:
+            output.note(f"{found['id']} {found['status']}: {found['reason']}")
+        else:
+            for one in found["result"]:
+                kept = (one["retention"] or {}).get("retention")
+                figure = "" if kept is None else f" (retention {kept:.4f})"
+                verdict = "released" if one["released"] else f"not released: {one['reason']}"
+                output.text(f"{one['folder']} {verdict}{figure}\n")
+        if found["status"] != "succeeded":
+            raise typer.Exit(ExitCode.CANCELLED if found["status"] == "cancelled" else ExitCode.FAILED)
+
+
+def _format(name: str) -> dict[str, str]:
+    """A format as the folders of exports are named."""
+    kind, _, quantization = name.partition("-")
+    return {"type": kind} | ({"quantization": quantization} if quantization else {})
 
 
 @app.command("lineage")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,8 +14,9 @@ from eft.http import download as parts
 from eft.http import paths
 from eft.http.responses import Param
 from eft.sync import download as downloads
+from eft.sync import io
 from eft.sync.transport import Transport
-from eft.types import Artifact
+from eft.types import FINAL, Artifact
 
 Raw = dict[str, Any]
 
@@ -62,6 +64,39 @@ class Models:
         """The job that made it, then the jobs before that one, with hashes."""
         data: list[Raw] = (self._transport.json("GET", f"{paths.model(model_id)}/lineage"))["data"]
         return data
+
+    def export(self, model_id: str, formats: Sequence[Raw]) -> Raw:
+        """Have formats made of the model, each as in `export` of a job; `export_status` says how far they are."""
+        path = f"{paths.model(model_id)}/exports"
+        made: Raw = self._transport.json("POST", path, body={"export": [*formats]})
+        return made
+
+    def exports(self, model_id: str) -> list[Raw]:
+        """All that were asked for after the training, oldest first."""
+        data: list[Raw] = (self._transport.json("GET", f"{paths.model(model_id)}/exports"))["data"]
+        return data
+
+    def export_status(self, model_id: str, export_id: str) -> Raw:
+        found: Raw = self._transport.json("GET", self._export(model_id, export_id))
+        return found
+
+    def cancel_export(self, model_id: str, export_id: str) -> Raw:
+        path = f"{self._export(model_id, export_id)}/cancel"
+        found: Raw = self._transport.json("POST", path, idempotent=True)
+        return found
+
+    def wait_for_export(self, model_id: str, export_id: str, *, interval: float = 1.0, patience: float = 300.0) -> Raw:
+        """Until the export has ended; returns it. Survives a server that is away for at most `patience` seconds."""
+        while True:
+            look = partial(self.export_status, model_id, export_id)
+            found = self._transport.persist(look, patience, None)
+            if found["status"] in FINAL:
+                return found
+            io.sleep(interval)
+
+    def _export(self, model_id: str, export_id: str) -> str:
+        name = paths.identity(export_id, "`eft models export` prints them")
+        return f"{paths.model(model_id)}/exports/{name}"
 
     def files(self, model_id: str) -> list[Artifact]:
         raw = self._transport.json("GET", f"{paths.model(model_id)}/files")

@@ -16,6 +16,7 @@ WAITS_FOR = {
     "prepare": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NULL",
     "train": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NOT NULL",
     "preview": f"{QUEUED} AND kind = 'preview'",
+    "export": f"{QUEUED} AND kind = 'export'",
 }
 """What a waiting job waits for a slot to do. Written out, not bound: SQLite takes a partial index for a query only when
 it can see in the query's words that the index has all of its rows."""
@@ -27,6 +28,7 @@ AFTER_OTHERS = "unmet > 0 AND status IN ('queued', 'paused')"
 """Jobs that wait for the end of others (core/jobs/admission/dependencies.py)."""
 
 PREVIEWS = "kind = 'preview'"
+EXPORTS = "kind = 'export'"
 
 
 def _queue_key(context: Any) -> str:
@@ -55,7 +57,7 @@ class Job(Owned, Base):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), insert_default="train")
     """train, or preview: rendering a file as that training would, on a slot without a GPU
-    (core/jobs/lifecycle/previews.py)."""
+    (core/jobs/lifecycle/previews.py); or export: formats of a model (core/jobs/lifecycle/registry/exports.py)."""
     name: Mapped[str | None] = mapped_column(String(100))
     tags: Mapped[list[Any]] = mapped_column(insert_default=list)
     """Words to find it by; those of the spec until people change them (core/jobs/lifecycle/changes.py)."""
@@ -180,6 +182,13 @@ class Job(Owned, Base):
             postgresql_where=text(PREVIEWS),
         ),
         Index(
+            "ix_jobs_exports",
+            "project_id",
+            "id",
+            sqlite_where=text(EXPORTS),
+            postgresql_where=text(EXPORTS),
+        ),
+        Index(
             "ix_jobs_leased",
             "lease_until",
             sqlite_where=text("lease_until IS NOT NULL"),
@@ -208,7 +217,7 @@ class Attempt(Owned, Base):
     job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
     attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
-    """prepare, train or preview."""
+    """prepare, train, preview or export."""
     node: Mapped[str] = mapped_column(String(255))
     worker: Mapped[str] = mapped_column(Id)
     slot: Mapped[str] = mapped_column(String(128))

@@ -19,6 +19,7 @@ from core.spec.axes.model import GGUFModel, HubModel, JobModel, LocalModel, Regi
 from core.spec.axes.quantization import NoQuantization
 from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
+from core.spec.run.folder import RUN_RECORD_FILE
 
 INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save")
 INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann", "modules_to_save")
@@ -63,6 +64,22 @@ def pin(session: Session, project_id: str, spec: JobSpec) -> Pinned | None:
     return Pinned(chain.model_dump(mode="json"), lineage.of_job(session, parent))
 
 
+def pin_export(session: Session, job: Job) -> ModelChain:
+    """What an export of a job's model starts from: the base model, and what the job has trained over it, in the place
+    of an adapter. The card of the formats takes its figures from the run record. SpecError where the weights are
+    gone."""
+    trained = effective(job.spec, job.settled, job.adjusted or {})
+    handed = _handed_back(session, job, "adapter" if _trains_adapter(trained) else "model", trained)
+    query = select(Artifact).where(Artifact.job_id == job.id, Artifact.path == RUN_RECORD_FILE)
+    record = session.execute(query).scalar_one_or_none()
+    if record is None:
+        words = f"`{job.id}` has no {RUN_RECORD_FILE} to write a model card from: train it again"
+        raise _refused(Fault("model_job_gone", words, "model.id"))
+    files = [*handed.files, WeightFile(path=record.path, bytes=record.bytes, sha256=record.sha256)]
+    before = ModelChain.model_validate(job.chain) if job.chain is not None else _base(job)
+    return before.model_copy(update={"adapter": handed.model_copy(update={"files": files})})
+
+
 def require(session: Session, project_id: str, chain: Mapping[str, Any]) -> None:
     """Raises SpecError where a job whose weights a chain names was deleted; else none of them can be, before the
     caller's transaction has ended."""
@@ -89,6 +106,13 @@ def built_on(session: Session, job: Job) -> str | None:
         if _trains_adapter(effective(child.spec, child.settled, {})) and any(one.job == job.id for one in beneath):
             return str(child.id)
     return None
+
+
+def words_of_use(child: str, what: str) -> str:
+    """Why `what` cannot be deleted, which the job or export `child` needs, and the way out."""
+    if child.startswith("export-"):
+        return f"`{child}` is making formats of {what}: cancel it, or wait for its end"
+    return f"`{child}` was made from {what} and needs it: delete `{child}` first"
 
 
 def _find(session: Session, project_id: str, job_id: str, *, lock: bool = False) -> Job:

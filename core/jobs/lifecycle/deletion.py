@@ -30,6 +30,7 @@ from core.errors import Conflict, NotFound
 from core.jobs.admission import dependencies, parents
 from core.jobs.base.states import FINAL, Status
 from core.jobs.base.transitions import Actor
+from core.jobs.lifecycle.registry import exports
 from core.jobs.lifecycle.submit import find
 from core.jobs.policies import audit, usage, volume
 from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
@@ -77,6 +78,8 @@ def remove(session: Session, actor: Actor, job_id: str, freed: Freed, half_life:
         update(Job).where(Job.retry_of == job_id).values(retry_of=None).execution_options(synchronize_session=False)
     )
     told = {"name": job.name, "status": job.status, "bytes": freed.total}
+    for export in exports.of_job(session, job):
+        rows(session, export)
     rows(session, job)
     audit.record(session, actor, DELETED, job_id, told)
     return True
@@ -108,8 +111,7 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
         raise Conflict(words, field="job_id", code="job_in_use")
     child = parents.built_on(session, job)
     if child is not None:
-        words = f"`{child}` was made from this job's model and needs it: delete `{child}` first"
-        raise Conflict(words, field="job_id", code="job_in_use")
+        raise Conflict(parents.words_of_use(child, "this job's model"), field="job_id", code="job_in_use")
     return job
 
 

@@ -18,7 +18,7 @@ from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.base.transitions import Token, move
 from core.jobs.kinds import Kind
-from core.jobs.lifecycle import models
+from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.requeue import release
 from core.jobs.policies import disk_room, nodes
 from core.jobs.scheduling import preempt
@@ -115,7 +115,7 @@ def finish(
         return None
     if isinstance(outcome, Succeeded) and after is Status.SUCCEEDED:
         _list_artifacts(session, job, token, outcome.artifacts)
-        models.register(session, job, [artifact["path"] for artifact in outcome.artifacts])
+        entries.register(session, job, [artifact["path"] for artifact in outcome.artifacts])
     if after is Status.QUEUED:
         outbox.ring(session, token.job_id)
     release(

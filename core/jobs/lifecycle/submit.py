@@ -19,6 +19,7 @@ from core.jobs.base.transitions import Actor, move
 from core.jobs.policies import audit, disk_room, quotas, volume
 from core.jobs.policies.volume import NO_BOUNDS, VolumeLimits
 from core.spec.job import JobSpec
+from core.spec.run.chain import ModelChain
 
 __all__ = ["Actor", "cancel", "find", "pause", "resume", "retry", "submit"]
 
@@ -28,8 +29,9 @@ def submit(
     actor: Actor,
     spec: JobSpec,
     *,
-    kind: Literal["train", "preview"] = "train",
+    kind: Literal["train", "preview", "export"] = "train",
     retry_of: Job | None = None,
+    chain: ModelChain | None = None,
     pipeline_id: str | None = None,
     sweep: tuple[str, dict[str, Any]] | None = None,
     bounds: VolumeLimits = NO_BOUNDS,
@@ -37,31 +39,35 @@ def submit(
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     `sweep`: the sweep that it is a run of, and the fields that are this run's. With `retry_of` it may go on from the
-    checkpoints of that job, and of those that one was a retry of.
+    checkpoints of that job, and of those that one was a retry of. `chain` is what an export starts from.
     Raises SpecError for a priority above the project's limit and for a job in `after` that can never let it start,
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
     """
-    priority = 0 if kind == "preview" else spec.priority
+    priority = spec.priority if kind == "train" else 0
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
         priority = min(retry_of.priority, quotas.max_priority(session, actor.project_id))
     after = dependencies.pin(session, actor.project_id, spec.after) if retry_of is None else []
-    if retry_of is None:
+    made_of: dict[str, Any] | None
+    lineage: list[Any] | None
+    if chain is not None:
+        made_of, lineage = chain.model_dump(mode="json"), None
+    elif retry_of is None:
         pinned = parents.pin(session, actor.project_id, spec)
-        chain, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
+        made_of, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
     else:
-        chain, lineage = retry_of.chain, retry_of.lineage
-        if chain is not None:
-            parents.require(session, actor.project_id, chain)
+        made_of, lineage = retry_of.chain, retry_of.lineage
+        if made_of is not None:
+            parents.require(session, actor.project_id, made_of)
     document = spec.model_dump(mode="json")
     volume.add(session, actor.project_id, document, bounds)
-    if kind == "train":
-        volume.require_room(session, actor.project_id, bounds)
-    else:
+    if kind == "preview":
         volume.require_preview(session, actor.project_id, actor.user_id, bounds)
-    job_id = new_id("job" if kind == "train" else "preview")
+    else:
+        volume.require_room(session, actor.project_id, bounds, kind)
+    job_id = new_id("job" if kind == "train" else kind)
     session.add(
         Job(
             id=job_id,
@@ -81,7 +87,7 @@ def submit(
             resume_from=[]
             if retry_of is None
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
-            chain=chain,
+            chain=made_of,
             lineage=lineage,
             pipeline_id=pipeline_id,
             sweep_id=None if sweep is None else sweep[0],
@@ -118,7 +124,8 @@ def submit(
         job.reason = dependencies.words(session, job_id)
         session.flush()
     told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
-    audit.record(session, actor, "job.submit" if kind == "train" else "preview.ask", job_id, told)
+    asked = {"train": "job.submit", "preview": "preview.ask", "export": "model.export"}
+    audit.record(session, actor, asked[kind], job_id, told)
     outbox.ring(session, job_id)
     return job
 
@@ -137,7 +144,11 @@ def cancel(session: Session, actor: Actor, job_id: str, *, why: str | None = Non
 
     Asking twice is fine. `why`: the reason that the job shows. Raises Conflict for a job that has succeeded or failed.
     """
-    job = find(session, actor, job_id, lock=True)
+    return stop(session, actor, find(session, actor, job_id, lock=True), why=why)
+
+
+def stop(session: Session, actor: Actor, job: Job, *, why: str | None = None) -> Job:
+    """As `cancel`, of a row that the caller has read."""
     match Status(job.status):
         case Status.CANCELLED | Status.STOPPING:
             return job

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import case, func, select, update
 from sqlalchemy.orm import Session
@@ -79,11 +79,14 @@ def drop(session: Session, project_id: str, document: Mapping[str, Any]) -> None
     session.execute(counted.execution_options(synchronize_session=False))
 
 
-def require_room(session: Session, project_id: str, bounds: VolumeLimits) -> None:
-    """Raises QueueFull before a job is put in the queue. Call it behind `add`, which takes the lock."""
-    if bounds.waiting and _waiting(session, project_id, "train") >= bounds.waiting:
+def require_room(
+    session: Session, project_id: str, bounds: VolumeLimits, kind: Literal["train", "export"] = "train"
+) -> None:
+    """Raises QueueFull before a job, or an export, is put in the queue. Call it behind `add`, which takes the lock."""
+    noun = "jobs" if kind == "train" else "exports"
+    if bounds.waiting and _waiting(session, project_id, kind) >= bounds.waiting:
         raise QueueFull(
-            f"{bounds.waiting:,} jobs of this project wait already, which is the limit (EFT_MAX_WAITING_JOBS): "
+            f"{bounds.waiting:,} {noun} of this project wait already, which is the limit (EFT_MAX_WAITING_JOBS): "
             "submit again when some have started, or cancel some"
         )
 

@@ -100,8 +100,8 @@ def job(session: Session, settings: QueueSettings, waiting: Job) -> Explanation 
     if waiting.status != Status.QUEUED.value:
         return None
     phase = Kind.PREPARE if waiting.prepared is None else Kind.TRAIN
-    if waiting.kind == Kind.PREVIEW:
-        phase = Kind.PREVIEW
+    if waiting.kind != "train":
+        phase = Kind(waiting.kind)
     return QueueExplainer(session, settings).explain_one(phase, waiting)
 
 

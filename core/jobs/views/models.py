@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session
 from core.db.tables import Artifact, Job, Project, RegisteredModel, User
 from core.jobs.admission.auto_method import effective
 from core.jobs.base.paging import ResultPage, UnknownCursor
-from core.jobs.lifecycle.models import id_of
+from core.jobs.lifecycle.registry import exports
+from core.jobs.lifecycle.registry.entries import id_of
 from core.spec.axes.model import JobModel
 from core.spec.run.chain import ModelChain
 
@@ -63,15 +64,13 @@ def page(
         query = query.where(cast(RegisteredModel.tags, Text).contains(f'"{tag}"', autoescape=True))
     rows = session.execute(query.order_by(RegisteredModel.id.desc()).limit(limit + 1)).all()
     shown = rows[:limit]
-    files = _artifacts(session, [job.id for _, job, _, _ in shown])
-    items = [_describe(model, job, user, project, files.get(job.id, [])) for model, job, user, project in shown]
+    items = [_describe(session, *row) for row in shown]
     return ResultPage(items, len(rows) > limit)
 
 
 def describe(session: Session, model_id: str) -> DescribedModel:
     """A model that is known to be there."""
-    model, job, user, project = session.execute(_described().where(RegisteredModel.id == model_id)).one()
-    return _describe(model, job, user, project, _artifacts(session, [job.id]).get(job.id, []))
+    return _describe(session, *session.execute(_described().where(RegisteredModel.id == model_id)).one())
 
 
 def _described() -> Any:
@@ -83,16 +82,9 @@ def _described() -> Any:
     )
 
 
-def _artifacts(session: Session, job_ids: Sequence[str]) -> dict[str, list[Artifact]]:
-    found: dict[str, list[Artifact]] = {}
-    for row in session.execute(select(Artifact).where(Artifact.job_id.in_(job_ids)).order_by(Artifact.path)).scalars():
-        found.setdefault(row.job_id, []).append(row)
-    return found
-
-
-def _describe(model: RegisteredModel, job: Job, user: str, project: str, files: Sequence[Artifact]) -> DescribedModel:
+def _describe(session: Session, model: RegisteredModel, job: Job, user: str, project: str) -> DescribedModel:
     spec = effective(job.spec, job.settled, job.adjusted or {})
-    result = job.result or {}
+    files = list(exports.artifacts(session, job).values())
     before = spec.model.id if isinstance(spec.model, JobModel) else None
     return DescribedModel(
         model.id,
@@ -106,9 +98,9 @@ def _describe(model: RegisteredModel, job: Job, user: str, project: str, files: 
         spec.method.type,
         _base(job),
         None if before is None else id_of(before),
-        _formats(model.kind, result.get("export") or [], files),
-        result.get("eval_after"),
-        sum(row.bytes for row in files if "/" in row.path),
+        _formats(model.kind, exports.outcomes(session, job), files),
+        (job.result or {}).get("eval_after"),
+        sum(row.bytes for row in files),
         model.created_at,
     )
 
@@ -127,7 +119,7 @@ def _base(job: Job) -> dict[str, Any]:
     return {**named, **{key: source[key] for key in ("commit", "sha256") if key in source}}
 
 
-def _formats(kind: str, exports: Sequence[Mapping[str, Any]], files: Sequence[Artifact]) -> list[dict[str, Any]]:
+def _formats(kind: str, outcomes: Sequence[Mapping[str, Any]], files: Sequence[Artifact]) -> list[dict[str, Any]]:
     """What was trained, then each export; those that were not released say why."""
     size: dict[str, int] = {}
     for row in files:
@@ -135,7 +127,7 @@ def _formats(kind: str, exports: Sequence[Mapping[str, Any]], files: Sequence[Ar
         size[folder] = size.get(folder, 0) + row.bytes
     trained = {"folder": kind, "type": kind, "quantization": None, "released": True, "reason": None}
     found = [trained | {"retention": None, "bytes": size.get(kind, 0)}]
-    for one in exports:
+    for one in outcomes:
         retention = one.get("retention") or {}
         found.append(
             {

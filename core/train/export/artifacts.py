@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.base.files import sha256, sync
-from core.spec.run.folder import ARTIFACTS
+from core.spec.run.folder import ARTIFACTS, RUN_RECORD_FILE
 from core.spec.settled import method_of
 from core.train.export.card import base_name, model_card
 from core.train.export.formats.subject import Subject
@@ -100,11 +100,16 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
         (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     merge_rollouts([run.folder, *map(Path, run.order.resume_from)], folder / "rollouts.jsonl")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
-    (folder / "run_record.json").write_text(record_text + "\n", encoding="utf-8")
+    (folder / RUN_RECORD_FILE).write_text(record_text + "\n", encoding="utf-8")
     best = result["best"]
     chosen = best["step"] if best and best["restored"] else None
     plot_loss(state.metrics, state.evaluations, folder / "loss.png", unit=trained.stage.loss_unit, chosen=chosen)
-    return result, [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return result, list_files(folder)
+
+
+def list_files(folder: Path) -> list[dict[str, Any]]:
+    """All files below the artifacts, synced: path, bytes, sha256, kind."""
+    return [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _entry(folder: Path, path: Path) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def _kind(path: Path) -> str:
             return "samples"
         case _, "rollouts.jsonl":
             return "rollouts"
-        case _, "run_record.json":
+        case _, name if name == RUN_RECORD_FILE:
             return "run_record"
         case _, "README.md":
             return "card"

@@ -15,7 +15,8 @@ from core.errors import Conflict, NotFound
 from core.jobs.admission import parents
 from core.jobs.base.states import Status
 from core.jobs.base.transitions import Actor
-from core.jobs.lifecycle.deletion import running_pipeline
+from core.jobs.lifecycle.deletion import rows, running_pipeline
+from core.jobs.lifecycle.registry import exports
 from core.jobs.policies import audit
 
 KINDS: tuple[Literal["adapter", "model"], ...] = ("adapter", "model")
@@ -34,6 +35,8 @@ class Removed:
     bytes: int
     folders: frozenset[tuple[int, str]]
     """Attempts and folders below their artifacts."""
+    exports: tuple[str, ...]
+    """Exports that were asked for later."""
 
 
 def id_of(job_id: str) -> str:
@@ -103,7 +106,8 @@ def tag(session: Session, actor: Actor, model_id: str, add: Collection[str], rem
 
 
 def remove(session: Session, actor: Actor, model_id: str) -> Removed:
-    """Delete an entry with the artifacts that lie in folders: weights, exports, cards. Its job keeps its history.
+    """Delete an entry with its exports and the artifacts that lie in folders: weights, formats, cards. Its job keeps
+    its history.
 
     The caller removes the folders. Raises NotFound, and Conflict where another job needs the weights.
     """
@@ -111,12 +115,16 @@ def remove(session: Session, actor: Actor, model_id: str) -> Removed:
     require_unused(session, job)
     files = select(Artifact).where(Artifact.job_id == job.id, Artifact.path.contains("/"))
     gone = list(session.execute(files).scalars())
+    made_later = exports.of_job(session, job)
+    size = sum(row.bytes for row in exports.artifacts(session, job).values())
     folders = frozenset((row.attempt, row.path.partition("/")[0]) for row in gone)
-    removed = Removed(job.id, sum(row.bytes for row in gone), folders)
+    removed = Removed(job.id, size, folders, tuple(export.id for export in made_later))
     told = {"name": model.name, "job": job.id, "files": len(gone), "bytes": removed.bytes}
     for row in [*gone, model]:
         session.delete(row)
     session.flush()
+    for export in made_later:
+        rows(session, export)
     audit.record(session, actor, "model.delete", model_id, told)
     return removed
 
@@ -127,5 +135,4 @@ def require_unused(session: Session, job: Job) -> None:
         words = f"its job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
         raise Conflict(words, field="model_id", code="model_in_use")
     if (child := parents.built_on(session, job)) is not None:
-        words = f"`{child}` was made from this model and needs it: delete `{child}` first"
-        raise Conflict(words, field="model_id", code="model_in_use")
+        raise Conflict(parents.words_of_use(child, "this model"), field="model_id", code="model_in_use")
