@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from api.auth.policy import Reading, Writing
@@ -48,7 +48,7 @@ _EXPORT: dict[str, Any] = {
 class ExportWish(Body):
     """Formats to make, as `export` of a job."""
 
-    export: Exports
+    export: Annotated[Exports, Field(min_length=1)]
     """Formats, e.g. `[merged]` or `[{type: gguf, quantization: Q4_K_M}]` (docs/exports.md)."""
 
 

