@@ -47,6 +47,9 @@ def spec_of(job: Job, exports: Sequence[Export]) -> JobSpec:
         "checkpoint": DiskCheckpoints(),
         "resources": SingleDevice(accelerator="cpu"),
         "notify": [],
+        "after": [],
+        "tags": [],
+        "note": "",
     }
     spec = resolve(trained.model_copy(update=changed))
     if faults := check(spec):
