@@ -92,7 +92,7 @@ ExportId = Annotated[str, Depends(_export_id)]
 
 @router.post(
     "/models/{model_id}/exports",
-    status_code=202,
+    status_code=201,
     summary="Export a model",
     response_model=ExportView,
     response_class=JSONResponse,
@@ -112,7 +112,7 @@ async def export_model(request: Request, model_id: ModelId, principal: Writing, 
 
     def write() -> Response:
         app.layout.require_space(app.settings.min_free_bytes)
-        return answer(app, principal, once, wish.model_dump(mode="json"), ask, status=202)
+        return answer(app, principal, once, wish.model_dump(mode="json"), ask, status=201)
 
     return await run_in_threadpool(write)
 

@@ -169,7 +169,7 @@ def test_a_model_of_the_registry_is_trained_further_by_another_stage(service: Se
 def test_a_format_is_made_after_the_training_without_a_training_slot(service: Service, parent: str) -> None:
     model = f"/models/model-{parent[4:]}"
     made = service.client.post(f"{model}/exports", json={"export": ["merged"]})
-    assert made.status_code == 202, made.text
+    assert made.status_code == 201, made.text
     again = service.client.post(f"{model}/exports", json={"export": [{"type": "merged", "dtype": "fp32"}]})
     assert (again.status_code, again.json()["error"]["code"]) == (409, "exported_already")
     url = made.json()["links"]["self"]

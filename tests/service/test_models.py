@@ -187,7 +187,7 @@ def test_an_export_that_is_asked_for_later(api: Api) -> None:
     taken = api.http.post(url, json={"export": ["merged", {"type": "gguf", "quantization": "Q8_0"}]})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "exported_already"), taken.text
     reply = api.http.post(url, json={"export": ["merged", {"type": "gguf", "quantization": "Q4_K_M"}]})
-    assert reply.status_code == 202 and reply.headers["location"] == reply.json()["links"]["self"], reply.text
+    assert reply.status_code == 201 and reply.headers["location"] == reply.json()["links"]["self"], reply.text
     export = reply.json()["id"]
     assert [one["type"] for one in reply.json()["export"]] == ["merged", "gguf"]
     assert [one["id"] for one in api.http.get(url).json()["data"]] == [export]

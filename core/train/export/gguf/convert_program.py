@@ -21,7 +21,7 @@ from gguf import Metadata
 def main() -> None:
     known = TextModel.get_vocab_base_pre
     # A card beside the weights would put links and dates into the file, or none, by when the file is made.
-    Metadata.load_model_card = staticmethod(lambda folder=None: {})
+    Metadata.load_model_card = staticmethod(lambda folder=None: {})  # type: ignore[method-assign, assignment]
     for asked in json.loads(sys.argv[1]):
         named: str | None = asked["pre_tokenizer"]
 
