@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from core.spec.axes.method import Adapter
 from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import ORDER_FILE
 from core.spec.run.orders import RunOrder
@@ -19,6 +20,7 @@ __all__ = ["model_dir"]
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "qlora": ({"type": "qlora", "r": 4, "target_modules": "all-linear"}, ["merged"]),
+    "pissa": ({"type": "lora", "r": 4, "init_lora_weights": "pissa"}, ["merged"]),
     "full": ("full", [{"type": "gguf", "quantization": "F16"}]),
 }
 
@@ -38,7 +40,10 @@ def test_later_is_the_same_to_the_bit(tmp_path: Path, model_dir: Path, name: str
 
     later = tmp_path / "later"
     later.mkdir()
-    order = plain.model_copy(update={"adapter_dir": str(trained), "tokenizer_dir": str(trained)})
+    spec = plain.spec
+    if isinstance(spec.method, Adapter):
+        spec = spec.model_copy(update={"method": spec.method.handed_back()})
+    order = plain.model_copy(update={"spec": spec, "adapter_dir": str(trained), "tokenizer_dir": str(trained)})
     (later / ORDER_FILE).write_text(order.model_dump_json())
     child = start(later, "-m", "core.train.entry.export")
     assert child.wait(200) == EXIT_OK, log(later)

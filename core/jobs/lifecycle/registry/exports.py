@@ -39,6 +39,7 @@ def spec_of(job: Job, exports: Sequence[Export]) -> JobSpec:
     training = trained.training.model_copy(update={"precision": precision, "attention": "auto"})
     changed: dict[str, Any] = {
         "model": JobModel(id=job.id, adapter=adapter),
+        "method": trained.method.handed_back() if isinstance(trained.method, Adapter) else trained.method,
         "export": list(exports),
         "priority": 0,
         "training": training,
