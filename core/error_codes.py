@@ -343,6 +343,7 @@ FAILURES: dict[str, Code] = {
     ),
     "solutions_are_not_split": ("A solution in steps cannot be split.", "Set `training.truncation` to cut it."),
     "no_text_to_sample": ("A reward model writes no text.", "Remove `evaluation.samples`."),
+    "vllm_refuses": ("vLLM does not load adapters of this method.", "Take `merged` instead of `vllm`."),
     "no_gguf_of_a_reward_model": ("A reward model is not exported as a GGUF file.", "Set `export: [merged]`."),
     "model_of_another_head": (
         "The model of the earlier job ends in another head than this stage trains.",

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
-from core.spec.axes.export import GGUF, Merged
-from core.spec.axes.method import Adapter, Full, LowRank
+from core.spec.axes.export import GGUF, Merged, VLLMAdapter
+from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
 from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
@@ -460,6 +460,28 @@ def _of_rollouts(spec: JobSpec, stage: GRPO) -> Iterator[Fault]:
         )
 
 
+def _of_its_exports(spec: JobSpec) -> Iterator[Fault]:
+    """Adapters that vLLM does not load."""
+    if not any(isinstance(item, VLLMAdapter) for item in spec.export):
+        return
+    method, why = spec.method, None
+    if isinstance(method, Full):
+        why = "all parameters are trained, so there is no adapter: vLLM serves `model/` as it is"
+    elif isinstance(method, OFT):
+        why = "vLLM loads adapters of LoRA alone"
+    elif isinstance(method, LowRank) and method.use_dora:
+        why = "vLLM does not compute DoRA"
+    elif isinstance(method, Adapter) and method.modules_to_save:
+        why = "vLLM does not load `modules_to_save`"
+    elif spec.stage.head != "tokens":
+        why = f"the adapter of `stage: {spec.stage.type}` has a head of its own, which vLLM does not load"
+    if why is not None:
+        way = "remove `vllm` from `export`" if isinstance(method, Full) else "take `merged` instead of `vllm`"
+        yield Fault("vllm_refuses", f"{why}; {way}", "export")
+
+
+
+
 def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
     """One fault for every rule that refuses the job (or a preview of its rows), and those of its stage; none: it can
     run."""
@@ -469,7 +491,7 @@ def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
         for rule in RULES
         if rule.refuses(values) and not (preview and rule.training_only)
     )
-    return (*of_table, *_of_its_stage(spec, preview=preview), *_of_its_method(spec))
+    return (*of_table, *_of_its_stage(spec, preview=preview), *_of_its_method(spec), *_of_its_exports(spec))
 
 
 def cells(*axes: str) -> Iterator[tuple[dict[str, str], tuple[Rule, ...]]]:

@@ -31,7 +31,7 @@ from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
-from core.spec.axes.export import GGUF, Merged
+from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import (
@@ -482,6 +482,8 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
             case GGUF(quantization=quantization):
                 size = int(GGUF_BITS[quantization] * shape.parameters / 8)
                 yield Item("export", size, f"`gguf`: the whole model in {quantization}")
+            case VLLMAdapter():
+                yield Item("export", adapter, "`vllm`: the adapter")
             case _ as never:
                 assert_never(never)
     onto = {export.merge_onto for export in spec.export if isinstance(export, GGUF)}

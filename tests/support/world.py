@@ -85,6 +85,7 @@ class World:
         upgrade(self.database)
         self._numbers = itertools.count()
         self._webhooks: dict[str, tuple[str, str]] = {}
+        self._exports: dict[str, str] = {}
         self.secrets: list[str] = []
         """Every key that was ever made here."""
         self._runner = asyncio.Runner()
@@ -171,10 +172,12 @@ class World:
 
     def export(self, project: Project) -> str:
         """The id of an export of the project's model that was cancelled before it began."""
-        with self.database.write() as session:
-            _, job = entries.find(session, project.owner, project.model)
-            made = exports.ask(session, project.owner, job, [GGUF(quantization="F16")])
-            return stop(session, project.owner, made).id
+        if project.id not in self._exports:
+            with self.database.write() as session:
+                _, job = entries.find(session, project.owner, project.model)
+                made = exports.ask(session, project.owner, job, [GGUF(quantization="F16")])
+                self._exports[project.id] = stop(session, project.owner, made).id
+        return self._exports[project.id]
 
     def member(self, project: Project) -> str:
         """The id of a new member."""

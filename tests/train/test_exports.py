@@ -21,6 +21,7 @@ from core.spec.axes.method import Full, LoRA
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.export.formats.gguf import PROGRAMS, conversion, write_gguf
 from core.train.export.formats.subject import Subject
+from core.train.export.formats.vllm import refusal
 from core.train.export.prepare import prepare_exports
 from core.train.export.retention import LEAST_TUNING, LOGIT_BYTES, TOKENS, measure, probes
 from core.train.model.load import load_tokenizer
@@ -107,6 +108,31 @@ def test_a_job_hands_back_what_each_reader_reads(tmp_path: Path, model_dir: Path
     sizes = [(artifacts / f"gguf-{kind}/model-{kind}.gguf").stat().st_size for kind in ("Q4_K_M", "Q8_0", "F16")]
     assert sizes[0] < 0.8 * sizes[1] and sizes[1] < 0.7 * sizes[2]
     assert all(one["seconds"] > 0 and one["bytes"] >= size for one, size in zip((q4, q8, f16), sizes, strict=True))
+
+
+PLAIN = {"peft_type": "LORA", "r": 8, "bias": "none", "use_dora": False, "rank_pattern": {}, "modules_to_save": None}
+PAIR = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "names", "words"),
+    [
+        ({}, [], None),
+        ({"peft_type": "OFT"}, [], "vLLM loads LoRA"),
+        ({"use_dora": True}, [], "`use_dora` is true"),
+        ({"rank_pattern": {"q_proj": 4}}, [], "`rank_pattern`"),
+        ({"alpha_pattern": {"q_proj": 4}}, [], "`alpha_pattern`"),
+        ({"modules_to_save": ["lm_head"]}, [], "`modules_to_save`"),
+        ({"bias": "all"}, [], "it trains biases"),
+        ({"r": 513}, [], "its rank is 513"),
+        ({}, ["base_model.model.lm_head.lora_A.weight"], "lm_head"),
+        ({}, ["base_model.model.model.embed_tokens.lora_embedding_A"], "embed_tokens"),
+        ({}, ["base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight"], "magnitude"),
+    ],
+)
+def test_what_vllm_does_not_load_is_named(changed: dict[str, Any], names: list[str], words: str | None) -> None:
+    found = refusal(PLAIN | changed, PAIR + names)
+    assert found is None if words is None else found is not None and words in found
 
 
 # --- what is refused before work begins ------------------------------------------------------------------------

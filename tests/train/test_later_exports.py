@@ -20,7 +20,7 @@ __all__ = ["model_dir"]
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "qlora": ({"type": "qlora", "r": 4, "target_modules": "all-linear"}, ["merged"]),
-    "pissa": ({"type": "lora", "r": 4, "init_lora_weights": "pissa"}, ["merged"]),
+    "pissa": ({"type": "lora", "r": 4, "init_lora_weights": "pissa"}, ["merged", "vllm"]),
     "full": ("full", [{"type": "gguf", "quantization": "F16"}]),
 }
 
@@ -52,10 +52,17 @@ def test_later_is_the_same_to_the_bit(tmp_path: Path, model_dir: Path, name: str
         assert outcome["released"], outcome
     measured = [[{**one, "seconds": 0, "bytes": 0} for one in each] for each in outcomes]
     assert measured[0] == measured[1], "the same figures"
+    if name == "pissa":
+        served = outcomes[1][1]
+        assert served["max_lora_rank"] == 8, "twice the rank of the training"
+        assert served["retention"]["retention"] == pytest.approx(1, abs=1e-5)
+        card = (later / "artifacts" / "vllm" / "README.md").read_text()
+        assert "--max-lora-rank 8 --lora-modules" in card
     folder = outcomes[0][0]["folder"]
     hashes = [{one["path"]: one["sha256"] for one in each["artifacts"]} for each in told]
+    folders = tuple(f"{one['folder']}/" for one in outcomes[0])
     made = {path for path in hashes[1] if not path.endswith("README.md")}
-    assert made and made == {path for path in hashes[0] if path.startswith(f"{folder}/") and "README" not in path}
+    assert made and made == {path for path in hashes[0] if path.startswith(folders) and "README" not in path}
     assert {path: hashes[0][path] for path in made} == {path: hashes[1][path] for path in made}
     card = (later / "artifacts" / folder / "README.md").read_text()
     assert "## What the exported formats have kept" in card and "## How it was trained" in card

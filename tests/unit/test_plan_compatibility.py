@@ -26,6 +26,7 @@ OF_A_STAGE = {
     "metric_of_another_stage",
     "no_text_to_sample",
     "no_gguf_of_a_reward_model",
+    "vllm_refuses",
     "noise_of_another_stage",
     "no_whole_groups",
     "no_room_for_prompts",
@@ -75,6 +76,23 @@ def test_only_a_model_that_writes_is_sampled(name: str) -> None:
     assert ("no_text_to_sample" in codes) is (stage.head != "tokens")
     codes = {fault.code for fault in check(JobSpec.model_validate(job | {"export": ["gguf"]}))}
     assert ("no_gguf_of_a_reward_model" in codes) is (stage.head != "tokens")
+
+
+@pytest.mark.parametrize(
+    ("method", "refused"),
+    [
+        ({"type": "lora"}, False),
+        ({"type": "qlora", "use_rslora": True}, False),
+        ({"type": "lora", "init_lora_weights": "pissa"}, False),
+        ({"type": "lora", "use_dora": True}, True),
+        ({"type": "lora", "modules_to_save": ["norm"]}, True),
+        ({"type": "oft"}, True),
+        ("full", True),
+    ],
+)
+def test_an_adapter_that_vllm_refuses_is_refused(method: Any, refused: bool) -> None:
+    job = {"model": "a/b", "data": TRAIN, "method": method, "export": ["vllm"]}
+    assert ("vllm_refuses" in {fault.code for fault in check(JobSpec.model_validate(job))}) is refused
 
 
 PARENT = {"type": "job", "id": "job-01kar3v8x5m2h6n9qst4wyz0bc"}

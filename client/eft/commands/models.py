@@ -187,7 +187,8 @@ def download_model(
 def export_model(
     model: ModelArgument,
     formats: Annotated[
-        list[str], typer.Argument(metavar="FORMAT...", help="`merged`, or `gguf-` and a type, e.g. `gguf-Q8_0`.")
+        list[str],
+        typer.Argument(metavar="FORMAT...", help="`merged`, `vllm`, or e.g. `gguf-Q8_0`."),
     ],
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, and exit as it did.")] = False,
     patience: PatienceOption = 300.0,

@@ -51,7 +51,22 @@ class GGUF(SpecModel):
     Q8_0, 0.98 for Q6_K, 0.95 for Q5_K_M, 0.90 for Q4_K_M."""
 
 
-Export = Annotated[Merged | GGUF, Field(discriminator="type"), short_form(by_type, otherwise="merged")]
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `--max-lora-rank`."""
+
+
+class VLLMAdapter(SpecModel):
+    """The adapter as vLLM serves it over the base model (`--lora-modules`). It is checked against vLLM's rules: LoRA of
+    a rank that vLLM takes, without DoRA, `modules_to_save`, or adapters of embeddings and head. PEFT reads it over the
+    base model's own files, and its logits are compared with those of the trained model."""
+
+    type: Literal["vllm"] = "vllm"
+    min_retention: Retention | None = None
+    """Least retention (docs/exports.md) with which the adapter is released. Default: 0.90. Less than 1 is lost where it
+    was trained over packed weights (`qlora`), since vLLM serves it over those of the files."""
+
+
+Export = Annotated[Merged | GGUF | VLLMAdapter, Field(discriminator="type"), short_form(by_type, otherwise="merged")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,8 @@ def about(export: Export) -> AboutFormat:
             return AboutFormat("merged", "the merged model", "merged_withheld", 0.999)
         case GGUF(quantization=kind):
             return AboutFormat(f"gguf-{kind}", f"the GGUF file ({kind})", "gguf_withheld", GGUF_RETENTION[kind])
+        case VLLMAdapter():
+            return AboutFormat("vllm", "the adapter for vLLM", "vllm_withheld", 0.90)
         case _ as never:
             assert_never(never)
 

@@ -138,7 +138,7 @@ def _kind(path: Path) -> str:
             return "run_record"
         case _, "README.md":
             return "card"
-        case "adapter", name if name.startswith("adapter_"):
+        case "adapter" | "vllm", name if name.startswith("adapter_"):
             return "adapter"
         case _, name if name.endswith(".gguf"):
             return "gguf"

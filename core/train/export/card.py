@@ -45,8 +45,9 @@ def model_card(
             how, kind = f"{_adapter_words(method)}{over}", "adapter"
             library, relation, load = "peft", "adapter", _load_adapter(stage.head).format(base=base)
             if exported is not None:
-                original = exported["merge_onto"] == "original"
-                how += f"; merged onto {'its original weights' if original else 'the weights it was trained over'}"
+                if "merge_onto" in exported:
+                    original = exported["merge_onto"] == "original"
+                    how += f"; merged onto {'its original weights' if original else 'the weights it was trained over'}"
                 how += f", in {exported['dtype']}" if "dtype" in exported else ""
                 kind, library, relation, load = "model", "transformers", "finetune", _load_model(stage.head)
         case Full(train=part):
@@ -58,6 +59,9 @@ def model_card(
         how += f"; GGUF, {exported['quantization']}"
         library, relation = "llama.cpp", "quantized"
         load = _LOAD_GGUF.format(file=f"model-{exported['quantization']}.gguf")
+    if exported is not None and exported["type"] == "vllm":
+        kind, library, relation = "adapter", "peft", "adapter"
+        load = _LOAD_VLLM.format(base=base, rank=exported.get("max_lora_rank", "RANK"))
     meta: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": _PIPELINES[stage.head],
@@ -317,6 +321,12 @@ llama-server -m {file}
 ```
 
 Ollama takes it as well: `FROM ./{file}` in a Modelfile. The file has the tokenizer and the chat template."""
+
+_LOAD_VLLM = """```sh
+vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned=THIS_FOLDER
+```
+
+Requests name the model `tuned`."""
 
 _LOAD_SCORING = """```python
 from peft import PeftModel

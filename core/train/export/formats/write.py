@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from core.spec.axes.export import GGUF, Export, Merged, about
+from core.spec.axes.export import GGUF, Export, Merged, VLLMAdapter, about
 from core.spec.axes.method import Full
 from core.train.base.disk import disk_full
 from core.train.base.events import EventWriter
@@ -65,6 +65,10 @@ def _written(item: Export, subject: Subject, folder: Path) -> dict[str, Any]:
             from core.train.export.formats.gguf import write_gguf
 
             return write_gguf(item, subject, folder)
+        case VLLMAdapter():
+            from core.train.export.formats.vllm import write_vllm
+
+            return write_vllm(item, subject, folder)
         case _ as never:
             assert_never(never)
 
