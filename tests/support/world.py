@@ -94,6 +94,8 @@ class World:
             self.root = people.add_user(session, None, "root", box_admin=True).id
             nodes.register(session, "box", "worker-x", "0.1.0", [{"id": "cpu", "kind": "cpu"}], [])
         self.lab, self.rivals = self._project("lab"), self._project("rivals")
+        for project in (self.lab, self.rivals):
+            self.export(project)
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())
