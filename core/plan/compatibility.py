@@ -480,8 +480,6 @@ def _of_its_exports(spec: JobSpec) -> Iterator[Fault]:
         yield Fault("vllm_refuses", f"{why}; {way}", "export")
 
 
-
-
 def check(spec: JobSpec, *, preview: bool = False) -> tuple[Fault, ...]:
     """One fault for every rule that refuses the job (or a preview of its rows), and those of its stage; none: it can
     run."""
