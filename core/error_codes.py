@@ -459,6 +459,10 @@ NOTICES: dict[str, Code] = {
         "The merged model is not what was trained, or has kept too little of it.",
         "Read the job's result; take another `dtype`, or set `min_retention` (docs/exports.md).",
     ),
+    "vllm_withheld": (
+        "The adapter was not released for vLLM.",
+        "The notice has the reason; `merged` is a model that vLLM serves as it is.",
+    ),
     "gguf_withheld": (
         "The GGUF file is not what was trained, or has kept too little of it.",
         "Read the job's result; take more bits per weight, or set `min_retention` (docs/exports.md).",
