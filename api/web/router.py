@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from api.auth.policy import PUBLIC, ReadingOrOperating
 from api.deps import App, authorise, public
 from api.events.router import EventStream, while_allowed
-from api.web import box_page, compare_page, job_pages, new_page, other_pages, render, signin
+from api.web import box_router, compare_router, files_router, jobs_router, new_router, render, signin_router
 from api.web.changes import Changes
 from core.errors import NotFound
 
@@ -61,13 +61,13 @@ async def changes(
 
 ROUTERS = (
     _open,
-    signin.open_router,
+    signin_router.open_router,
     _closed,
-    signin.closed_router,
-    job_pages.router,
-    compare_page.router,
-    new_page.router,
-    box_page.router,
-    other_pages.router,
+    signin_router.closed_router,
+    jobs_router.router,
+    compare_router.router,
+    new_router.router,
+    box_router.router,
+    files_router.router,
 )
 """All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

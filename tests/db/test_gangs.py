@@ -17,7 +17,7 @@ from core.db.engine import Database, db_now
 from core.db.tables import Allocation, Event, Job, Node, OutboxMessage
 from core.jobs.base.shares import SLICE_SECONDS
 from core.jobs.base.slots import Key, Needs
-from core.jobs.lifecycle import lease_expiry, priority, submit
+from core.jobs.lifecycle import changes, lease_expiry, submit
 from core.jobs.lifecycle.claims import Claim
 from core.jobs.lifecycle.finish import Requeued, RetryPolicy, finish
 from core.jobs.lifecycle.lease_expiry import LossPolicy
@@ -299,7 +299,7 @@ def test_who_is_paused_or_gets_another_priority_comes_back_without_the_slots_tha
                 submit.pause(session, ada, lab.ids[name])
                 submit.resume(session, ada, lab.ids[name])
             else:
-                priority.change(session, ada, lab.ids[name], 0)
+                changes.prioritise(session, ada, lab.ids[name], 0)
             assert session.get_one(Job, lab.ids[name]).reserved_at is None
     lab.job("fresh", "bob", gpus=2, limit=100)
     assert lab.order_by_explanation()[0] == "fresh", "whoever has used less goes first again"

@@ -105,6 +105,17 @@ def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequenc
     )
 
 
+def newest_events(session: Session, job_id: str, types: Collection[str], limit: int) -> Sequence[Event]:
+    """Events of these types, newest first."""
+    query = select(Event).where(Event.job_id == job_id, Event.type.in_(types)).order_by(Event.seq.desc()).limit(limit)
+    return session.execute(query).scalars().all()
+
+
+def newest_seq(session: Session, job_id: str) -> int:
+    """Number of the newest event; 0 where there is none."""
+    return session.execute(select(func.max(Event.seq)).where(Event.job_id == job_id)).scalar_one() or 0
+
+
 def heads(session: Session, job_ids: Collection[str]) -> dict[str, JobHead]:
     """Status and newest event of many jobs at once; a job that is gone is left out."""
     found: dict[str, JobHead] = {}

@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
-from sqlalchemy import select
 
 from api.auth.permit import lacks
 from api.auth.policy import Policy, Principal, Reading, Role, Scope
@@ -20,9 +19,9 @@ from api.jobs.samples_router import job_samples
 from api.view import iso
 from api.web import render, words
 from api.web.views import Views
-from core.db.tables import Event
 from core.errors import EftError
 from core.jobs.base.states import FINAL, Status
+from core.jobs.views import queries
 
 router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
 
@@ -110,25 +109,22 @@ def _may_write(principal: Principal) -> bool:
 def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None, int]:
     """The timeline, newest first; the phase that the trainer reported last; and the number of the newest event. The
     caller has been let in to the job."""
-    newest = select(Event).where(Event.job_id == job_id).order_by(Event.seq.desc())
     with app.database.read() as session:
-        rows = session.execute(newest.where(Event.type.in_(TOLD)).limit(LATEST)).scalars().all()
-        phases = session.execute(newest.where(Event.type == "phase").limit(1)).scalar_one_or_none()
-        last = session.execute(select(Event.seq).where(Event.job_id == job_id).order_by(Event.seq.desc()).limit(1))
-        seq = last.scalar_one_or_none() or 0
+        rows = queries.newest_events(session, job_id, TOLD, LATEST)
+        phases = queries.newest_events(session, job_id, ["phase"], 1)
+        seq = queries.newest_seq(session, job_id)
     told = [
         {"seq": row.seq, "type": row.type, "time": iso(row.time), "attempt": row.attempt, "data": row.data}
         for row in rows
     ]
-    return told, None if phases is None else phases.data.get("phase"), seq
+    return told, phases[0].data.get("phase") if phases else None, seq
 
 
 def _record(app: AppState, job_id: str) -> dict[str, Any] | None:
     """The run record of the newest attempt: versions, device, hashes."""
-    query = select(Event.data).where(Event.job_id == job_id, Event.type == "run_record").order_by(Event.seq.desc())
     with app.database.read() as session:
-        data = session.execute(query.limit(1)).scalar_one_or_none()
-    return None if data is None else data.get("record")
+        rows = queries.newest_events(session, job_id, ["run_record"], 1)
+    return rows[0].data.get("record") if rows else None
 
 
 def _log(views: Views, job_id: str) -> dict[str, str]:
