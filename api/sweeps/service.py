@@ -49,6 +49,8 @@ class Sweeps:
             except EftError as error:
                 told = ", ".join(f"{field}={value}" for field, value in point.items())
                 error.message = f"run {number} of {len(places)} ({told}): {error.message}"
+                if error.field in point:
+                    error.field = f"sweep.{error.field}"
                 raise
             runs.append((point, spec))
         sweep = _with_metric(sweep, [spec for _, spec in runs])

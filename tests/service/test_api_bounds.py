@@ -19,7 +19,7 @@ from api.notices import service as webhooks
 from api.notices.schemas import WebhookWish
 from core.db.tables import User, Webhook
 from core.errors import Conflict
-from tests.support.requests import filled, objects, request_of
+from tests.support.requests import OF_ANOTHER_PROTOCOL, filled, objects, request_of
 from tests.support.world import MODEL, Caller, World
 
 HALF, NUL, ESC, BIDI = "\ud800", "a\x00b", "\u009b31m", "a\u202eb"
@@ -59,7 +59,7 @@ def test_no_field_of_any_body_takes_what_cannot_be_kept(here: World, boss: Calle
     for path, methods in here.app.openapi()["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-            if content is None:
+            if content is None or path in OF_ANOTHER_PROTOCOL:
                 continue
             route = (method.upper(), path)
             document = request_of(here, route, here.lab)["json"]

@@ -24,7 +24,7 @@ from api.web.router import ROUTERS
 from core.db.tables import Audit, Job
 from core.jobs.lifecycle.registry import entries
 from core.jobs.lifecycle.submit import cancel, submit
-from tests.support.requests import filled, objects, request_of
+from tests.support.requests import OF_ANOTHER_PROTOCOL, filled, objects, request_of
 from tests.support.world import MODEL, SHA, Caller, Project, World
 
 OPEN = {
@@ -39,8 +39,8 @@ PAGES = {("GET", "/docs"), ("GET", "/openapi.json")}
 """Those of them that are not in the document."""
 OWN_KEYS = {("POST", "/keys/{key_id}/rotate"), ("DELETE", "/keys/{key_id}")}
 """Changes that viewers may make: of their own keys."""
-TOOLS = {("POST", "/mcp")}
-"""Changes nothing itself; each tool asks for what its own route asks for (test_mcp.py)."""
+TOOLS = {("POST", path) for path in OF_ANOTHER_PROTOCOL}
+"""They change nothing themselves: each tool asks for what its own route asks for."""
 FEW = {"viewer", "member", "boss", "who has left", "member's machine"}
 ROLES, SCOPES = ["viewer", "member", "admin"], ["metrics", "read", "write", "admin", "box"]
 BOX_LEVEL = {"name", "user"}

@@ -47,6 +47,10 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
     }
 
 
+OF_ANOTHER_PROTOCOL = {"/mcp"}
+"""Paths whose bodies and errors have the shape of another protocol (tests/service/test_mcp.py)."""
+
+
 def filled(path: str, things: dict[str, str]) -> str:
     unknown = sorted(set(re.findall(r"{(\w+)}", path)) - set(things))
     assert not unknown, f"{path}: say in `objects` (and BOX_LEVEL) what {unknown} is, of a project and of nobody"
