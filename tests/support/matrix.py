@@ -81,6 +81,13 @@ ROWS: dict[str, Any] = {
         {"prompt": row["prompt"], "completions": [" one", row["completion"]], "labels": [True, bool(n % 2)]}
         for n, row in enumerate(pairs(16))
     ],
+    "prompt": [{"prompt": row["prompt"]} for row in pairs(16)],
+}
+SHORT_ROLLOUTS = {
+    "type": "grpo",
+    "num_generations": 2,
+    "max_completion_length": 8,
+    "reward": [{"type": "regex", "pattern": "[e-m]"}],
 }
 STAGES = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
 
@@ -113,7 +120,7 @@ class Cell:
         method = METHODS[self.method]
         rate = 1e-3 if method["type"] == "full" else 1e-2
         return {
-            "stage": self.stage,
+            "stage": SHORT_ROLLOUTS if self.stage == "grpo" else self.stage,
             "method": method,
             "quantization": self.base,
             "optimizer": {"type": self.optimizer, "learning_rate": rate, **OPTIONS.get(self.optimizer, {})},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -45,7 +46,7 @@ AXES: dict[str, Any] = {
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose tokenizer has merges, which llama.cpp wants."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    tokenizer = family_tokenizer("chatml")
+    tokenizer = copy.deepcopy(family_tokenizer("chatml"))
     tokenizer.chat_template = without_marks(FAMILIES["chatml"].source)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -253,7 +254,7 @@ TRAINED = {
 def _tuned(family: str, folder: Path) -> Subject:
     """A random model of the family, with an adapter that says something."""
     name, special, adapter = TRAINED[family]
-    tokenizer = family_tokenizer("chatml")
+    tokenizer = copy.deepcopy(family_tokenizer("chatml"))
     torch.manual_seed(1)
     config = getattr(transformers, name)(
         **SMALL | special, vocab_size=448, eos_token_id=tokenizer.eos_token_id, bos_token_id=None
