@@ -160,7 +160,7 @@ class PlanPlace(_View):
     peak_bytes: int
     """On the device, at its most; on a CPU with all that is kept aside in the same memory."""
     moment: str
-    """When that is: `backward begins`, `backward ends`, `step` or `evaluation`."""
+    """When that is: `reference`, `loss`, `backward begins`, `backward ends`, `step`, `evaluation` or `rollout`."""
     bytes: list[PlanItem]
     """On the device at that moment."""
     host_bytes: int

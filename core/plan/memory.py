@@ -218,14 +218,14 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
         moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
     if isinstance(spec.stage, GRPO):
         moments["rollout"] = _answering(spec.stage, shape, numbers, longest, casts)
-    totals = {name: sum(item.bytes for item in items) for name, items in moments.items()}
-    moment = max((name for name in totals if name != "reference"), key=lambda name: totals[name])
-    fixed = sum(item.bytes for item in state)
-    before = fixed - sum(item.bytes for item in state if item.kind == "optimizer")  # it is there from the first step on
+    before = [item for item in state if item.kind != "optimizer"]  # which has a state from the first step on
+    held_at = {name: [*(before if name == "reference" else state), *items] for name, items in moments.items()}
+    totals = {name: sum(item.bytes for item in items) for name, items in held_at.items()}
+    moment = max(totals, key=lambda name: totals[name])
     return Plan(
-        device=tuple(item for item in (*state, *moments[moment]) if item.bytes),
+        device=tuple(item for item in held_at[moment] if item.bytes),
         moment=moment,
-        moments={name: (before if name == "reference" else fixed) + total for name, total in totals.items()},
+        moments=totals,
         host=tuple(item for item in (*_host(spec, held, device, stream), *kept_.host) if item.bytes),
         disk=tuple(item for item in _disk(spec, shape, held, stream) if item.bytes),
         rows=max(1, tokens // longest),
