@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ from api.mcp.tools import (
     schema_of,
     shallow_object,
 )
+from core.spec.differences import differences
 
 COMPARED = 8
 """Jobs of one comparison."""
@@ -127,21 +128,9 @@ async def _compare(arguments: Mapping[str, Any], caller: Caller) -> Reply:
         if reply.failed:
             return reply
         views.append(reply.body)
-    specs = [dict(_fields(view["spec"])) for view in views]
-    names = sorted({name for spec in specs for name in spec})
-    values = {name: [spec.get(name) for spec in specs] for name in names}
-    differ = {name: each for name, each in values.items() if any(value != each[0] for value in each)}
     shown = ("id", "name", "status", "progress", "result")
+    differ = differences([view["spec"] for view in views])
     return Reply(200, {"jobs": [{name: view.get(name) for name in shown} for view in views], "differ": differ})
-
-
-def _fields(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a spec by their dotted names."""
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _fields(each, f"{at}.{name}" if at else name)
-    else:
-        yield at, value
 
 
 def _describe(arguments: Mapping[str, Any], document: Document) -> dict[str, Any]:

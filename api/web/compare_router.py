@@ -45,7 +45,7 @@ def compare_page(
         "compare.html",
         jobs=jobs,
         names=_names(jobs),
-        differences=[row for row in words.differences([one["spec"] for one in jobs]) if row[0] != "name"],
+        differences=[row for row in words.changed([one["spec"] for one in jobs]) if row[0] != "name"],
         samples=_samples(views, ids),
     )
 

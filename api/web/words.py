@@ -9,6 +9,8 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from core.spec.differences import differences
+
 PHASES = {
     "loading": "loads the model",
     "preparing": "prepares the data",
@@ -213,27 +215,11 @@ def figure(job: Mapping[str, Any]) -> tuple[str, float] | None:
     return ("train_loss", float(result["train_loss"])) if result.get("train_loss") is not None else None
 
 
-def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """A spec as dotted paths and plain values."""
-    if isinstance(value, Mapping) and value:
-        found: dict[str, Any] = {}
-        for key, inner in value.items():
-            found |= flat(inner, f"{path}.{key}" if path else str(key))
-        return found
-    return {path: value}
-
-
-def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Dotted paths on which the specs are not all equal, each with the value of every spec; `–` where it has none."""
-    columns = [flat(spec) for spec in specs]
-    paths = dict.fromkeys(path for column in columns for path in column)
+def changed(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The fields in which specs differ, each with the words for every spec's value; `–` where it has none."""
     missing = object()
-    rows = []
-    for path in paths:
-        values = [column.get(path, missing) for column in columns]
-        if any(value != values[0] or type(value) is not type(values[0]) for value in values[1:]):
-            rows.append((path, ["–" if value is missing else plain(value) for value in values]))
-    return rows
+    found = differences(specs, missing)
+    return [(path, ["–" if value is missing else plain(value) for value in each]) for path, each in found.items()]
 
 
 def plain(value: Any) -> str:

@@ -187,7 +187,7 @@ class _ReadOnly(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = func.__name__
-        if name == "__set__" or (args and isinstance(args[0], _ReadOnly) and _writes(name)):
+        if _written(name, args):
             _refuse()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
