@@ -343,6 +343,14 @@ FAILURES: dict[str, Code] = {
     ),
     "solutions_are_not_split": ("A solution in steps cannot be split.", "Set `training.truncation` to cut it."),
     "no_text_to_sample": ("A reward model writes no text.", "Remove `evaluation.samples`."),
+    "no_answers_to_score": (
+        "The rows of this stage have no completions to score answers against.",
+        "Remove `evaluation.generation`.",
+    ),
+    "no_prompt_to_answer": (
+        "`evaluation.generation` meets a held-out row without a prompt.",
+        "Give rows with a prompt and a completion, or remove `evaluation.generation`.",
+    ),
     "vllm_refuses": ("vLLM does not load adapters of this method.", "Take `merged` instead of `vllm`."),
     "no_gguf_of_a_reward_model": ("A reward model is not exported as a GGUF file.", "Set `export: [merged]`."),
     "model_of_another_head": (

@@ -99,7 +99,7 @@ def _base(model: Model, ahead: dict[str, JobSpec]) -> Model:
 def _check_gates(step: Step, job: JobSpec, place: str) -> None:
     """Raises SpecError for a gate about a figure that the result of the step will not have."""
     held_out = isinstance(job.evaluation, HeldOut)
-    known = ["train_loss", *(job.stage.metrics if held_out else ())]
+    known = job.result_metrics
     for number, gate in enumerate(step.gates):
         if gate.metric in known:
             continue

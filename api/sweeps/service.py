@@ -74,7 +74,7 @@ def _with_metric(sweep: Sweep, specs: list[JobSpec]) -> Sweep:
     held_out = all(isinstance(spec.evaluation, HeldOut) for spec in specs)
     metric = sweep.metric or ("eval_loss" if held_out else "train_loss")
     for number, spec in enumerate(specs, 1):
-        known = ["train_loss", *(spec.stage.metrics if isinstance(spec.evaluation, HeldOut) else ())]
+        known = spec.result_metrics
         if metric not in known:
             words = f"the result of run {number} has no `{metric}`; it has {', '.join(f'`{name}`' for name in known)}"
             raise _refused("gate_without_figure", words, "sweep.metric")

@@ -16,12 +16,13 @@ from pydantic import BaseModel
 from core.errors import Fault
 from core.spec.axes.batching import Batching, Packed, Rows, Tokens
 from core.spec.axes.data import FORMATS, Data, format_of
+from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
 from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
-from core.spec.axes.stage import CPT, DPO, GRPO, KTO, SFT, Stage, loss_on
+from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, SimPO, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -385,11 +386,20 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             "`export: [merged]`",
             "export",
         )
-    if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in stage.metrics:
+    generation = spec.evaluation.generation if isinstance(spec.evaluation, HeldOut) else NoGeneration()
+    if not isinstance(generation, NoGeneration) and not isinstance(stage, SFT | DPO | SimPO | ORPO):
+        yield Fault(
+            "no_answers_to_score",
+            f"rows of `stage: {stage.type}` have no completion that an answer could be scored against; remove "
+            "`evaluation.generation`",
+            "evaluation.generation",
+        )
+    measured = spec.evaluation.measured(stage.metrics) if isinstance(spec.evaluation, HeldOut) else {}
+    if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in measured:
         yield Fault(
             "metric_of_another_stage",
             f"`stage: {stage.type}` does not measure `{spec.evaluation.metric_for_best_model}`; set the metric to one "
-            f"of {_or(stage.metrics)}",
+            f"of {_or(measured)}",
             "evaluation.metric_for_best_model",
         )
 

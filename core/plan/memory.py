@@ -31,6 +31,7 @@ from core.plan.models.weights import WeightBytes, headed, weigh
 from core.plan.optimizers import state_of
 from core.plan.stream import MARGIN, Decision, Free, Need, decide
 from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
@@ -250,9 +251,10 @@ def _evaluating(
         Item("activations", inside + casts, "of one block, nothing kept"),
         Item("logits", logits, "all of them, in float32 too" if numbers.whole else "a chunk of them"),
     ]
-    if isinstance(held_out.samples, NoSamples):
+    generated = (held_out.samples, held_out.generation)
+    new = max(0 if isinstance(one, NoSamples | NoGeneration) else one.max_new_tokens for one in generated)
+    if not new:
         return found
-    new = held_out.samples.max_new_tokens
     what = _beside(held_out, training, training.longest + new)
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * numbers.computed * what.tokens
     answering = [

@@ -13,7 +13,16 @@ from core.spec.axes.method import LoRA, Method
 from core.spec.axes.model import Model
 from core.spec.axes.optimizer import AdamW, Linear, Optimizer, Schedule
 from core.spec.axes.quantization import Quantization
-from core.spec.axes.runtime import Checkpoint, DiskCheckpoints, Evaluation, Memory, Resident, Resources, SingleDevice
+from core.spec.axes.runtime import (
+    Checkpoint,
+    DiskCheckpoints,
+    Evaluation,
+    HeldOut,
+    Memory,
+    Resident,
+    Resources,
+    SingleDevice,
+)
 from core.spec.axes.stage import CPT, SFT, Stage
 from core.spec.axes.training import Training
 from core.spec.base import SpecModel, short_form
@@ -94,6 +103,12 @@ class JobSpec(SpecModel):
     notify: Annotated[list[WebhookId], Field(max_length=10)] = Field(default=[])
     """Ids of webhooks of the project to notify of this job (docs/notices.md), beside those that are notified of all
     jobs."""
+
+    @property
+    def result_metrics(self) -> list[str]:
+        """Names of figures that the job's result will have: the training loss, and those of evaluations."""
+        held_out = self.evaluation.measured(self.stage.metrics) if isinstance(self.evaluation, HeldOut) else {}
+        return ["train_loss", *held_out]
 
     @field_validator("tags")
     @classmethod

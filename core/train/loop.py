@@ -366,13 +366,15 @@ class Loop:
         if self.engine.ranks.any_rank(share is None):
             raise StopRequested
         assert share is not None
-        values, samples = self.evaluator.together(share, totals)
+        found = self.evaluator.together(share, totals)
         self._eval_seconds = time.monotonic() - started
-        self.state.evaluations.append({"step": step, **values})
-        self.run.events.write("evaluation", step=step, values=values)
-        if samples:
-            self.state.keep_samples(step, samples)
-            self.run.events.write("samples", step=step, samples=samples)
+        self.state.evaluations.append({"step": step, **found.figures})
+        self.run.events.write("evaluation", step=step, values=found.figures)
+        if found.samples:
+            self.state.keep_samples(step, found.samples)
+            self.run.events.write("samples", step=step, samples=found.samples)
+        if found.answers:
+            self.state.keep_answers(step, found.answers)
         self._keep_best()
         if 0 < step < self.total_steps:
             self.run.phase("training")

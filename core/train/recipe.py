@@ -147,7 +147,9 @@ def build_run_schedule(spec: JobSpec, total_steps: int, stage: Stage, state: Tra
     if not isinstance(spec.evaluation, HeldOut):
         return build_schedule(spec.schedule, total_steps)
     metric = spec.evaluation.metric_for_best_model
-    better = stage.held_out_metrics.get(metric, "lower")  # build_evaluator refuses a metric that is not measured
+    better = spec.evaluation.measured(stage.held_out_metrics).get(
+        metric, "lower"
+    )  # build_evaluator refuses a metric that is not measured
     return build_schedule(spec.schedule, total_steps, lambda: state.evaluations, metric=metric, better=better)
 
 

@@ -35,6 +35,8 @@ class TrainerState:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """{"step", "samples"}: what the model answered at each evaluation, oldest first; the oldest but the very first go
     when they are too many."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Scored answers of the latest evaluation, `step` among their fields."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"window_loss": self.window_loss if math.isfinite(self.window_loss) else None}
@@ -55,6 +57,16 @@ class TrainerState:
         self.samples.append({"step": step, "samples": samples})
         while len(self.samples) > 2 and sum(map(_chars, self.samples)) > SAMPLE_CHARS:
             del self.samples[1]
+
+    def keep_answers(self, step: int, answers: list[dict[str, Any]]) -> None:
+        """Keep the scored answers of an evaluation in place of those before it: the first so many whose text stays
+        below SAMPLE_CHARS."""
+        self.answers, left = [], SAMPLE_CHARS
+        for one in answers:
+            left -= sum(len(one[key]) for key in ("prompt", "reference", "answer"))
+            if left < 0:
+                break
+            self.answers.append({"step": step, **one})
 
     def evaluated(self, step: int) -> dict[str, float] | None:
         """The evaluation after this step, `step` among its values; None where there was none."""

@@ -39,7 +39,12 @@ AXES: dict[str, Any] = {
 }
 EVALUATION: dict[str, Any] = {"type": "held_out", "eval_steps": 2, "per_device_eval_batch_size": 4}
 STAGE = SupervisedFineTuning()
-BEST = EVALUATION | {"early_stopping": {"type": "patience", "patience": 3}, "load_best_model_at_end": True}
+GENERATION = {"metrics": ["exact_match", "chrf"], "rows": 5, "max_new_tokens": 8}
+BEST = EVALUATION | {
+    "early_stopping": {"type": "patience", "patience": 3},
+    "load_best_model_at_end": True,
+    "generation": GENERATION,
+}
 GREEDY = {"type": "greedy", "rows": 3, "prompts": ["say hello"], "max_new_tokens": 10}
 
 
@@ -200,6 +205,36 @@ def test_samples_are_told_kept_and_what_the_model_says(stopped: Path, tiny_dir: 
         assert told[step][3]["finished"] == answer.finished
 
 
+def test_answers_are_scored_as_they_can_be_read(stopped: Path, rows: tuple[Path, Path], tmp_path: Path) -> None:
+    """Figures of the last evaluation are those of answers.jsonl, whose answers are those of the samples."""
+    lines = [json.loads(line) for line in (stopped / "artifacts" / "answers.jsonl").read_text().splitlines()]
+    seen, last = evaluations(stopped), result(stopped)["steps"]
+    assert [line["step"] for line in lines] == [last] * 5
+    held = [json.loads(line) for line in rows[1].read_text().splitlines()]
+    for line in lines:
+        row = held[line["line"] - 1]
+        assert (line["prompt"], line["reference"]) == (row["prompt"], row["completion"])
+        assert line["scores"]["eval_generated/exact_match"] == (line["answer"].strip() == row["completion"].strip())
+    for name in ("eval_generated/exact_match", "eval_generated/chrf"):
+        assert seen[last][name] == sum(line["scores"][name] for line in lines) / 5
+        assert all(0 <= values[name] <= 1 for values in seen.values())
+    sampled = {one["row"]: one["completion"] for one in samples(stopped)[last] if one["row"] is not None}
+    assert lines[0]["answer"] == sampled[0][: len(lines[0]["answer"])]
+    kinds = {entry["path"]: entry["kind"] for entry in events(stopped, "result")[0]["artifacts"]}
+    assert kinds["answers.jsonl"] == "answers"
+    assert "eval_generated/chrf" in (stopped / "artifacts" / "adapter" / "README.md").read_text()
+
+
+def test_rows_without_a_prompt_have_no_answer_to_score(tiny_dir: Path, tmp_path: Path) -> None:
+    text = write_rows(tmp_path / "text.jsonl", [{"text": "abcdefghij" * 4}] * 3)
+    held = EVALUATION | {"generation": GENERATION}
+    run_dir = write_run(tmp_path / "run", tiny_dir, text, held_out=text, **(AXES | {"evaluation": held}))
+    assert run(run_dir) == EXIT_FAILED
+    (error,) = events(run_dir, "error")
+    assert (error["failure"], error["code"]) == ("user", "no_prompt_to_answer")
+    assert "line 1 has no prompt" in error["message"]
+
+
 @pytest.mark.parametrize("kind", [GREEDY, GREEDY | {"type": "sampling", "temperature": 1.0}])
 def test_samples_change_no_bit_of_the_training(
     tiny_dir: Path, rows: tuple[Path, Path], tmp_path: Path, stopped: Path, kind: dict[str, Any]
@@ -270,6 +305,9 @@ def test_killed_after_the_best_it_decides_the_same(
     ]
     assert (second / "artifacts" / "samples.jsonl").read_bytes() == (
         stopped / "artifacts" / "samples.jsonl"
+    ).read_bytes()
+    assert (second / "artifacts" / "answers.jsonl").read_bytes() == (
+        stopped / "artifacts" / "answers.jsonl"
     ).read_bytes()
 
 

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
             "eval_steps": 2,
             "per_device_eval_batch_size": 2,
             "samples": {"type": "sampling", "rows": 3, "max_new_tokens": 6},
+            "generation": {"metrics": ["chrf"], "rows": 3, "max_new_tokens": 6},
         },
     },
     "full": {"method": "full", "optimizer": {"learning_rate": 1e-3}},

@@ -25,6 +25,7 @@ OF_A_STAGE = {
     "reference_is_trained",
     "metric_of_another_stage",
     "no_text_to_sample",
+    "no_answers_to_score",
     "no_gguf_of_a_reward_model",
     "vllm_refuses",
     "noise_of_another_stage",
@@ -74,6 +75,13 @@ def test_only_a_model_that_writes_is_sampled(name: str) -> None:
     }
     codes = {fault.code for fault in check(JobSpec.model_validate(job))}
     assert ("no_text_to_sample" in codes) is (stage.head != "tokens")
+    scored = {"type": "held_out", "generation": {"metrics": ["f1"]}, "metric_for_best_model": "eval_generated/f1"}
+    codes = {fault.code for fault in check(JobSpec.model_validate(job | {"evaluation": scored}))}
+    assert ("no_answers_to_score" in codes) is (name not in ("sft", "dpo", "simpo", "orpo"))
+    assert "metric_of_another_stage" not in codes
+    other = scored | {"metric_for_best_model": "eval_generated/chrf"}
+    codes = {fault.code for fault in check(JobSpec.model_validate(job | {"evaluation": other}))}
+    assert "metric_of_another_stage" in codes
     codes = {fault.code for fault in check(JobSpec.model_validate(job | {"export": ["gguf"]}))}
     assert ("no_gguf_of_a_reward_model" in codes) is (stage.head != "tokens")
 

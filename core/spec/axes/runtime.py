@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from core.spec.axes.evaluation.generation import (
+    GeneratedMetricName,
+    Generation,
+    GreedyGeneration,
+    NoGeneration,
+    metric_names,
+)
+from core.spec.axes.stage import Better
 from core.spec.base import SpecModel, by_type, short_form, yes_or_no
 
 
@@ -267,9 +276,11 @@ class HeldOut(SpecModel):
     one of training, unless a single row has."""
     samples: Samples = NoSamples()
     """Answers generated at evaluations."""
-    metric_for_best_model: BestMetric = "eval_loss"
+    generation: Generation = NoGeneration()
+    """Metrics of answers that the model generates for held-out rows."""
+    metric_for_best_model: BestMetric | GeneratedMetricName = "eval_loss"
     """Metric that decides which evaluation is better, for the next two fields. Each stage has its own (docs/stages.md);
-    all have `eval_loss`."""
+    all have `eval_loss`. Those of `generation` are `eval_generated/…`."""
     early_stopping: EarlyStopping = NoEarlyStopping()
     """Condition for ending before the last step."""
     load_best_model_at_end: bool = False
@@ -283,6 +294,12 @@ class HeldOut(SpecModel):
                 if getattr(self, name) not in (False, NoEarlyStopping()):
                     raise ValueError(f"`{name}` compares evaluations while training: set `eval_steps`")
         return self
+
+    def measured(self, stage_metrics: Mapping[str, Better]) -> dict[str, Better]:
+        """Metrics of an evaluation, and which way is better. `stage_metrics`: those of the stage."""
+        generation = self.generation
+        generated = metric_names(generation.metrics) if isinstance(generation, GreedyGeneration) else []
+        return {**stage_metrics, **dict.fromkeys(generated, "higher")}
 
 
 Evaluation = Annotated[NoEvaluation | HeldOut, Field(discriminator="type"), short_form(by_type, otherwise="held_out")]

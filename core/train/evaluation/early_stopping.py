@@ -27,7 +27,7 @@ def early_stopping(
     if isinstance(spec, NoEvaluation):
         return EarlyStoppingState(None, 0, False)
     metric = spec.metric_for_best_model
-    sign = 1.0 if stage.held_out_metrics[metric] == "higher" else -1.0
+    sign = 1.0 if spec.measured(stage.held_out_metrics)[metric] == "higher" else -1.0
     match spec.early_stopping:
         case NoEarlyStopping():
             patience, min_delta = None, 0.0

@@ -18,7 +18,8 @@ from core.train.base.stop import StopRequested
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset, eval_batches
 from core.train.engine import Diverged, Engine
-from core.train.evaluation.samples import Sample, Sampler
+from core.train.evaluation.samples import Answering, Sample, Sampler
+from core.train.evaluation.scored import AnswerScorer, ScoredAnswer, means
 from core.train.feed import RunData
 from core.train.policy import PolicyModel
 from core.train.run import Run
@@ -33,6 +34,19 @@ class Share:
     """Sums of the stage over the rank's rows."""
     samples: Mapping[int, Sample]
     """Samples by the number of their prompt."""
+    answers: Mapping[int, ScoredAnswer]
+    """Scored answers by the number of their prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What all ranks found together."""
+
+    figures: dict[str, float]
+    samples: list[Sample]
+    """The model's answers in the order of the prompts, none when none are wanted."""
+    answers: list[ScoredAnswer]
+    """Scored answers in the order of the rows, none when none are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,7 @@ class Evaluator:
     stage: Stage
     dataset: TokenDataset
     sampler: Sampler
+    scorer: AnswerScorer
     batch_size: int
     """Rows of one pass at most."""
     most_tokens: int
@@ -63,7 +78,7 @@ class Evaluator:
     def share(self, totals: Totals) -> Share:
         """Work on this rank's batches and prompts; a run of one rank has them all."""
         found = measure(self.engine, self.stage, self._batches(), totals, between=self.between)
-        return Share(found, self.sampler.answers())
+        return Share(found, self.sampler.answers(), self.scorer.answers())
 
     def _batches(self, only: tuple[int, ...] | None = None) -> Iterator[Batch]:
         ranks = self.engine.ranks
@@ -77,15 +92,20 @@ class Evaluator:
             only=only,
         )
 
-    def together(self, share: Share, totals: Totals) -> tuple[dict[str, float], list[Sample]]:
-        """Put the shares of all ranks together: figures, and the model's answers in the order of the prompts, none when
-        none are wanted. Collective."""
-        shares = self.engine.ranks.all_gather((dict(share.sums), list(share.samples.items())))
+    def together(self, share: Share, totals: Totals) -> Found:
+        """Put the shares of all ranks together. Collective."""
+        shares = self.engine.ranks.all_gather(
+            (dict(share.sums), list(share.samples.items()), list(share.answers.items()))
+        )
         sums: dict[str, float] = {}
-        for part, _ in shares:
+        for part, _, _ in shares:
             sums = _plus(sums, part)
-        found = {at: sample for _, samples in shares for at, sample in samples}
-        return figures(self.engine, self.stage, sums, totals), [found[at] for at in sorted(found)]
+        samples = {at: sample for _, found, _ in shares for at, sample in found}
+        answers = {at: answer for _, _, found in shares for at, answer in found}
+        values, scored = figures(self.engine, self.stage, sums, totals), [answers[at] for at in sorted(answers)]
+        if scored:
+            values |= means(scored)
+        return Found(values, [samples[at] for at in sorted(samples)], scored)
 
 
 def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data: RunData) -> Evaluator | None:
@@ -95,26 +115,20 @@ def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data
         return None
     if data.eval is None:
         raise SpecError("evaluation `held_out` needs `data.eval`", field="data.eval")
-    if (metric := spec.metric_for_best_model) not in stage.held_out_metrics:
+    measured = spec.measured(stage.held_out_metrics)
+    if (metric := spec.metric_for_best_model) not in measured:
         raise SpecError(
-            f"this job does not measure {metric}, only {', '.join(stage.held_out_metrics)} (exact match needs a loss "
-            "on completions); choose another metric",
+            f"this job does not measure {metric}, only {', '.join(measured)} (exact match needs a loss on completions); "
+            "choose another metric",
             field="evaluation.metric_for_best_model",
         )
     size, (tokens, _) = spec.per_device_eval_batch_size, training_pass(run.spec, data.longest)
-    sampler = Sampler(
-        engine,
-        tokenizer,
-        data.eval,
-        spec.samples,
-        data.options,
-        batch_size=size,
-        most_tokens=tokens,
-        between=run.check_stop,
-    )
-    if (why := sampler.without_slots()) is not None:
+    answering = Answering(engine, tokenizer, size, tokens, run.check_stop)
+    sampler = Sampler(answering, data.eval, spec.samples, data.options)
+    scorer = AnswerScorer(answering, data.eval, spec.generation)
+    if (why := sampler.without_slots() or scorer.without_slots()) is not None:
         run.notice("generation_in_batches", describe_batches(why))
-    return Evaluator(engine, stage, data.eval, sampler, size, tokens, run.check_stop)
+    return Evaluator(engine, stage, data.eval, sampler, scorer, size, tokens, run.check_stop)
 
 
 def describe_batches(why: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,8 +96,9 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if state.samples:
         rows = [{"step": at["step"], **one} for at in state.samples for one in at["samples"]]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+        _write_lines(folder / "samples.jsonl", rows)
+    if state.answers:
+        _write_lines(folder / "answers.jsonl", state.answers)
     merge_rollouts([run.folder, *map(Path, run.order.resume_from)], folder / "rollouts.jsonl")
     record_text = json.dumps(record | {"result": result}, indent=2, ensure_ascii=False)
     (folder / RUN_RECORD_FILE).write_text(record_text + "\n", encoding="utf-8")
@@ -105,6 +106,11 @@ def write_artifacts(run: Run, trained: Trained) -> tuple[dict[str, Any], list[di
     chosen = best["step"] if best and best["restored"] else None
     plot_loss(state.metrics, state.evaluations, folder / "loss.png", unit=trained.stage.loss_unit, chosen=chosen)
     return result, list_files(folder)
+
+
+def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
 
 
 def list_files(folder: Path) -> list[dict[str, Any]]:
@@ -130,8 +136,8 @@ def _kind(path: Path) -> str:
             return "plot"
         case _, "metrics.jsonl":
             return "metrics"
-        case _, "samples.jsonl":
-            return "samples"
+        case _, "samples.jsonl" | "answers.jsonl" as name:
+            return name.removesuffix(".jsonl")
         case _, "rollouts.jsonl":
             return "rollouts"
         case _, name if name == RUN_RECORD_FILE:

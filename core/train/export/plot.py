@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.spec.axes.evaluation.generation import PREFIX
+
+SCORES = 3
+"""Metrics of generated answers that are drawn at most, in the order of the job."""
+
 
 def plot_loss(
     metrics: Sequence[dict[str, float]],
@@ -15,8 +20,8 @@ def plot_loss(
     chosen: int | None = None,
 ) -> None:
     """As PNG: training loss by optimizer step; held-out loss where it was measured, with a line at the base model's and
-    a star at the step whose weights were handed back (`chosen`); exact match on an axis of its own. `unit`: what the
-    loss is a mean over."""
+    a star at the step whose weights were handed back (`chosen`); exact match and metrics of generated answers on an
+    axis of their own. `unit`: what the loss is a mean over."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,12 +45,15 @@ def plot_loss(
     axes.set_ylabel(f"loss (mean over {unit})")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    matched = [(e["step"], e["eval_exact_match"]) for e in evaluations if "eval_exact_match" in e]
+    scores = [name for name in evaluations[0] if name.startswith(PREFIX)][:SCORES] if evaluations else []
     handles, labels = axes.get_legend_handles_labels()
-    if len(matched) > 1:
+    if len(evaluations) > 1 and (shown := [*scores, *(["eval_exact_match"] * ("eval_exact_match" in evaluations[0]))]):
         share = axes.twinx()
-        share.plot(*zip(*matched, strict=True), "s:", color="tab:green", linewidth=1.0, label="exact match")
-        share.set_ylabel("exact match (share of rows)")
+        for name, color in zip(shown, ("green", "purple", "brown", "olive"), strict=False):
+            label = name.removeprefix(PREFIX).removeprefix("eval_").replace("_", " ")
+            values = [evaluation[name] for evaluation in evaluations]
+            share.plot(at, values, "s:", color=f"tab:{color}", linewidth=1.0, label=label)
+        share.set_ylabel("share of rows, or mean score" if scores else "exact match (share of rows)")
         share.set_ylim(0, 1.02)
         more, words = share.get_legend_handles_labels()
         handles, labels = [*handles, *more], [*labels, *words]

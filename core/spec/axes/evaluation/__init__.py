@@ -1,0 +1,1 @@
+"""Parts of the evaluation axis: metrics of generated answers."""
