@@ -48,11 +48,12 @@ $(VENV)/.app: locks/app.txt locks/demo.txt client/pyproject.toml
 	  endif 'TORCH_HAS := $(TORCH_CHOICE)' > $(VENV)/torch.mk
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt
+$(VENV)/.test: $(VENV)/.app locks/test.txt locks/aot.txt locks/axe.txt
 	@echo "installing what the tests need …"
 	@$(PIP) install --no-deps --require-hashes -r locks/test.txt
 	@# Apart: over the Triton that a CUDA or ROCm torch brings, PyPI's would break that torch.
 	@test $$(uname) != Linux || $(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/aot -r locks/aot.txt
+	@$(PIP) install --no-deps --require-hashes --upgrade --target $(VENV)/axe -r locks/axe.txt
 	@$(BIN)/python -m tests.support.tools > /dev/null
 	@touch $@
 
@@ -118,6 +119,7 @@ lock: ## resolve the ranges of pyproject.toml anew into locks/ (needs uv)
 	uv pip compile locks/demo.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/demo.txt
 	uv pip compile locks/torch-deps.in -c locks/app.txt --generate-hashes --python-version 3.11 --universal --no-header --no-annotate -q -o locks/torch-deps.txt
 	uv pip compile locks/aot.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/aot.txt
+	uv pip compile locks/axe.in --no-deps --generate-hashes --no-header --no-annotate -q -o locks/axe.txt
 
 clean: ## remove what was installed and made here
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache

@@ -17,7 +17,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from fastapi.routing import APIRoute
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
-from api.auth.policy import Principal
+from api.auth.permit import lacks
+from api.auth.policy import Policy, Principal, Role, Scope
 from api.context import request_id
 from api.errors import BadRequest, RateLimited
 from api.web import sessions, words
@@ -97,6 +98,11 @@ def page(request: Request, template: str, status: int = 200, /, **values: Any) -
     }
     text = environment().get_template(template).render(**shell, **values)
     return HTMLResponse(text, status, headers=HEADERS)
+
+
+def may_write(principal: Principal) -> bool:
+    """Whether to show buttons that change things."""
+    return lacks(principal, Policy(Scope.WRITE, Role.MEMBER)) is None
 
 
 def error_page(request: Request, error: EftError) -> Response:

@@ -10,8 +10,9 @@ from fastapi.responses import RedirectResponse, Response
 from api.auth.policy import PUBLIC, ReadingOrOperating
 from api.deps import App, authorise, public
 from api.events.router import EventStream, while_allowed
-from api.web import box_router, compare_router, files_router, jobs_router, new_router, render, signin_router
+from api.web import render, signin_router
 from api.web.changes import Changes
+from api.web.pages import box_router, compare_router, files_router, jobs_router, models_router, new_router
 from core.errors import NotFound
 
 _open = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[PUBLIC, Depends(public)])
@@ -69,5 +70,6 @@ ROUTERS = (
     new_router.router,
     box_router.router,
     files_router.router,
+    models_router.router,
 )
 """All of the dashboard. None is in the OpenAPI document, and each states the policy of its pages."""

@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 from api.auth.last_use import LastUse
 from api.auth.policy import Role, Scope, policy_of
 from api.web import render, sessions, words
+from api.web.pages import family
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job
 from tests.support.world import Caller, World, world
@@ -76,6 +77,13 @@ def routes() -> list[APIRoute]:
 def pages() -> list[str]:
     """Paths of all pages that ask for a session."""
     return sorted(route.path for route in routes() if route.path not in OPEN)
+
+
+def of_lab(here: World, path: str) -> str:
+    """The path of a page with things of the lab in it."""
+    for name, value in (("job", here.lab.job), ("file", here.lab.file), ("model", here.lab.model)):
+        path = path.replace(f"{{{name}_id}}", value)
+    return path
 
 
 def test_signing_in_and_out(here: World, boss: Caller) -> None:
@@ -186,7 +194,7 @@ def test_no_page_opens_without_a_session(here: World) -> None:
     assert len(found) >= 5 and "/ui/jobs/{job_id}" in found
     for path in found:
         method = "POST" if path == "/ui/signout" else "GET"
-        reply = here.ask(method, path.replace("{job_id}", here.lab.job).replace("{file_id}", here.lab.file))
+        reply = here.ask(method, of_lab(here, path))
         assert reply.status_code == 303 and "/ui/signin?next=" in reply.headers["location"], path
     for route in routes():
         assert (policy_of(route).scope is None) is (route.path in OPEN), route.path
@@ -205,6 +213,7 @@ def test_pages_refuse_as_the_api_does(here: World) -> None:
         f"/ui/compare?job={here.rivals.job}",
         f"/ui/new?clone={here.rivals.job}",
         f"/ui/files/{here.rivals.file}",
+        f"/ui/models/{here.rivals.model}",
     ):
         assert here.ask("GET", path, headers=headers).status_code == 404, path
     people = here.ask("GET", "/ui/people", headers=headers).text
@@ -234,7 +243,7 @@ def test_names_with_markup_stay_text_and_nothing_is_inline_or_from_elsewhere(her
     headers = session_of(here, boss)
     with here.database.write() as session:
         session.execute(update(Job).where(Job.id == here.lab.job).values(name=MARKUP, reason=MARKUP))
-    shown = [path.replace("{job_id}", here.lab.job).replace("{file_id}", here.lab.file) for path in pages()]
+    shown = [of_lab(here, path) for path in pages()]
     for path in shown:
         if path in ("/ui/changes", "/ui/signout"):
             continue
@@ -276,6 +285,27 @@ def test_files_are_kept_by_their_hash(here: World) -> None:
 )
 def test_links_are_relative_so_that_any_prefix_works(path: str, root: str) -> None:
     assert render.to_root(path) == root
+
+
+def test_the_lineage_of_a_model_is_drawn_without_boxes_over_one_another() -> None:
+    def one(job: str, parent: str | None) -> dict[str, Any]:
+        spec = {"type": "job", "id": parent} if parent else {"type": "hub", "id": "org/base"}
+        return {"job": job, "name": None, "stage": "sft", "method": "lora", "model": {"spec": spec}, "parent": parent}
+
+    lineage = [one("job-2", "job-1"), one("job-1", None)]
+    made = [one("job-3", "job-2"), one("job-4", "job-2"), one("job-5", "job-4"), one("job-6", "job-3")]
+    drawing = family.draw("base", lineage, made, {"job-1": "model-1", "job-2": "model-2"})
+    places = {member.key: (member.x, member.y) for member in drawing.members}
+    assert len(set(places.values())) == len(places) == 7
+    parents = {member.key: member.parent for member in drawing.members}
+    assert parents == {
+        "base": None, "job-1": "base", "job-2": "job-1", "job-3": "job-2", "job-4": "job-2", "job-5": "job-4",
+        "job-6": "job-3",
+    }  # fmt: skip
+    assert all(places[parent][0] < places[key][0] for key, parent in parents.items() if parent)
+    assert len(drawing.lines) == 6 and [member.key for member in drawing.members if member.here] == ["job-2"]
+    assert all(x + family.WIDTH < drawing.width and y + family.HEIGHT < drawing.height for x, y in places.values())
+    assert drawing.members[2].link == "models/model-2" and drawing.members[3].link is None
 
 
 def test_words() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from tests.support.service import ROOT, Service, running, wait_for
 pytestmark = pytest.mark.skipif(programs() is None, reason=f"THE DASHBOARD IS NOT TESTED, for want of {MISSING}")
 
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b> & co"
+AXE = Path(sys.prefix, "axe/axe_playwright_python/axe.min.js")
+"""axe-core, installed by `make test` (locks/axe.in). A test that needs it fails without it."""
+SERIOUS = """const done = arguments[arguments.length - 1];
+axe.run(document, { resultTypes: ["violations"] }).then(({ violations }) => done(violations
+  .filter((one) => ["serious", "critical"].includes(one.impact))
+  .map((one) => `${one.id}: ${one.help}: ${one.nodes.map((node) => node.html.slice(0, 120)).join(" | ")}`)));"""
 FAULTS = (ROOT / "tests/support/readable.js").read_text()
 """A script that lists what keeps somebody from reading a page."""
 
@@ -122,15 +129,30 @@ def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Br
 
 
 def test_pages_are_readable_at_every_width_and_in_both_colours(window: Browser, done: list[str]) -> None:
-    compare = f"ui/compare?job={done[0]}&job={done[1]}"
+    compare, axe = f"ui/compare?job={done[0]}&job={done[1]}", AXE.read_text(encoding="utf-8")
     found = {}
-    for path in ("ui/jobs", f"ui/jobs/{done[1]}", "ui/box", compare, "ui/new", "ui/files", "ui/people", "ui/jobs/none"):
+    for path in (
+        "ui/jobs",
+        f"ui/jobs/{done[1]}",
+        "ui/box",
+        compare,
+        "ui/new",
+        "ui/files",
+        "ui/people",
+        "ui/jobs/none",
+        "ui/models",
+        f"ui/models/{done[0].replace('job-', 'model-')}",
+    ):
         window.go(path)
         for width in (390, 1440):
             window.size(width, 900)
             for dark in (False, True):
                 window.dark(dark)
-                if faults := window.run(FAULTS):
+                faults = window.run(FAULTS)
+                if dark == (width == 390):  # each width and each colour once
+                    window.run(axe)
+                    faults += window.run_async(SERIOUS)
+                if faults:
                     found[path, width, dark] = faults
     assert not found, json.dumps({str(key): value for key, value in found.items()}, indent=1)
     messages = [one for one in window.messages() if "status of 4" not in one]  # a refused dry run, a job that is none
@@ -146,6 +168,19 @@ def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
     assert "optimizer.learning_rate" in window.text("#differences") and "model.path" not in window.text("#differences")
     assert len(window.all("#legend li")) == 2
     window.wait_for_text("#figures", "eval_loss")
+
+
+def test_the_model_of_a_job_is_tagged_and_its_lineage_shown(window: Browser, done: list[str]) -> None:
+    window.go("ui/models")
+    assert len(window.all("#models tbody tr")) == 2
+    window.go(f"ui/models/{done[0].replace('job-', 'model-')}")
+    assert "from the form" in window.text("h1") and "adapter" in window.text("#formats")
+    window.type("#new-tag", "production")
+    window.click("#add-tag button")
+    window.wait_for_text("#about", "production")
+    window.click("[data-untag=production]")
+    window.wait(lambda: "production" not in window.text("#about"), "the tag to go")
+    assert len(window.all("svg.family rect")) == 2 and len(window.all("svg.family path")) == 1
 
 
 def test_pause_restart_and_resume_while_a_page_is_open(

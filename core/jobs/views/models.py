@@ -73,6 +73,16 @@ def describe(session: Session, model_id: str) -> DescribedModel:
     return _describe(session, *session.execute(_described().where(RegisteredModel.id == model_id)).one())
 
 
+def made_from(session: Session, job: Job) -> list[tuple[RegisteredModel, Job]]:
+    """Models with this job's weights in them, with the jobs that made them, oldest first."""
+    query = (
+        select(RegisteredModel, Job)
+        .join(Job, Job.id == RegisteredModel.job_id)
+        .where(Job.project_id == job.project_id, Job.id != job.id, cast(Job.chain, Text).contains(job.id))
+    )
+    return [(model, one) for model, one in session.execute(query.order_by(RegisteredModel.id))]
+
+
 def _described() -> Any:
     return (
         select(RegisteredModel, Job, User.name, Project.name)

@@ -92,6 +92,14 @@ def find(session: Session, actor: Actor, model_id: str, *, lock: bool = False) -
     return row[0], row[1]
 
 
+def of_jobs(session: Session, actor: Actor, job_ids: Collection[str]) -> dict[str, str]:
+    """Job → model, of those jobs of the actor's project that have one."""
+    query = select(RegisteredModel.job_id, RegisteredModel.id).where(
+        RegisteredModel.job_id.in_(job_ids), RegisteredModel.project_id == actor.project_id
+    )
+    return {row.job_id: row.id for row in session.execute(query)}
+
+
 def tag(session: Session, actor: Actor, model_id: str, add: Collection[str], remove: Collection[str]) -> None:
     """Add and remove tags. Raises NotFound, and Conflict beyond MOST_TAGS."""
     model, _ = find(session, actor, model_id, lock=True)

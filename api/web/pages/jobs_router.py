@@ -9,8 +9,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
-from api.auth.permit import lacks
-from api.auth.policy import Policy, Principal, Reading, Role, Scope
+from api.auth.policy import Reading
 from api.deps import After, App, AppState, authorise
 from api.handles import JobId
 from api.jobs import router as jobs
@@ -88,7 +87,7 @@ def job_page(
         job=job,
         phase=phase if job["status"] == "running" else None,
         sentence=words.now(job, phase if job["status"] == "running" else None),
-        verbs=words.VERBS.get(job["status"], ()) if _may_write(principal) else (),
+        verbs=words.VERBS.get(job["status"], ()) if render.may_write(principal) else (),
         final=Status(job["status"]) in FINAL,
         events=events,
         seq=seq,
@@ -100,10 +99,6 @@ def job_page(
         record=_record(app, job_id),
         lines=_lines(request, job),
     )
-
-
-def _may_write(principal: Principal) -> bool:
-    return lacks(principal, Policy(Scope.WRITE, Role.MEMBER)) is None
 
 
 def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None, int]:
