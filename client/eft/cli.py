@@ -28,7 +28,7 @@ from eft.manual.source import HEADINGS, manual
 from eft.terminal.app import App, Root
 from eft.version import VERSION
 
-JOBS, DATA, LINE, PEOPLE, BOX, SELF = HEADINGS
+JOBS, DATA, MODELS, LINE, PEOPLE, BOX, SELF = HEADINGS
 
 app = App(
     cls=Root,
@@ -66,15 +66,15 @@ for verb in (
     labels.note,
     labels.archive,
     labels.unarchive,
-    pipelines.lineage,
 ):
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
-app.add_typer(pipelines.app, name="pipelines", rich_help_panel=JOBS)
-app.add_typer(sweeps.app, name="sweep", rich_help_panel=JOBS)
+app.add_typer(models.app, name="models", rich_help_panel=MODELS)
+app.command(rich_help_panel=MODELS)(pipelines.lineage)
+app.add_typer(pipelines.app, name="pipelines", rich_help_panel=MODELS)
+app.add_typer(sweeps.app, name="sweep", rich_help_panel=MODELS)
 app.add_typer(sweeps.app, name="sweeps", hidden=True)
-app.add_typer(models.app, name="models", rich_help_panel=JOBS)
 app.add_typer(files.app, name="files", rich_help_panel=DATA)
 app.add_typer(data.app, name="data", rich_help_panel=DATA)
 app.command(rich_help_panel=LINE)(queue.queue)

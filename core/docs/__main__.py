@@ -7,6 +7,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -176,12 +177,12 @@ def _type_name(annotation: Any) -> str:
     return f"list of {_type_name(inner[0])}s".replace("ss", "s")
 
 
-# --- docs/cli.md -----------------------------------------------------------------------------------
+# --- docs/cli*.md -----------------------------------------------------------------------------------
 
 
-def cli_page() -> str:
+def cli_page(name: str = "cli.md") -> str:
     """The manual of the command line, which prints it itself: the client is a program of its own."""
-    call = [sys.executable, "-m", "eft.manual"]
+    call = [sys.executable, "-m", "eft.manual", name]
     return subprocess.run(call, cwd=HOME, capture_output=True, text=True, encoding="utf-8", check=True).stdout
 
 
@@ -194,6 +195,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "install-cuda.md": install.cuda,
     "kernel-table.md": kernel_table.render,
     "cli.md": cli_page,
+    "cli-models.md": partial(cli_page, "cli-models.md"),
+    "cli-operators.md": partial(cli_page, "cli-operators.md"),
     "troubleshooting.md": error_codes.page,
 }
 

@@ -1,1 +1,1 @@
-"""The manual: help, man pages, docs/cli.md and shell completion, from the commands themselves."""
+"""The manual: help, man pages, docs/cli*.md and shell completion, from the commands themselves."""

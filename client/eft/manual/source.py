@@ -1,7 +1,7 @@
 """The manual, read from the commands themselves.
 
 A command's docstring, its options' help texts, defaults and bounds, and what `@manual` adds make up a `ManualPage`;
-help on the terminal, `eft man` and docs/cli.md are three ways to print it, and completion offers what stands in it.
+help on the terminal, `eft man` and docs/cli*.md are three ways to print it, and completion offers what stands in it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 HEADINGS = (
     "Jobs",
     "Data",
+    "Models, pipelines and sweeps",
     "Queue and GPUs",
     "People, keys and notices",
     "On the box itself",

@@ -118,8 +118,8 @@ def build_evaluator(run: Run, engine: Engine, stage: Stage, tokenizer: Any, data
     measured = spec.measured(stage.held_out_metrics)
     if (metric := spec.metric_for_best_model) not in measured:
         raise SpecError(
-            f"this job does not measure {metric}, only {', '.join(measured)} (exact match needs a loss on completions); "
-            "choose another metric",
+            f"this job does not measure {metric}, only {', '.join(measured)} (exact match needs a loss on "
+            "completions); choose another metric",
             field="evaluation.metric_for_best_model",
         )
     size, (tokens, _) = spec.per_device_eval_batch_size, training_pass(run.spec, data.longest)
