@@ -30,6 +30,7 @@ from core.jobs.lifecycle import changes
 from core.jobs.lifecycle.submit import cancel, find, pause, resume
 from core.jobs.scheduling import cluster
 from core.jobs.views import explain, queries
+from core.jobs.views.curves import curves
 from core.spec.job import TAG
 
 router = APIRouter(tags=["jobs"])
@@ -332,12 +333,7 @@ def job_metrics(
     """
     wanted = [name for name in (names or "").split(",") if name]
     with app.database.read() as session:
-        find(session, principal, job_id)
-        series = queries.metric_series(session, job_id, wanted)
-        if clock:
-            series |= {"seconds": found} if (found := queries.step_times(session, job_id)) else {}
-    if points is not None:
-        series = {name: queries.thin_out(values, points) for name, values in series.items()}
+        series = curves(session, find(session, principal, job_id), wanted, points, clock)
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 
 from api.auth.last_use import LastUse
 from api.auth.policy import Role, Scope, policy_of
 from api.web import render, sessions, words
 from api.web.pages import family
 from api.web.router import ROUTERS
-from core.db.tables import ApiKey, Audit, Job
+from core.db.tables import ApiKey, Audit, Job, Metric
 from tests.support.world import Caller, World, world
 
 MARKUP = "<script>alert(1)</script> \"'&"
@@ -285,6 +285,23 @@ def test_files_are_kept_by_their_hash(here: World) -> None:
 )
 def test_links_are_relative_so_that_any_prefix_works(path: str, root: str) -> None:
     assert render.to_root(path) == root
+
+
+def test_a_metric_as_a_column_is_of_the_latest_attempt_at_each_step(here: World, boss: Caller) -> None:
+    job = here.lab.job
+    rows = [(1, 1, 5.0), (2, 1, 9.0), (2, 2, 2.0), (3, 2, 3.0)]  # the second attempt did step 2 again
+    with here.database.write() as session:
+        owner = {"owner_id": here.lab.owner.user_id, "project_id": here.lab.id, "job_id": job, "name": "loss/mine"}
+        session.add_all(Metric(**owner, step=step, attempt=n, value=value, time=0.0) for step, n, value in rows)
+    page = here.ask("GET", "/ui/jobs?metric=loss/mine", headers=session_of(here, boss)).text
+    row = page[page.index(f'<tr id="{job}"') :].partition("</tr>")[0]
+    assert re.findall(r'data-sort="(\d\.\d)"', row) == ["3.0", "2.0", "5.0"], "last, smallest, largest"
+    told = here.ask("GET", f"/jobs/{job}/metrics?names=loss/mine&points=100", boss.key)
+    assert told.json() == {"loss/mine": [[1, 5.0], [2, 2.0], [3, 3.0]]}
+    with here.database.write() as session:
+        session.execute(delete(Metric).where(Metric.name == "loss/mine"))
+    again = here.ask("GET", f"/jobs/{job}/metrics?names=loss/mine&points=100", boss.key)
+    assert again.json() == told.json(), "the job is over, so that its curves are kept"
 
 
 def test_the_lineage_of_a_model_is_drawn_without_boxes_over_one_another() -> None:

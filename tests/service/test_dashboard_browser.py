@@ -124,6 +124,10 @@ def test_a_job_from_the_form_is_followed_to_its_end(service: Service, window: Br
     window.find("#plot-total-tokens canvas")
     window.run("const s = document.getElementById('axis'); s.value = 'time'; s.dispatchEvent(new Event('input'))")
     window.wait(lambda: window.run("return eft.charts.get('loss').u.series[0].label") == "time", "the axis of time")
+    window.wait_for_text("#planned", "Peak planned on")
+    window.click("#show-rows")
+    window.wait_for_text("#trained-rows", "learned", 60)
+    assert MARKUP in window.text("#trained-rows") and window.all("#trained-rows mark")
     window.type("#find", "evaluating")
     assert window.all("#log-lines mark")
 
@@ -160,7 +164,8 @@ def test_pages_are_readable_at_every_width_and_in_both_colours(window: Browser, 
 
 
 def test_two_jobs_beside_each_other(window: Browser, done: list[str]) -> None:
-    window.go("ui/jobs")
+    window.go("ui/jobs?metric=eval_loss")
+    assert all(float(cell) > 0 for cell in window.text("#jobs tbody tr").split("\t")[-6:-3])
     for job_id in done:
         window.click(f"input[value='{job_id}']")
     window.click("#compare")

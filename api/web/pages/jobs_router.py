@@ -9,7 +9,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
-from api.auth.policy import Reading
+from api.auth.policy import Principal, Reading
 from api.deps import After, App, AppState, authorise
 from api.handles import JobId
 from api.jobs import router as jobs
@@ -17,9 +17,11 @@ from api.jobs.lineage_router import job_lineage
 from api.jobs.samples_router import job_samples
 from api.view import iso
 from api.web import render, words
+from api.web.figures import METRICS, curve_figures
 from api.web.views import Views
 from core.errors import EftError
 from core.jobs.base.states import FINAL, Status
+from core.jobs.lifecycle.registry import entries
 from core.jobs.views import queries
 
 router = APIRouter(include_in_schema=False, route_class=render.PageRoute, dependencies=[Depends(authorise)])
@@ -37,21 +39,32 @@ TOLD = ("status", "resumed", "notice", "error", "priority", "checkpoint")
 LATEST = 300
 """Events of the timeline, the newest ones."""
 LOG_LINES = 400
+SHOWN_CHECKPOINTS = 5
 
 
 @router.get("/ui/jobs")
 def list_page(
     request: Request,
     principal: Reading,
+    app: App,
     show: Annotated[str, Query(max_length=20)] = "",
     name: Annotated[str, Query(max_length=100, pattern=r"^[^\x00]*$")] = "",
+    tag: Annotated[str, Query(max_length=64, pattern=r"^[^\x00]*$")] = "",
+    metric: Annotated[str, Query(max_length=64, pattern=r"^[^\x00]*$")] = "",
     after: After = None,
 ) -> Response:
-    """The project's jobs, a page of them; the page's script filters and sorts these rows."""
+    """The project's jobs, a page of them; the page's script loads more, and filters and sorts the rows that it has.
+    With `metric` each row has the last, the smallest and the largest value of that curve."""
     views = Views(request, principal)
     wanted = list(GROUPS.get(show, ()))
     found = views.ask(
-        jobs.list_jobs, status=wanted or None, name=name or None, created_after=None, limit=ROWS, after=after
+        jobs.list_jobs,
+        status=wanted or None,
+        name=name or None,
+        tag=[tag] if tag else None,
+        created_after=None,
+        limit=ROWS,
+        after=after,
     )
     return render.page(
         request,
@@ -60,6 +73,10 @@ def list_page(
         more=found["next"],
         show=show,
         name=name,
+        tag=tag,
+        metric=metric,
+        metrics=METRICS,
+        figures=curve_figures(app, found["data"], metric) if metric else {},
         groups=list(GROUPS),
         first_page=after is None,
     )
@@ -98,7 +115,22 @@ def job_page(
         peak=max((value for _, value in series.get("memory_bytes", [])), default=None),
         record=_record(app, job_id),
         lines=_lines(request, job),
+        checkpoints=[event for event in events if event["type"] == "checkpoint"][:SHOWN_CHECKPOINTS],
+        preview_file=_file_of(job["spec"]),
+        writes=render.may_write(principal),
+        model=_model_of(app, principal, job_id),
     )
+
+
+def _file_of(spec: dict[str, Any]) -> str | None:
+    """The file whose rows a preview shows; None where the job has none, or reads several."""
+    train = spec["data"]["train"]
+    return str(train["id"]) if train["type"] == "file" else None
+
+
+def _model_of(app: AppState, principal: Principal, job_id: str) -> str | None:
+    with app.database.read() as session:
+        return entries.of_jobs(session, principal, [job_id]).get(job_id)
 
 
 def _told(app: AppState, job_id: str) -> tuple[list[dict[str, Any]], str | None, int]:

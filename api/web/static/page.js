@@ -7,6 +7,7 @@ const eft = {
   seen: [],        // numbers of the events that this page was told
   refreshed: 0,    // how often its contents were asked for again
   after: document.body.dataset.after || "",
+  liveParts: {},   // id of a live part → what takes its fresh contents, where that is not the plain exchange
 };
 
 eft.fetch = async (path, options = {}) => {
@@ -50,6 +51,7 @@ eft.refresh = async () => {
     for (const part of document.querySelectorAll("[data-live]")) {
       const next = fresh.getElementById(part.id);
       if (!next) continue;
+      if (eft.liveParts[part.id]) { eft.liveParts[part.id](part, next); continue; }
       const scrolls = [...part.querySelectorAll(".log")].map((log) => log.scrollTop + log.clientHeight >= log.scrollHeight - 4);
       Idiomorph.morph(part, next, { ignoreActiveValue: true, callbacks: { beforeAttributeUpdated: (name, node) =>
         !(name === "open" && node.tagName === "DETAILS") && !(name === "checked") && !(name === "hidden") } });
@@ -110,8 +112,8 @@ eft.words = (seconds) => {
 const clock = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
 const zone = new Intl.DateTimeFormat("en-GB", { timeZoneName: "short" });
 const zoned = (when) => `${clock.format(when)} ${zone.formatToParts(when).find((part) => part.type === "timeZoneName").value}`;
-eft.times = () => {
-  for (const node of document.querySelectorAll("time[datetime]")) {
+eft.times = (within = document) => {
+  for (const node of within.querySelectorAll("time[datetime]")) {
     const when = new Date(node.dateTime), seconds = (Date.now() - when) / 1000;
     const text = "clock" in node.dataset ? zoned(when) : Math.abs(seconds) < 5 ? "now" : seconds > 0 ? `${eft.words(seconds)} ago` : `in ${eft.words(seconds)}`;
     if (node.textContent !== text) node.textContent = text;
@@ -119,10 +121,11 @@ eft.times = () => {
   }
 };
 
-// -- tables
+// -- tables. `eft.rows` has the rows of a long one, of which only those near the window are in the page (jobs.js).
+const rowsOf = (table) => eft.rows ? [...eft.rows.all] : [...table?.tBodies[0].rows || []];
 const sortTable = (table, column, descending) => {
   const value = (row) => { const cell = row.cells[column]; return cell.dataset.sort ?? cell.textContent.trim(); };
-  const rows = [...table.tBodies[0].rows];
+  const rows = rowsOf(table);
   const numeric = rows.every((row) => value(row) === "" || !Number.isNaN(Number(value(row))));
   rows.sort((a, b) => {
     const x = value(a), y = value(b);
@@ -130,9 +133,10 @@ const sortTable = (table, column, descending) => {
     const order = numeric ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true });
     return descending ? -order : order;
   });
-  table.tBodies[0].append(...rows);
+  if (eft.rows) eft.rows.all.splice(0, rows.length, ...rows);
+  else table.tBodies[0].append(...rows);
 };
-const arrange = () => {
+const arrange = eft.arrange = () => {
   for (const table of document.querySelectorAll("table[data-sorts]")) {
     const by = eft.sorted;
     if (by) {
@@ -143,10 +147,12 @@ const arrange = () => {
   }
   for (const input of document.querySelectorAll("input[data-filters]")) {
     const wanted = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const row of document.querySelector(input.dataset.filters)?.tBodies[0].rows || [])
+    for (const row of rowsOf(document.querySelector(input.dataset.filters)))
       row.hidden = !wanted.every((word) => row.textContent.toLowerCase().includes(word) || row.id.includes(word));
   }
-  const chosen = document.querySelectorAll("input[name=job]:checked").length, button = document.getElementById("compare");
+  eft.rows?.place();
+  const boxes = eft.rows ? eft.rows.all.map((row) => row.querySelector("input[name=job]")) : [...document.querySelectorAll("input[name=job]")];
+  const chosen = boxes.filter((box) => box?.checked).length, button = document.getElementById("compare");
   if (button) {
     button.disabled = chosen < 2 || chosen > 20;
     document.getElementById("chosen").textContent = chosen < 2 ? "Choose two or more rows." : chosen > 20 ? "At most 20." : `${chosen} chosen.`;

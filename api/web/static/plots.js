@@ -9,6 +9,13 @@
     ["loss", ["loss", "eval_loss"]], ["learning rate", ["learning_rate"]], ["gradient norm", ["grad_norm"]],
     ["tokens per second", ["tokens_per_second"]], ["memory", ["memory_bytes"]],
   ];
+  // Shown where a job has them: stages with rewards, and stages over pairs.
+  const rewards = [
+    ["reward", ["reward", "reward_std"]], ["groups without variance", ["frac_reward_zero_std"]],
+    ["answer length", ["completions/mean_length", "completions/max_length"]], ["answers cut", ["completions/truncated"]],
+    ["KL to the reference", ["kl"]], ["entropy", ["entropy"]], ["clipped", ["clip_ratio"]], ["sampler against trainer", ["sampler_mismatch_kl"]],
+    ["rewards of pairs", ["rewards/chosen", "rewards/rejected"]], ["margin", ["rewards/margins"]], ["accuracy", ["rewards/accuracies"]],
+  ];
   const data = new Map();    // job → metric → [[step, value], …]
   const charts = new Map();  // title → uPlot
   const $ = (id) => document.getElementById(id);
@@ -167,9 +174,9 @@
 
   const names = () => [...new Set([...data.values()].flatMap((one) => Object.keys(one)))].sort();
   const drawAll = () => {
-    const wanted = [...main];
+    const there = new Set(names()), wanted = [...main, ...rewards.filter(([, list]) => list.some((name) => there.has(name)))];
     const words = options.more.toLowerCase().split(/[\s,]+/).filter(Boolean);
-    const known = new Set(main.flatMap(([, list]) => list));
+    const known = new Set(wanted.flatMap(([, list]) => list));
     for (const name of names()) if (!known.has(name) && words.some((word) => name.includes(word))) wanted.push([name, [name]]);
     const shown = new Set(wanted.map(([title]) => title));
     for (const [title, chart] of charts) if (!shown.has(title)) { chart.u.destroy(); charts.delete(title); $(`plot-${title.replace(/[^a-z0-9]+/gi, "-")}`)?.remove(); }

@@ -147,6 +147,25 @@ def metric_series(session: Session, job_id: str, names: Collection[str] = ()) ->
     return series
 
 
+def metric_figures(session: Session, job_ids: Collection[str], name: str) -> dict[str, tuple[float, float, float]]:
+    """Last, smallest and largest value of a metric, for each of the jobs that have it. Where several attempts did a
+    step, the latest one's value counts."""
+    order = {"partition_by": (Metric.job_id, Metric.step), "order_by": Metric.attempt.desc()}
+    rows = select(Metric.job_id, Metric.step, Metric.value, func.row_number().over(**order).label("place")).where(
+        Metric.job_id.in_(list(job_ids)), Metric.name == name
+    )
+    curve = rows.subquery()
+    stands = select(curve).where(curve.c.place == 1).subquery()
+    of_job = {"partition_by": stands.c.job_id}
+    every = select(
+        stands.c.job_id,
+        func.first_value(stands.c.value).over(**of_job, order_by=stands.c.step.desc()).label("last"),
+        func.min(stands.c.value).over(**of_job).label("least"),
+        func.max(stands.c.value).over(**of_job).label("most"),
+    ).distinct()
+    return {row.job_id: (row.last, row.least, row.most) for row in session.execute(every)}
+
+
 def step_times(session: Session, job_id: str) -> list[tuple[int, float]]:
     """For each step the seconds from the first report of a metric to the last one of that step's."""
     query = select(Metric.step, func.max(Metric.time)).where(Metric.job_id == job_id).group_by(Metric.step)
