@@ -150,18 +150,16 @@ def metric_series(session: Session, job_id: str, names: Collection[str] = ()) ->
 def metric_figures(session: Session, job_ids: Collection[str], name: str) -> dict[str, tuple[float, float, float]]:
     """Last, smallest and largest value of a metric, for each of the jobs that have it. Where several attempts did a
     step, the latest one's value counts."""
-    order = {"partition_by": (Metric.job_id, Metric.step), "order_by": Metric.attempt.desc()}
-    rows = select(Metric.job_id, Metric.step, Metric.value, func.row_number().over(**order).label("place")).where(
-        Metric.job_id.in_(list(job_ids)), Metric.name == name
-    )
-    curve = rows.subquery()
+    newest = func.row_number().over(partition_by=[Metric.job_id, Metric.step], order_by=Metric.attempt.desc())
+    of_jobs = (Metric.job_id.in_(list(job_ids)), Metric.name == name)
+    curve = select(Metric.job_id, Metric.step, Metric.value, newest.label("place")).where(*of_jobs).subquery()
     stands = select(curve).where(curve.c.place == 1).subquery()
-    of_job = {"partition_by": stands.c.job_id}
+    job, value = stands.c.job_id, stands.c.value
     every = select(
-        stands.c.job_id,
-        func.first_value(stands.c.value).over(**of_job, order_by=stands.c.step.desc()).label("last"),
-        func.min(stands.c.value).over(**of_job).label("least"),
-        func.max(stands.c.value).over(**of_job).label("most"),
+        job,
+        func.first_value(value).over(partition_by=job, order_by=stands.c.step.desc()).label("last"),
+        func.min(value).over(partition_by=job).label("least"),
+        func.max(value).over(partition_by=job).label("most"),
     ).distinct()
     return {row.job_id: (row.last, row.least, row.most) for row in session.execute(every)}
 
