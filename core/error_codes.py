@@ -387,6 +387,10 @@ FAILURES: dict[str, Code] = {
 }
 
 NOTICES: dict[str, Code] = {
+    "snapshot": (
+        "A snapshot of a session was not whole and was set aside.",
+        "Nothing: the log is replayed from the one before.",
+    ),
     "columns_ignored": (
         "The format does not use all columns.",
         "Nothing if intended; otherwise map them (`--column`).",
@@ -481,6 +485,19 @@ NOTICES: dict[str, Code] = {
     "offload": ("On a CPU, host memory is device memory: offloading saves nothing.", "Remove it."),
 }
 
+SESSIONS: dict[str, Code] = {
+    "invalid_operation": (
+        "An operation of a session cannot be computed as it was asked. Nothing has changed.",
+        "The message names the array or option.",
+    ),
+    "invalid_tensors": ("The body of an operation is no safetensors.", "Send flat arrays in safetensors' form."),
+    "session_model_not_found": ("The session has no adapter of this name.", "The message lists those it has."),
+    "session_name_taken": ("The session has an adapter or a checkpoint of this name.", "Choose another name."),
+    "beyond_positions": ("An example is longer than the model's positions.", "Send shorter examples or ask for less."),
+    "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),
+    "checkpoint_not_found": ("There is no saved adapter of this name.", "`save` writes one; check the name."),
+}
+
 BOX: dict[str, Code] = {
     "newer_schema": ("A newer eft migrated the database.", "Upgrade this box."),
     "data_root_away": ("The data root does not respond.", "Mount it, or check the bucket; jobs wait meanwhile."),
@@ -531,6 +548,7 @@ PARTS: dict[str, tuple[str, dict[str, Code]]] = {
         "(retried automatically) or `internal` (report it).",
         FAILURES,
     ),
+    "Sessions": ("Errors of operations of a session.", SESSIONS),
     "Notices": ("Events of a run that continues: nothing has failed.", NOTICES),
     "The box": ("Errors of GPUs, data root, database and webhooks.", BOX),
 }

@@ -18,6 +18,8 @@ class Kind(StrEnum):
     TRAIN = "train"
     PREVIEW = "preview"
     """Render the rows of a file as a training would."""
+    SESSION = "session"
+    """Answer operations of a training loop that runs elsewhere."""
     EXPORT = "export"
     """Make formats of a model that was trained before."""
 
@@ -37,6 +39,10 @@ class ChildKind:
     """Whether it may use the network, and gets the hub's token for it."""
     standby: bool = False
     """Whether a prewarmed trainer may become it."""
+    takes: Kind | None = None
+    """Kind whose slots it takes; None: slots of its own."""
+    stream: bool = False
+    """Whether it is given one end of a socket pair."""
     billed: bool = False
     """Whether its time counts in fair share and against `resources.max_runtime_seconds`."""
 
@@ -56,15 +62,21 @@ def _silence_of_preparing(phase: str, settings: Settings) -> float | None:
 
 
 def _silence_of_training(phase: str, settings: Settings) -> float:
-    return settings.hang_seconds_training if phase == "training" else settings.hang_seconds_loading
+    return settings.hang_seconds_training if phase in ("training", "serving") else settings.hang_seconds_loading
 
 
 CHILDREN: Mapping[Kind, ChildKind] = {
     Kind.PREPARE: ChildKind("core.train.entry.prepare", network=True, silence=_silence_of_preparing),
     Kind.TRAIN: ChildKind("core.train", standby=True, billed=True, silence=_silence_of_training),
     Kind.PREVIEW: ChildKind("core.train.entry.preview", silence=_silence_of_training),
+    Kind.SESSION: ChildKind(
+        "core.train.session", takes=Kind.TRAIN, stream=True, billed=True, silence=_silence_of_training
+    ),
     Kind.EXPORT: ChildKind("core.train.entry.export", silence=_silence_of_training),
 }
+
+ON_TRAINING_SLOTS = tuple(kind for kind, child in CHILDREN.items() if Kind.TRAIN in (kind, child.takes))
+"""Kinds that hold a GPU, or the CPU of a box without one."""
 
 SLOTS: Mapping[SlotKind, SlotType] = {
     "gpu": SlotType(Kind.TRAIN, billing=1.0),

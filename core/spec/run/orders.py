@@ -97,6 +97,19 @@ class RunOrder(SpecModel):
     `fence_seconds` bounds is counted from there, since a worker may sleep between its claim and the child's start."""
 
 
+class SessionOrder(RunOrder):
+    """What the child of a session is to do: `python -m core.train.session RUN_DIR FD`. FD is its end of a socket pair
+    (core/spec/run/frames.py). A session brings no rows: `train` is empty."""
+
+    train: DataOrder = DataOrder(sources=[])
+    session_dir: str
+    """Folder of the session, the same for all attempts: snapshots, and what `save` writes."""
+    pass_tokens: int = Field(default=16_384, ge=1)
+    """Tokens that go through the model at once, padding counted; a longer row goes alone."""
+    slots: int = Field(default=64, ge=1)
+    """Answers that are generated at once."""
+
+
 class DatasetOrder(SpecModel):
     """A hub data set, and where the job names it."""
 

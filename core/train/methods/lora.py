@@ -29,12 +29,28 @@ def adapt_lora(
     name of a module that is trained beside the adapters.
     """
     targets = target_modules(model, spec)
+    modules = [*whole_modules(model, spec), *([] if head is None else [head])]
+    config = lora_config(spec, targets, modules, task)
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, NotImplementedError) as error:  # of layers that PEFT has no adapter for
+        raise SpecError(f"PEFT cannot adapt this model: {error}", field="method.target_modules") from error
+    train_whole(adapted)
+    if autocast:
+        leave_inputs(adapted)
+    return adapted
+
+
+def lora_config(
+    spec: LowRank, targets: str | list[str], modules_to_save: list[str] | None = None, task: str = "CAUSAL_LM"
+) -> LoraConfig:
+    """PEFT's configuration of a resolved spec."""
     if spec.lora_alpha is None:
         raise ValueError("the spec is not resolved: method.lora_alpha is missing")
     alpha: Any = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
-    config = LoraConfig(
+    return LoraConfig(
         task_type=task,
-        modules_to_save=[*whole_modules(model, spec), *([] if head is None else [head])] or None,
+        modules_to_save=modules_to_save or None,
         r=spec.r,
         lora_alpha=alpha,
         lora_dropout=spec.lora_dropout,
@@ -43,16 +59,13 @@ def adapt_lora(
         use_dora=spec.use_dora,
         bias="none",
     )
-    try:
-        adapted = get_peft_model(model, config)
-    except (ValueError, NotImplementedError) as error:  # of layers that PEFT has no adapter for
-        raise SpecError(f"PEFT cannot adapt this model: {error}", field="method.target_modules") from error
-    train_whole(adapted)
-    if autocast:
-        for module in adapted.modules():
-            if isinstance(module, LoraLayer):
-                module.cast_input_dtype_enabled = False
-    return adapted
+
+
+def leave_inputs(model: nn.Module) -> None:
+    """Let autocast alone cast the input of each LoRA layer."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
 
 
 def parameter_groups(model: nn.Module, spec: LowRank) -> list[ParameterGroup]:

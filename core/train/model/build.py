@@ -134,6 +134,22 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     return Built(model, groups, streamed, offload, inputs, memory, packed, in_fp8)
 
 
+def build_base(run: Run, placement: Placement, tokenizer: Any) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The frozen model without adapters, on its device, and what there is to say of its packed weights. SpecError for
+    blocks that would be streamed."""
+    if not isinstance(run.spec.memory.stream, NoStream):
+        raise SpecError("a session keeps its base resident: set `memory.stream` to `none`", field="memory.stream")
+    stream = choose_stream(run.spec, run.model_dir, placement, 1, run.order.memory_bytes)
+    loaded = _load(run, placement.weights, stream)
+    run.check_stop()
+    placement.attention.fit(loaded.model)
+    _check_fit(loaded.model, tokenizer, 1, run)
+    disable_dropout(loaded.model)
+    loaded.model.requires_grad_(False)
+    loaded.model.to(placement.device)
+    return loaded.model, loaded.packed
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Switch the model's own dropout off; that of its adapters stays as the job says (`method.lora_dropout`)."""
     for name, module in model.named_modules():

@@ -1,0 +1,1 @@
+"""Sessions: a training loop that runs elsewhere, and calls forward, backward and step one by one."""

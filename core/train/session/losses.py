@@ -1,0 +1,68 @@
+"""Losses of a session over log-probabilities of targets: core/spec/session/losses.py has their formulas."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from core.spec.session.losses import CISPO, DRO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
+from core.train.batch import Batch
+from core.train.session.examples import Example
+from core.train.session.faults import BadOperation
+
+
+def check_loss(loss: Losses, examples: list[Example]) -> None:
+    """BadOperation where the examples lack what the loss needs, or have what it would ignore."""
+    match loss:
+        case CrossEntropy():
+            needs, takes = set[str](), {"weights"}
+        case ImportanceSampling() | PPO() | CISPO() | DRO():
+            needs, takes = {"logprobs", "advantages"}, {"logprobs", "advantages"}
+        case DPOPairs():
+            needs, takes = {"logprobs"}, {"logprobs"}
+            if len(examples) % 2:
+                raise BadOperation("`dpo` takes pairs: an even number of examples, chosen first", field="lengths")
+        case Custom():
+            needs, takes = {"gradients"}, {"gradients"}
+        case _ as never:
+            assert_never(never)
+    given = set(examples[0].values)
+    if lacks := sorted(needs - given):
+        raise BadOperation(f"`{loss.type}` needs the array `{lacks[0]}`", field=lacks[0])
+    if odd := sorted(given - takes):
+        raise BadOperation(f"`{loss.type}` has no use for the array `{odd[0]}`", field=odd[0])
+
+
+def rows_together(loss: Losses) -> int:
+    """Examples that one term of the loss is of."""
+    return 2 if isinstance(loss, DPOPairs) else 1
+
+
+def loss_sum(loss: Losses, logprobs: Tensor, batch: Batch) -> Tensor:
+    """The loss of a pass, summed: a scalar with gradient. `logprobs`: float32 [targets]."""
+    values = batch.token_values
+    match loss:
+        case CrossEntropy():
+            return -(logprobs * values["weights"]).sum() if "weights" in values else -logprobs.sum()
+        case ImportanceSampling():
+            return -(torch.exp(logprobs - values["logprobs"]) * values["advantages"]).sum()
+        case PPO(clip_low=low, clip_high=high):
+            ratio, advantages = torch.exp(logprobs - values["logprobs"]), values["advantages"]
+            return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+        case CISPO(clip_low=low, clip_high=high):
+            ratio = torch.exp(logprobs - values["logprobs"]).clamp(low, high).detach()
+            return -(ratio * values["advantages"] * logprobs).sum()
+        case DRO(beta=beta):
+            gap = logprobs - values["logprobs"]
+            return -(logprobs * values["advantages"] - beta / 2 * gap.square()).sum()
+        case DPOPairs(beta=beta):
+            parts = torch.split(logprobs - values["logprobs"], batch.label_counts())
+            sums = torch.stack([part.sum() for part in parts]).view(-1, 2)
+            return -functional.logsigmoid(beta * (sums[:, 0] - sums[:, 1])).sum()
+        case Custom():
+            return (logprobs * values["gradients"]).sum()
+        case _ as never:
+            assert_never(never)

@@ -1,0 +1,306 @@
+"""Operations of a session, computed: a header and tensors in, a result and tensors out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from core.spec.axes.method import LoRA
+from core.spec.session.losses import Losses
+from core.spec.session.verbs import (
+    CreateModel,
+    DropModel,
+    Forward,
+    ForwardBackward,
+    Generate,
+    LoadModel,
+    Logprobs,
+    OptimStep,
+    Save,
+    Verbs,
+    ZeroGrad,
+)
+from core.train.base.out_of_memory import is_out_of_memory
+from core.train.batch import Batch
+from core.train.checkpoint import store
+from core.train.engine import Engine
+from core.train.generation.sampling import SamplingParams
+from core.train.policy import PolicyModel
+from core.train.session.adapter import STATE, SessionAdapter
+from core.train.session.examples import Example, batch_of, passes, read_examples, read_rows, spread
+from core.train.session.faults import BadOperation, NoSuchModel
+from core.train.session.losses import check_loss, loss_sum, rows_together
+from core.train.session.resident import ResidentBase
+from core.train.stage import Loss, Totals
+
+Answer = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class SessionVerbs:
+    """The adapters of a session, and what can be done with them. `between` runs before each pass, and may raise."""
+
+    def __init__(
+        self, base: ResidentBase, folder: Path, *, pass_tokens: int, slots: int, between: Callable[[], None]
+    ) -> None:
+        self.base, self.saved = base, folder / "saved"
+        self.pass_tokens, self.slots, self.between = pass_tokens, slots, between
+        self.adapters: dict[str, SessionAdapter] = {}
+
+    def do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None = None) -> Answer:
+        """Compute one operation. BadOperation: nothing has changed. `identity` tells operations apart: one that is
+        computed again, after a crash, finds what it has written."""
+        try:
+            return self._do(asked, tensors, identity)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            words = f"out of memory: send fewer or shorter examples at a time ({self.pass_tokens} tokens go through "
+            raise BadOperation(words + "the model at once)", code="out_of_memory") from error
+
+    def _do(self, asked: Verbs, tensors: dict[str, Tensor], identity: str | None) -> Answer:
+        match asked:
+            case CreateModel():
+                self._refuse_known(asked.model)
+                made = SessionAdapter.make(self.base, asked.model, asked.method, asked.optimizer, asked.seed)
+                self.adapters[asked.model] = made
+                return made.about(), {}
+            case LoadModel():
+                return self._load(asked), {}
+            case DropModel():
+                self._find(asked.model)
+                self.base.drop(asked.model)
+                del self.adapters[asked.model]
+                return {"model": asked.model}, {}
+            case Forward():
+                return self._forward(asked, tensors)
+            case ForwardBackward():
+                return self._forward_backward(asked, tensors)
+            case OptimStep():
+                return self._find(asked.model).step(asked), {}
+            case ZeroGrad():
+                self._find(asked.model).begin().zero_grad()
+                return {"model": asked.model}, {}
+            case Generate():
+                return self._generate(asked, tensors)
+            case Logprobs():
+                examples = self._examples(tensors)
+                with self._reading(asked.model) as engine:
+                    found = self._logprobs(engine, examples)
+                return {"targets": _targets(examples)}, {"logprobs": spread(examples, found)}
+            case Save():
+                return self._save(asked, identity), {}
+            case _ as never:
+                assert_never(never)
+
+    # --- passes
+
+    def _forward(self, asked: Forward, tensors: dict[str, Tensor]) -> Answer:
+        examples = self._examples(tensors)
+        check_loss(asked.loss, examples)
+        engine = self._find(asked.model).begin()
+        total, found = 0.0, list[Tensor]()
+        for places in passes(examples, self.pass_tokens, rows_together(asked.loss)):
+            self.between()
+            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
+
+            def look(policy: PolicyModel, batch: Batch) -> tuple[Tensor, Tensor]:
+                logprobs = policy.logprobs(batch)
+                return logprobs, loss_sum(asked.loss, logprobs, batch)
+
+            logprobs, loss = engine.evaluate(batch, look)
+            total += float(loss.double())
+            found += torch.split(logprobs, batch.label_counts())
+        return {"loss": total, "targets": _targets(examples)}, {"logprobs": spread(examples, found)}
+
+    def _forward_backward(self, asked: ForwardBackward, tensors: dict[str, Tensor]) -> Answer:
+        examples = self._examples(tensors)
+        check_loss(asked.loss, examples)
+        adapter = self._find(asked.model)
+        engine = adapter.begin()
+        with adapter.whole():
+            adapter.draw()
+            return self._accumulate(asked, engine, examples)
+
+    def _accumulate(self, asked: ForwardBackward, engine: Engine, examples: list[Example]) -> Answer:
+        total, found = 0.0, list[Tensor]()
+        for places in passes(examples, self.pass_tokens, rows_together(asked.loss)):
+            self.between()
+            batch = batch_of([examples[at] for at in places], self.base.pad_token_id)
+            if not batch.label_tokens:
+                found += [torch.zeros(0) for _ in places]
+                continue
+            function = _Kept(asked.loss)
+            loss = engine.forward(batch, function, {})
+            engine.backward(loss.total)
+            total += float(loss.sums["loss"])
+            found += torch.split(function.logprobs, batch.label_counts())
+        result = {"loss": total, "targets": _targets(examples), "micro_steps": engine.micro_steps}
+        return result, {"logprobs": spread(examples, found)}
+
+    def _logprobs(self, engine: Engine, examples: list[Example]) -> list[Tensor]:
+        found = list[Tensor]()
+        for places in passes(examples, self.pass_tokens):
+            self.between()
+            found += engine.logprobs(batch_of([examples[at] for at in places], self.base.pad_token_id))
+        return found
+
+    def _generate(self, asked: Generate, tensors: dict[str, Tensor]) -> Answer:
+        if odd := sorted(tensors.keys() - {"tokens", "lengths"}):
+            raise BadOperation(f"there is no array `{odd[0]}`; a prompt is `tokens` and `lengths`", field=odd[0])
+        longest = None if self.base.longest is None else self.base.longest - asked.max_tokens
+        if longest is not None and longest < 1:
+            words = f"the model has {self.base.longest} positions, prompt and answer together"
+            raise BadOperation(words, field="max_tokens", code="beyond_positions")
+        prompts = [row.tolist() for row in read_rows(tensors, self.base.vocabulary, longest)]
+        end = self.base.tokenizer.eos_token_id
+        stops = ([] if end is None else [int(end)]) if asked.stop_token_ids is None else asked.stop_token_ids
+        params = SamplingParams(
+            asked.max_tokens,
+            asked.temperature,
+            asked.top_p,
+            asked.top_k,
+            asked.min_p,
+            tuple(stops),
+            tuple(asked.stop),
+        )
+        keys = [[(asked.seed, at, sample) for sample in range(asked.num_samples)] for at in range(len(prompts))]
+        with self._reading(asked.model) as engine:
+            answers = engine.complete(
+                prompts, keys, params, slots=self.slots, decode=self.base.tokenizer.decode, between=self.between
+            )
+        flat = [one for mine in answers for one in mine]
+        result = {"num_samples": asked.num_samples, "finished": [one.finished for one in flat]}
+        return result, {
+            "tokens": torch.tensor([token for one in flat for token in one.tokens], dtype=torch.int32),
+            "lengths": torch.tensor([len(one.tokens) for one in flat], dtype=torch.int32),
+            "logprobs": torch.tensor([value for one in flat for value in one.logprobs], dtype=torch.float32),
+        }
+
+    # --- adapters and their folders
+
+    def _save(self, asked: Save, identity: str | None) -> dict[str, Any]:
+        adapter = self._find(asked.model)
+        folder = self.saved / asked.name
+        result = adapter.about() | {"name": asked.name, "folder": str(folder)}
+        if folder.is_dir():
+            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+            if identity is not None and about["identity"] == identity:
+                return result
+            raise BadOperation(
+                f"this session has saved `{asked.name}` already", field="name", code="session_name_taken"
+            )
+
+        def write(making: Path) -> None:
+            adapter.begin()
+            self.base.write_adapter(asked.model, making)
+            adapter.save(making, STATE)
+            (making / "about.json").write_text(json.dumps(result | {"identity": identity}), encoding="utf-8")
+
+        store.write(self.saved, asked.name, write)
+        return result
+
+    def _load(self, asked: LoadModel) -> dict[str, Any]:
+        folder = Path(asked.folder)
+        if not (folder / "adapter_config.json").is_file():
+            raise BadOperation(f"there is no adapter in {folder.name}", field="folder", code="checkpoint_not_found")
+        ours = (folder / f"{STATE}.json").is_file()
+        if asked.with_optimizer and not ours:
+            words = "this adapter was made elsewhere: it has no state of an optimizer; set `with_optimizer` to false"
+            raise BadOperation(words, field="with_optimizer")
+        known = self.adapters.get(asked.model)
+        if asked.with_optimizer:
+            if known is not None:
+                known.begin()
+                known.load(folder, STATE)
+                return known.about()
+            self.adapters[asked.model] = SessionAdapter.restore(self.base, asked.model, folder, STATE)
+            return self.adapters[asked.model].about()
+        if known is None:
+            method = _method_of(folder)
+            known = SessionAdapter.make(self.base, asked.model, method, asked.optimizer, asked.seed)
+            try:
+                self.base.read_adapter(asked.model, folder)
+            except BaseException:
+                self.base.drop(asked.model)
+                raise
+            self.adapters[asked.model] = known
+        else:
+            self.base.read_adapter(asked.model, folder)
+        return known.about()
+
+    def _examples(self, tensors: dict[str, Tensor]) -> list[Example]:
+        return read_examples(tensors, self.base.vocabulary, self.base.longest)
+
+    def _find(self, name: str) -> SessionAdapter:
+        if (found := self.adapters.get(name)) is None:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise NoSuchModel(f"the session has no model `{name}`; it has {known}", field="model")
+        return found
+
+    def _refuse_known(self, name: str) -> None:
+        if name in self.adapters:
+            raise BadOperation(f"the session has a model `{name}` already", field="model", code="session_name_taken")
+
+    def _reading(self, name: str | None) -> Any:
+        """A context with the engine of an adapter, or of the base alone."""
+        if name is None:
+            return self.base.alone()
+        return _As(self._find(name).begin())
+
+
+class _As:
+    """A context that is nothing but its value."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Engine:
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Kept:
+    """A LossFunction that keeps the log-probabilities it saw."""
+
+    def __init__(self, loss: Losses) -> None:
+        self._loss = loss
+        self.logprobs: Tensor = torch.zeros(0)
+
+    def __call__(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
+        logprobs = policy.logprobs(batch)
+        self.logprobs = logprobs.detach()
+        total = loss_sum(self._loss, logprobs, batch)
+        return Loss(total, {"loss": total.detach().double()})
+
+
+def _targets(examples: list[Example]) -> int:
+    return sum(int(example.asked.sum()) for example in examples)
+
+
+def _method_of(folder: Path) -> LoRA:
+    """The method of an adapter in PEFT's form. BadOperation for one that is not LoRA."""
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if config.get("peft_type") != "LORA":
+        words = f"the adapter is a {config.get('peft_type')}, and sessions load LoRA"
+        raise BadOperation(words, field="folder")
+    read = LoraConfig.from_pretrained(str(folder))
+    if read.rank_pattern or read.alpha_pattern or read.bias != "none" or read.modules_to_save:
+        words = "the adapter has ranks of its own for some layers, biases or whole modules, which sessions do not load"
+        raise BadOperation(words, field="folder")
+    targets = read.target_modules
+    return LoRA(
+        r=read.r,
+        lora_alpha=read.lora_alpha,
+        lora_dropout=read.lora_dropout,
+        use_rslora=read.use_rslora,
+        use_dora=read.use_dora,
+        target_modules=targets if targets == "all-linear" else sorted(targets),  # type: ignore[arg-type]
+    )

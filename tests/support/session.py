@@ -1,0 +1,109 @@
+"""The child of a session for tests: its process, and frames to and from it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from core.spec.axes.model import LocalModel
+from core.spec.resolve import resolve
+from core.spec.run.folder import ORDER_FILE
+from core.spec.run.frames import Frame, receive, send
+from core.spec.run.orders import SessionOrder
+from core.spec.session.job import SessionSpec
+from tests.support.trainer import ENVIRONMENT, ROOT
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def order(model_dir: Path, folder: Path, **spec: Any) -> SessionOrder:
+    """The order of a session whose folder is `folder`; `spec` has fields of SessionSpec."""
+    asked = SessionSpec(
+        model=LocalModel(path=str(model_dir)), **{"precision": "fp32", "resources": {"accelerator": "cpu"}, **spec}
+    )
+    return SessionOrder(
+        job_id="session-test",
+        attempt=1,
+        spec=resolve(asked.as_job()),
+        model_dir=str(model_dir),
+        session_dir=str(folder),
+        pass_tokens=64,
+    )
+
+
+class SessionClient:
+    """One end of the socket pair."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self.position = 0
+
+    def hello(self) -> dict[str, Any]:
+        frame = receive(self.stream)
+        assert frame is not None and frame.header["ready"]
+        self.position = frame.header["position"]
+        return frame.header
+
+    def ask(self, op: str, arrays: Arrays | None = None, **fields: Any) -> tuple[dict[str, Any], Arrays]:
+        """The result of an operation that goes well."""
+        header, found = self.answer(op, arrays, **fields)
+        assert header["ok"], header
+        return header["result"], found
+
+    def answer(self, op: str, arrays: Arrays | None = None, **fields: Any) -> tuple[dict[str, Any], Arrays]:
+        self.send(op, arrays, **fields)
+        frame = receive(self.stream)
+        assert frame is not None, "the child has closed its end"
+        assert frame.header["id"] == self.position
+        return frame.header, load(frame.body) if frame.body else {}
+
+    def send(self, op: str, arrays: Arrays | None = None, **fields: Any) -> None:
+        self.position += 1
+        header = {"id": self.position, "position": self.position, "identity": f"op-{self.position}"}
+        send(self.stream, Frame(header | {"op": {"op": op, **fields}}, save(arrays) if arrays else b""))
+
+    def snapshot(self) -> None:
+        send(self.stream, Frame({"id": 0, "snapshot": True}))
+        frame = receive(self.stream)
+        assert frame is not None and frame.header["result"]["position"] == self.position
+
+
+class SessionChild(SessionClient):
+    """A process of its own; a context manager that ends it."""
+
+    def __init__(self, run_dir: Path, given: SessionOrder) -> None:
+        run_dir.mkdir(parents=True)
+        (run_dir / ORDER_FILE).write_text(given.model_dump_json())
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "core.train.session", str(run_dir), str(theirs.fileno())],
+                cwd=ROOT,
+                env={"PATH": "/usr/bin:/bin"} | ENVIRONMENT,
+                pass_fds=[theirs.fileno()],
+                stdout=subprocess.DEVNULL,
+            )
+        super().__init__(ours)
+
+    def __enter__(self) -> SessionChild:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def examples(*rows: list[int], **numbers: list[float]) -> Arrays:
+    """Arrays of examples; `numbers` are one for each token of all rows."""
+    arrays: Arrays = {
+        "tokens": np.array([token for row in rows for token in row], dtype=np.int32),
+        "lengths": np.array([len(row) for row in rows], dtype=np.int32),
+    }
+    return arrays | {name: np.array(values, dtype=np.float32) for name, values in numbers.items()}

@@ -1,0 +1,278 @@
+"""The child of a session: its verbs against torch, adapters apart, and the same bits after a kill."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from core.spec.run.exit_codes import EXIT_CHECKPOINTED
+from core.spec.run.folder import ORDER_FILE
+from core.train.base.stop import Stop
+from core.train.session.serve import serve
+from tests.support import session
+from tests.support.session import SessionChild, SessionClient, examples
+
+ROWS = [[5, 6, 7, 8, 9, 10], [40, 41, 42], list(range(60, 80))]
+LORA = {"type": "lora", "r": 4, "lora_alpha": 8.0}
+
+
+class InThread(SessionClient):
+    """A child's loop in a thread of this process, which has torch already."""
+
+    def __init__(self, run_dir: Path, given: Any) -> None:
+        run_dir.mkdir(parents=True)
+        (run_dir / ORDER_FILE).write_text(given.model_dump_json())
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        self.stop, self.code = Stop(), -1
+        self._theirs = theirs
+        self._thread = threading.Thread(target=self._serve, args=(run_dir, theirs))
+        self._thread.start()
+        self.hello()
+
+    def _serve(self, run_dir: Path, stream: socket.socket) -> None:
+        with stream:
+            self.code = serve(run_dir, stream, self.stop)
+
+    def end(self) -> int:
+        self.stop.requested = True
+        self._thread.join()
+        self.stream.close()
+        return self.code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("session")
+
+
+@pytest.fixture(scope="module")
+def child(tiny_dir: Path, folder: Path) -> Iterator[InThread]:
+    """A session over the tiny model with one trained adapter, `a`."""
+    made = InThread(folder / "run", session.order(tiny_dir, folder / "session"))
+    made.ask("create", model="a", method=LORA, seed=1)
+    for _ in range(3):
+        made.ask("forward_backward", examples(*ROWS), model="a")
+        made.ask("step", model="a", learning_rate=0.02, max_grad_norm=1.0)
+    yield made
+    made.end()
+
+
+def reference(tiny_dir: Path, adapter: Path | None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    return model if adapter is None else PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+
+
+def logprobs_of(model: Any, row: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([row])).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(row[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+def test_logprobs_are_those_of_transformers_with_the_saved_adapter_and_without(child: InThread, tiny_dir: Path) -> None:
+    saved, _ = child.ask("save", model="a", name="for-peft")
+    for name, adapter in (("a", Path(saved["folder"])), (None, None)):
+        _, found = child.ask("logprobs", examples(*ROWS), model=name)
+        model = reference(tiny_dir, adapter).eval()
+        with torch.no_grad():
+            expected = [np.append(logprobs_of(model, row).numpy(), 0.0) for row in ROWS]
+        assert np.allclose(found["logprobs"], np.concatenate(expected), atol=2e-5)
+
+
+A, OLD = [0.5, -1.0, 2.0, 0.25, -0.5, 0.0], [-5.0, -5.6, -5.4, -5.7, -5.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        ({"type": "cross_entropy"}, {"weights": [1.0, 0.0, 0.5, 2.0, 1.0, 1.0]}),
+        ({"type": "importance_sampling"}, {"advantages": A, "logprobs": OLD}),
+        ({"type": "ppo", "clip_low": 0.9, "clip_high": 1.1}, {"advantages": A, "logprobs": OLD}),
+        ({"type": "cispo", "clip_high": 1.1}, {"advantages": A, "logprobs": OLD}),
+        ({"type": "dro", "beta": 0.3}, {"advantages": A, "logprobs": OLD}),
+        ({"type": "custom"}, {"gradients": A}),
+    ],
+    ids=lambda value: value.get("type", "") if "type" in value else "",
+)
+def test_a_loss_and_its_gradient_are_those_of_the_formula_in_torch(
+    child: InThread, tiny_dir: Path, folder: Path, loss: dict[str, Any], numbers: dict[str, list[float]]
+) -> None:
+    name = f"grad-{loss['type']}"
+    row = ROWS[0]
+    result, _ = child.ask("forward_backward", examples(row, **numbers), model="a", loss=loss)
+    saved, _ = child.ask("save", model="a", name=name)
+    child.ask("zero_grad", model="a")
+    model = reference(tiny_dir, Path(saved["folder"]))
+    logp = logprobs_of(model, row)
+    given = {key: torch.tensor(values[: len(row) - 1]) for key, values in numbers.items()}
+    ratio = torch.exp(logp - given["logprobs"]) if "logprobs" in given else logp
+    match loss["type"]:
+        case "cross_entropy":
+            expected = -(given["weights"] * logp)
+        case "importance_sampling":
+            expected = -ratio * given["advantages"]
+        case "ppo":
+            expected = -torch.minimum(ratio * given["advantages"], ratio.clamp(0.9, 1.1) * given["advantages"])
+        case "cispo":
+            expected = -ratio.clamp(0.8, 1.1).detach() * given["advantages"] * logp
+        case "dro":
+            expected = -(given["advantages"] * logp - 0.15 * (logp - given["logprobs"]) ** 2)
+        case _:
+            expected = given["gradients"] * logp
+    expected.sum().backward()
+    assert result["loss"] == pytest.approx(float(expected.detach().sum()), rel=1e-4, abs=1e-5)
+    from safetensors.torch import load_file
+
+    state = load_file(Path(saved["folder"]) / "state.safetensors")
+    gradients = {key.removeprefix("gradients/"): value for key, value in state.items() if key.startswith("gradients/")}
+    theirs = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == theirs.keys() and len(gradients) > 10
+    for key, value in gradients.items():
+        assert torch.allclose(value, theirs[key], rtol=1e-3, atol=1e-5), key
+
+
+def test_pairs_of_dpo_are_those_of_the_formula(child: InThread) -> None:
+    old = [-5.0] * len(ROWS[0]) + [-5.0] * len(ROWS[1])
+    result, found = child.ask(
+        "forward", examples(ROWS[0], ROWS[1], logprobs=old), model="a", loss={"type": "dpo", "beta": 0.2}
+    )
+    logp = torch.from_numpy(found["logprobs"])
+    chosen, rejected = (logp[:5] + 5).sum(), (logp[6:8] + 5).sum()
+    assert result["loss"] == pytest.approx(float(-functional.logsigmoid(0.2 * (chosen - rejected))), rel=1e-5)
+    header, _ = child.answer("forward", examples(*ROWS, logprobs=[0.0] * 29), model="a", loss="dpo")
+    assert header["error"]["field"] == "lengths"
+
+
+def test_answers_have_the_logprobs_that_a_forward_pass_gives(child: InThread) -> None:
+    prompts = [[5, 6, 7], [40, 41]]
+    result, found = child.ask(
+        "generate", examples(*prompts), model="a", max_tokens=8, num_samples=3, seed=7, stop_token_ids=[]
+    )
+    assert result["finished"] == [False] * 6 and list(found["lengths"]) == [8] * 6
+    again = child.ask("generate", examples(*prompts), model="a", max_tokens=8, num_samples=3, seed=7, stop_token_ids=[])
+    assert np.array_equal(again[1]["tokens"], found["tokens"])
+    other = child.ask("generate", examples(*prompts), max_tokens=8, num_samples=3, seed=7, stop_token_ids=[])
+    assert not np.array_equal(other[1]["logprobs"], found["logprobs"]), "the base alone answers otherwise"
+    answers = np.split(found["tokens"], 6)
+    rows = [[*prompts[at // 3], *answer.tolist()] for at, answer in enumerate(answers)]
+    _, seen = child.ask("logprobs", examples(*rows), model="a")
+    at, expected = 0, []
+    for row in rows:
+        expected.append(seen["logprobs"][at + len(row) - 9 : at + len(row) - 1])
+        at += len(row)
+    assert np.allclose(np.concatenate(expected), found["logprobs"], atol=1e-5)
+
+
+def test_adapters_know_nothing_of_each_other(child: InThread, tiny_dir: Path, folder: Path) -> None:
+    """Two recipes in turns give the bits that each gives alone, with dropout and adapters of other shapes."""
+    one = {**LORA, "lora_dropout": 0.2}
+    other = {"type": "lora", "r": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}
+
+    def half(to: SessionClient, name: str, row: list[int]) -> np.ndarray[Any, Any]:
+        to.ask("forward_backward", examples(row), model=name)
+        to.ask("forward_backward", examples(ROWS[1]), model=name)
+        to.ask("step", model=name, learning_rate=0.01, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8)
+        return to.ask("logprobs", examples(row), model=name)[1]["logprobs"]
+
+    child.ask("create", model="one", method=one, seed=3)
+    child.ask("create", model="other", method=other, seed=4)
+    mixed = [(half(child, "one", ROWS[0]), half(child, "other", ROWS[2])) for _ in range(2)]
+    child.ask("drop", model="other")
+    assert child.answer("zero_grad", model="other")[0]["error"]["code"] == "session_model_not_found"
+    child.ask("create", model="other", method=other, seed=4)
+    alone = [half(child, "other", ROWS[2]) for _ in range(2)]
+    assert all(np.array_equal(both[1], single) for both, single in zip(mixed, alone, strict=True))
+    child.ask("drop", model="one")
+    child.ask("create", model="one", method=one, seed=3)
+    assert all(np.array_equal(both[0], half(child, "one", ROWS[0])) for both in mixed)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_packed_base_trains_two_adapters(tiny_dir: Path, tmp_path: Path, quantization: str) -> None:
+    given = session.order(tiny_dir, tmp_path / "session", quantization={"type": quantization})
+    child = InThread(tmp_path / "run", given)
+    base = child.ask("logprobs", examples(*ROWS))[1]["logprobs"]
+    for name, rank in (("a", 4), ("b", 8)):
+        child.ask("create", model=name, method={**LORA, "r": rank}, seed=1)
+        before, _ = child.ask("forward_backward", examples(*ROWS), model=name)
+        for _ in range(4):
+            child.ask("step", model=name, learning_rate=0.02)
+            after, _ = child.ask("forward_backward", examples(*ROWS), model=name)
+        assert after["loss"] < 0.9 * before["loss"]
+    assert np.array_equal(child.ask("logprobs", examples(*ROWS))[1]["logprobs"], base)
+    assert child.end() == EXIT_CHECKPOINTED
+    again = InThread(tmp_path / "again", given)
+    seen, _ = again.ask("forward", examples(*ROWS), model="b")
+    assert again.end() == EXIT_CHECKPOINTED and seen["loss"] == pytest.approx(after["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "fields", "field"),
+    [
+        ("forward", examples([1, 2]), {"model": "nobody"}, "model"),
+        ("forward", {"tokens": np.array([1], dtype=np.int32)}, {"model": "a"}, "lengths"),
+        ("forward", examples([1, 2], weights=[1.0]), {"model": "a"}, "weights"),
+        ("forward", examples([1, 2], weights=[1.0, float("nan")]), {"model": "a"}, "weights"),
+        ("forward", examples([1, 99_999]), {"model": "a"}, "tokens"),
+        ("forward", examples([1] * 600), {"model": "a"}, "lengths"),
+        ("forward", examples([1, 2], logprobs=[0.0, 0.0]), {"model": "a"}, "logprobs"),
+        ("forward", examples([1, 2]), {"model": "a", "loss": "ppo"}, "advantages"),
+        ("step", None, {"model": "a", "learning_rate": 0.1}, None),
+        ("create", None, {"model": "a"}, "model"),
+        ("create", None, {"model": "../x"}, "model"),
+        ("generate", examples([1, 2]), {"model": "a", "max_tokens": 600}, "max_tokens"),
+        ("load", None, {"model": "x", "folder": "/nowhere"}, "folder"),
+        ("sing", None, {}, "op"),
+    ],
+)
+def test_bad_operations_are_answered_and_change_nothing(
+    child: InThread, op: str, arrays: Any, fields: dict[str, Any], field: str | None
+) -> None:
+    header, _ = child.answer(op, arrays, **fields)
+    assert not header["ok"] and header["error"]["field"] == field and header["error"]["message"]
+    child.ask("forward", examples(*ROWS), model="a")
+
+
+def test_a_killed_child_goes_on_to_the_bit_from_its_snapshot(tiny_dir: Path, tmp_path: Path) -> None:
+    """kill -9 within an accumulation window, behind a snapshot: replayed from there, the weights are those of a child
+    that was not disturbed. Dropout takes part."""
+    log: list[tuple[str, Any, dict[str, Any]]] = [
+        ("create", None, {"model": "m", "method": {**LORA, "lora_dropout": 0.1}, "seed": 5})
+    ]
+    for turn in range(4):
+        log.append(("forward_backward", examples(ROWS[turn % 3]), {"model": "m"}))
+        log.append(("forward_backward", examples(ROWS[(turn + 1) % 3]), {"model": "m"}))
+        log.append(("step", None, {"model": "m", "learning_rate": 0.01, "max_grad_norm": 0.5}))
+    log.append(("save", None, {"model": "m", "name": "end"}))
+
+    def finish(child: SessionClient) -> bytes:
+        for op, arrays, fields in log[child.position :]:
+            result, _ = child.ask(op, arrays, **fields)
+        return (Path(result["folder"]) / "state.safetensors").read_bytes()
+
+    calm = InThread(tmp_path / "calm-run", session.order(tiny_dir, tmp_path / "calm"))
+    expected = finish(calm)
+    calm.end()
+    given = session.order(tiny_dir, tmp_path / "struck")
+    with SessionChild(tmp_path / "run-1", given) as child:
+        child.hello()
+        for op, arrays, fields in log[:6]:
+            child.ask(op, arrays, **fields)
+        child.snapshot()
+        for op, arrays, fields in log[6:9]:
+            child.ask(op, arrays, **fields)
+        child.send(log[9][0], log[9][1], **log[9][2])
+        child.process.kill()
+    revived = InThread(tmp_path / "run-2", given)
+    assert revived.position == 6
+    assert finish(revived) == expected
+    revived.end()
