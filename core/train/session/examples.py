@@ -23,7 +23,7 @@ NUMBERS = ("weights", "logprobs", "advantages", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class SessionExample:
     tokens: Tensor
     """int64 [n]"""
     targets: Tensor
@@ -45,7 +45,7 @@ def read_tensors(body: bytes) -> dict[str, Tensor]:
         raise BadOperation(f"the body is no safetensors: {error}", field="body", code="invalid_tensors") from error
 
 
-def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int | None) -> list[Example]:
+def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int | None) -> list[SessionExample]:
     """Examples of a forward pass. BadOperation names what is wrong with them. `longest`: positions of the model."""
     if odd := sorted(tensors.keys() - {"tokens", "lengths", "targets", *NUMBERS}):
         words = f"there is no array `{odd[0]}`; arrays are tokens, lengths, targets, {', '.join(NUMBERS)}"
@@ -64,7 +64,7 @@ def read_examples(tensors: Mapping[str, Tensor], vocabulary: int, longest: int |
         if name in tensors:
             values[name] = list(torch.split(_numbers(tensors[name], name, total), lengths))
     return [
-        Example(row, target, {name: parts[at] for name, parts in values.items()})
+        SessionExample(row, target, {name: parts[at] for name, parts in values.items()})
         for at, (row, target) in enumerate(zip(rows, targets, strict=True))
     ]
 
@@ -109,7 +109,7 @@ def _shifted(rows: list[Tensor]) -> list[Tensor]:
     return [torch.cat([row[1:], end]) for row in rows]
 
 
-def passes(examples: list[Example], tokens: int, together: int = 1) -> Iterator[list[int]]:
+def passes(examples: list[SessionExample], tokens: int, together: int = 1) -> Iterator[list[int]]:
     """Places of the examples that go through the model at once: `tokens` at most with padding, in their order, groups
     of `together` never apart."""
     taken: list[int] = []
@@ -125,7 +125,7 @@ def passes(examples: list[Example], tokens: int, together: int = 1) -> Iterator[
         yield taken
 
 
-def batch_of(examples: list[Example], pad_token_id: int) -> Batch:
+def batch_of(examples: list[SessionExample], pad_token_id: int) -> Batch:
     """One pass. A target is the label of the next place, so that each row has one place more than tokens; what stands
     there is seen by no token."""
     lengths = tuple(len(example.tokens) + 1 for example in examples)
@@ -140,7 +140,7 @@ def batch_of(examples: list[Example], pad_token_id: int) -> Batch:
     return Batch(ids, labels, lengths, sum(counts), counts=counts, token_values=values)
 
 
-def spread(examples: list[Example], found: list[Tensor]) -> Tensor:
+def spread(examples: list[SessionExample], found: list[Tensor]) -> Tensor:
     """Numbers of the targets in the places of their tokens, 0 elsewhere: float32 [all tokens]."""
     parts = []
     for example, numbers in zip(examples, found, strict=True):

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from core.spec.session.losses import CISPO, DRO, PPO, CrossEntropy, Custom, DPOPairs, ImportanceSampling, Losses
 from core.train.batch import Batch
-from core.train.session.examples import Example
+from core.train.session.examples import SessionExample
 from core.train.session.faults import BadOperation
 
 
-def check_loss(loss: Losses, examples: list[Example]) -> None:
+def check_loss(loss: Losses, examples: list[SessionExample]) -> None:
     """BadOperation where the examples lack what the loss needs, or have what it would ignore."""
     match loss:
         case CrossEntropy():

@@ -33,7 +33,7 @@ from core.train.engine import Engine
 from core.train.generation.sampling import SamplingParams
 from core.train.policy import PolicyModel
 from core.train.session.adapter import STATE, SessionAdapter
-from core.train.session.examples import Example, batch_of, passes, read_examples, read_rows, spread
+from core.train.session.examples import SessionExample, batch_of, passes, read_examples, read_rows, spread
 from core.train.session.faults import BadOperation, NoSuchModel
 from core.train.session.losses import check_loss, loss_sum, rows_together
 from core.train.session.resident import ResidentBase
@@ -127,7 +127,7 @@ class SessionVerbs:
             adapter.draw()
             return self._accumulate(asked, engine, examples)
 
-    def _accumulate(self, asked: ForwardBackward, engine: Engine, examples: list[Example]) -> Answer:
+    def _accumulate(self, asked: ForwardBackward, engine: Engine, examples: list[SessionExample]) -> Answer:
         total, found = 0.0, list[Tensor]()
         for places in passes(examples, self.pass_tokens, rows_together(asked.loss)):
             self.between()
@@ -135,7 +135,7 @@ class SessionVerbs:
             if not batch.label_tokens:
                 found += [torch.zeros(0) for _ in places]
                 continue
-            function = _Kept(asked.loss)
+            function = _Watched(asked.loss)
             loss = engine.forward(batch, function, {})
             engine.backward(loss.total)
             total += float(loss.sums["loss"])
@@ -143,7 +143,7 @@ class SessionVerbs:
         result = {"loss": total, "targets": _targets(examples), "micro_steps": engine.micro_steps}
         return result, {"logprobs": spread(examples, found)}
 
-    def _logprobs(self, engine: Engine, examples: list[Example]) -> list[Tensor]:
+    def _logprobs(self, engine: Engine, examples: list[SessionExample]) -> list[Tensor]:
         found = list[Tensor]()
         for places in passes(examples, self.pass_tokens):
             self.between()
@@ -234,7 +234,7 @@ class SessionVerbs:
             self.base.read_adapter(asked.model, folder)
         return known.about()
 
-    def _examples(self, tensors: dict[str, Tensor]) -> list[Example]:
+    def _examples(self, tensors: dict[str, Tensor]) -> list[SessionExample]:
         return read_examples(tensors, self.base.vocabulary, self.base.longest)
 
     def _find(self, name: str) -> SessionAdapter:
@@ -267,7 +267,7 @@ class _As:
         pass
 
 
-class _Kept:
+class _Watched:
     """A LossFunction that keeps the log-probabilities it saw."""
 
     def __init__(self, loss: Losses) -> None:
@@ -281,7 +281,7 @@ class _Kept:
         return Loss(total, {"loss": total.detach().double()})
 
 
-def _targets(examples: list[Example]) -> int:
+def _targets(examples: list[SessionExample]) -> int:
     return sum(int(example.asked.sum()) for example in examples)
 
 
@@ -302,5 +302,5 @@ def _method_of(folder: Path) -> LoRA:
         lora_dropout=read.lora_dropout,
         use_rslora=read.use_rslora,
         use_dora=read.use_dora,
-        target_modules=targets if targets == "all-linear" else sorted(targets),  # type: ignore[arg-type]
+        target_modules=targets if targets == "all-linear" else sorted(targets),
     )
