@@ -331,7 +331,6 @@ FAILURES: dict[str, Code] = {
         "There is no starting model beside the trained one for `stage.beta`.",
         "Set it to 0, or train a new adapter.",
     ),
-    "no_held_out_rollouts": ("Held-out prompts are not measured.", "Remove the held-out rows and `evaluation`."),
     "no_reward_column": (
         "A reward reads a column that some rows do not have, or that holds what it cannot use.",
         "The message names the rows; add the column, or name another one in `stage.reward`.",

@@ -21,8 +21,9 @@ from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Adapter, Full, LowRank
 from core.spec.axes.model import JobModel
 from core.spec.axes.optim.schedules import Adaptive
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import Evaluation, HeldOut, NoSamples, Resident, SingleDevice
-from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, SimPO, Stage, loss_on
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, SimPO, Stage, loss_on
 from core.spec.axes.training import Training
 from core.spec.job import JobSpec
 
@@ -349,7 +350,7 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
         )
     if preview:
         return
-    if isinstance(stage, GRPO):
+    if isinstance(stage, RolloutStage):
         yield from _of_rollouts(spec, stage)
     if spec.training.neftune_noise_alpha is not None and not isinstance(stage, SFT | CPT):
         yield Fault(
@@ -395,11 +396,10 @@ def _of_its_stage(spec: JobSpec, *, preview: bool) -> Iterator[Fault]:
             "evaluation.generation",
         )
     measured = spec.evaluation.measured(stage.metrics) if isinstance(spec.evaluation, HeldOut) else {}
-    if isinstance(spec.evaluation, HeldOut) and spec.evaluation.metric_for_best_model not in measured:
+    if isinstance(spec.evaluation, HeldOut) and (metric := spec.evaluation.metric_of(stage.metrics)) not in measured:
         yield Fault(
             "metric_of_another_stage",
-            f"`stage: {stage.type}` does not measure `{spec.evaluation.metric_for_best_model}`; set the metric to one "
-            f"of {_or(measured)}",
+            f"`stage: {stage.type}` does not measure `{metric}`; set the metric to one of {_or(measured)}",
             "evaluation.metric_for_best_model",
         )
 
@@ -422,7 +422,7 @@ def _of_its_method(spec: JobSpec) -> Iterator[Fault]:
         )
 
 
-def _of_rollouts(spec: JobSpec, stage: GRPO) -> Iterator[Fault]:
+def _of_rollouts(spec: JobSpec, stage: RolloutStage) -> Iterator[Fault]:
     """Faults of a stage that samples the answers it learns from."""
     training = spec.training
     answers = training.per_device_train_batch_size * training.gradient_accumulation_steps
@@ -460,13 +460,6 @@ def _of_rollouts(spec: JobSpec, stage: GRPO) -> Iterator[Fault]:
             "the divergence from the starting model needs that model beside the trained one, which only a new adapter "
             "has; set `stage.beta` to 0, or train a new adapter (`model.adapter: merge`)",
             "stage.beta",
-        )
-    if isinstance(spec.evaluation, HeldOut) or _eval_rows(spec.data) != "absent":
-        yield Fault(
-            "no_held_out_rollouts",
-            "held-out prompts are not measured; the metric `reward` is that of fresh answers. Remove `data.eval`, "
-            "`data.split` and `evaluation`",
-            "evaluation",
         )
 
 

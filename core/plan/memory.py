@@ -35,6 +35,7 @@ from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import (
     ActivationsOnHost,
     AutoStream,
@@ -45,7 +46,7 @@ from core.spec.axes.runtime import (
     NoSamples,
     NoStream,
 )
-from core.spec.axes.stage import DPO, GRPO, KTO, ORPO, SimPO
+from core.spec.axes.stage import DPO, KTO, ORPO, SimPO
 from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
@@ -193,7 +194,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
     casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
     again = min(casts, _casts_of_block(shape, held, numbers)) if kept_.recomputed else casts
-    logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO | GRPO)
+    logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO | RolloutStage)
     moments: dict[str, list[Item]] = {
         "loss": [
             of_window,
@@ -215,9 +216,9 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
             ),
             Item("logits", reference_bytes(shape, numbers, tokens, device), "a chunk of them, in float32"),
         ]
-    if isinstance(spec.evaluation, HeldOut):
+    if isinstance(spec.evaluation, HeldOut) and not isinstance(spec.stage, RolloutStage):  # which answers in its slots
         moments["evaluation"] = _evaluating(spec.evaluation, shape, numbers, what, casts, device)
-    if isinstance(spec.stage, GRPO):
+    if isinstance(spec.stage, RolloutStage):
         moments["rollout"] = _answering(spec.stage, shape, numbers, longest, casts)
     before = [item for item in state if item.kind != "optimizer"]  # which has a state from the first step on
     held_at = {name: [*(before if name == "reference" else state), *items] for name, items in moments.items()}
@@ -264,7 +265,7 @@ def _evaluating(
     return max(found, answering, key=lambda items: sum(item.bytes for item in items))
 
 
-def _answering(stage: GRPO, shape: Shape, numbers: Numbers, longest: int, casts: int) -> list[Item]:
+def _answering(stage: RolloutStage, shape: Shape, numbers: Numbers, longest: int, casts: int) -> list[Item]:
     """What answers in the making take: keys and values of all slots, a pass over prompts, and the logits of a token."""
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * numbers.computed * stage.slots * longest
     what = Pass(max(longest, PROMPT_TOKENS), longest)

@@ -21,8 +21,9 @@ from core.spec.axes.optim.optimizers import (
 )
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
+from core.spec.axes.rollout.stages import GRPO, RolloutStage
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
-from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 
 LEARNING_RATE_ADAPTER = 2e-4
@@ -71,7 +72,7 @@ def resolve(spec: JobSpec) -> JobSpec:
                 updates["stage"] = spec.stage.model_copy(update={"loss_on": "completions"})
             case "auto":
                 pass  # known only once the rows are read
-    if isinstance(spec.stage, KTO | GRPO):
+    if isinstance(spec.stage, KTO | RolloutStage):
         sides = {"train": spec.data.train, "eval": spec.data.eval}
         updates["data"] = spec.data.model_copy(
             update={
@@ -85,6 +86,10 @@ def resolve(spec: JobSpec) -> JobSpec:
         updates["evaluation"] = (
             HeldOut() if spec.data.eval is not None or spec.data.split is not None else NoEvaluation()
         )
+    evaluation = updates.get("evaluation", spec.evaluation)
+    if isinstance(evaluation, HeldOut) and evaluation.metric_of(spec.stage.metrics) != evaluation.metric_for_best_model:
+        metric = evaluation.metric_of(spec.stage.metrics)
+        updates["evaluation"] = evaluation.model_copy(update={"metric_for_best_model": metric})
     return spec.model_copy(update=updates)
 
 

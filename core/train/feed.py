@@ -19,8 +19,8 @@ from core.errors import DataError, SpecError
 from core.plan.advice import of_steps
 from core.plan.memory import training_pass
 from core.spec.axes.batching import Packed, Rows, Tokens
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.stage import GRPO
 from core.spec.job import JobSpec
 from core.spec.run.orders import DataOrder
 from core.train.data.cache import TokenisedRows
@@ -58,6 +58,8 @@ class RunData:
     """Tokens of the longest row in use; of a stream max_length."""
     columns: list[dict[str, Any]] | None = None
     """Columns of each training row, where rows are prompts whose answers are rewarded by them."""
+    eval_columns: list[dict[str, Any]] | None = None
+    """Those of each held-out row."""
     stream: StreamLoader | None = None
     """With data.streaming; `train` is its first block then."""
 
@@ -148,16 +150,27 @@ def read_data(run: Run, tokenizer: Any) -> RunData:
         train_record |= {"streaming": True, "counted": "the first block"}
         longest = limit
     described = renderer.describe() | {"template_sha256": _template_sha256(tokenizer)}
-    columns = None
-    if isinstance(spec.stage, GRPO):
-        columns = _columns(spec.stage, order.train, train)
+    columns = eval_columns = None
+    if isinstance(spec.stage, RolloutStage):
+        columns = _columns(spec.stage, order.train, train, "data.train")
+        if held is not None and order.eval is not None:
+            eval_columns = _columns(spec.stage, order.eval, held, "data.eval")
         longest = min(longest, limit - spec.stage.max_completion_length) + spec.stage.max_completion_length
     return RunData(
-        train, train_record, held, held_record, renderer.options, described, min(longest, limit), columns, stream
+        train,
+        train_record,
+        held,
+        held_record,
+        renderer.options,
+        described,
+        min(longest, limit),
+        columns,
+        eval_columns,
+        stream,
     )
 
 
-def _columns(stage: GRPO, order: DataOrder, prompts: TokenDataset) -> list[dict[str, Any]]:
+def _columns(stage: RolloutStage, order: DataOrder, prompts: TokenDataset, field: str) -> list[dict[str, Any]]:
     """The columns of each prompt's row. DataError where a reward reads one that a row does not have."""
     _, rows = rows_of(order)
     found = []
@@ -167,7 +180,7 @@ def _columns(stage: GRPO, order: DataOrder, prompts: TokenDataset) -> list[dict[
     if len(found) != len(prompts):
         raise DataError(
             f"{len(found) - len(prompts)} of {len(found)} prompts have no token at all; remove them",
-            field="data.train",
+            field=field,
         )
     refuse_rows_without(stage.reward, list(zip(prompts.lines.tolist(), found, strict=True)))
     return found

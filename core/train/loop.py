@@ -24,7 +24,7 @@ from core.train.checkpoint import store
 from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
-from core.train.evaluation.held_out import Evaluator, Share, prelude
+from core.train.evaluation.held_out import HeldOutMeasure, Share, prelude
 from core.train.run import Run
 from core.train.stage import MAXIMUM, Stage, Totals, joined, nothing
 from core.train.state import TrainerState
@@ -70,7 +70,7 @@ class Loop:
     stage: Stage
     loader: StepLoader
     total_steps: int
-    evaluator: Evaluator | None
+    evaluator: HeldOutMeasure | None
     """May raise StopRequested; None with NoEvaluation."""
     state: TrainerState
     _told: float = field(default=0.0, init=False)

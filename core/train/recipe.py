@@ -8,8 +8,9 @@ from typing import Any, assert_never
 
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
+from core.spec.axes.rollout.stages import GRPO, RolloutStage
 from core.spec.axes.runtime import HeldOut
-from core.spec.axes.stage import CPT, DPO, GRPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
+from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
@@ -25,7 +26,7 @@ from core.train.checkpoint.resume import resume
 from core.train.data.loaders import RowLoader, StepLoader
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
-from core.train.evaluation.held_out import build_evaluator
+from core.train.evaluation.held_out import HeldOutMeasure, build_evaluator
 from core.train.evaluation.reference import prepare_reference
 from core.train.export.artifacts import Trained, write_artifacts
 from core.train.export.retention import RowsOf
@@ -41,6 +42,7 @@ from core.train.optim.schedules import Factor, build_schedule
 from core.train.policy import describe_whole_logits
 from core.train.ranks.env import RankEnv
 from core.train.ranks.last_word import tell_launcher
+from core.train.rollout.held_out import build_reward_evaluator
 from core.train.rollout.loader import RolloutLoader
 from core.train.run import Run
 from core.train.stage import Stage
@@ -116,7 +118,7 @@ def train(run: Run) -> None:
         groups=built.groups,
     )
     if rollouts is not None:
-        rollouts.engine = engine
+        rollouts.answerer.engine = engine
     if not stage.dropout:
         disable_dropout(built.model)
     packing = choose_kernels(run, compute, engine, data)
@@ -126,7 +128,7 @@ def train(run: Run) -> None:
     used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
     record |= prepare_reference(run, engine, stage, data, used)
     run.events.write("run_record", record=record)
-    evaluator = build_evaluator(run, engine, stage, tokenizer, data)
+    evaluator = evaluator_of(run, engine, stage, tokenizer, data, rollouts)
     resume(run, engine, loader, state, compute.environment)
     engine.assert_in_sync()
     loop = Loop(run, engine, stage, loader, total_steps, evaluator, state)
@@ -136,10 +138,19 @@ def train(run: Run) -> None:
 
 def build_rollouts(run: Run, data: RunData, tokenizer: Any) -> RolloutLoader | None:
     """The loader of a stage that samples the answers it learns from; None for the others."""
-    if not isinstance(run.spec.stage, GRPO):
+    if not isinstance(run.spec.stage, RolloutStage):
         return None
     assert data.columns is not None
     return RolloutLoader(run, run.spec.stage, data.train, data.columns, tokenizer, pad_token(tokenizer))
+
+
+def evaluator_of(
+    run: Run, engine: Engine, stage: Stage, tokenizer: Any, data: RunData, rollouts: RolloutLoader | None
+) -> HeldOutMeasure | None:
+    """What measures held-out rows: rewards of answers where the stage learns from answers."""
+    if rollouts is None:
+        return build_evaluator(run, engine, stage, tokenizer, data)
+    return build_reward_evaluator(run, rollouts.answerer, data)
 
 
 def build_run_schedule(spec: JobSpec, total_steps: int, stage: Stage, state: TrainerState) -> Factor:
@@ -241,7 +252,7 @@ def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[s
         return  # what is left is one model's, and one process's work
     best = load_best_model(run, engine, loop.stage, state.evaluations)
     result = state.result(engine.steps, best, stopped_early=loop.stopped_early)
-    before, after = (values and values["eval_loss"] for values in (result["eval_before"], result["eval_after"]))
+    before, after = (values and values.get("eval_loss") for values in (result["eval_before"], result["eval_after"]))
     if (rose := of_losses(before, after)) is not None:
         result["notices"] = [rose.as_dict()]
         run.notice(rose.code, rose.message)

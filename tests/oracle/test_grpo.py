@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
-from core.spec.axes.stage import GRPO
+from core.spec.axes.rollout.stages import GRPO
 from core.train.base.rng import seed_all
 from core.train.engine import Engine, build_engine
 from core.train.methods.lora import adapt_lora

@@ -40,7 +40,7 @@ def order(folder: Path, tiny_dir: Path, rows: Path, *, resume_from: list[Path] |
         tiny_dir,
         rows,
         resume_from=resume_from,
-        data={"train": {"type": "path", "path": str(rows), "format": "prompt"}},
+        data=axes.pop("data", {"train": {"type": "path", "path": str(rows), "format": "prompt"}}),
         stage=STAGE | axes.pop("stage", {}),
         method=axes.pop("method", {"type": "lora", "r": 4}),
         training=TRAINING | axes.pop("training", {}),
@@ -235,3 +235,36 @@ def test_a_prompt_without_room_is_told_with_the_row(tiny_dir: Path, tmp_path: Pa
     assert "1 prompts are longer than the 56 tokens" in error["message"] and "row 1 has" in error["message"]
     told = figures(go(tmp_path / "b", tiny_dir, some, training={"truncation": "cut_left", "max_steps": 1}))
     assert told[1]["reward"] > 0
+
+
+# --- held-out prompts ------------------------------------------------------------------------------------
+
+
+def test_rewards_of_held_out_prompts_choose_the_best_weights(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    asked = [{"prompt": f"held out, number {n}", "reference": "a"} for n in range(5)]
+    held = write_rows(tmp_path / "held.jsonl", asked)
+    data = {
+        "train": {"type": "path", "path": str(rows), "format": "prompt"},
+        "eval": {"type": "path", "path": str(held), "format": "prompt"},
+    }
+    evaluation = {"eval_steps": 1, "load_best_model_at_end": True, "samples": {"type": "greedy", "rows": 2}}
+    stage = {"eval_temperature": 1.5, "num_generations_eval": 3}
+    run_dir = go(tmp_path / "run", tiny_dir, rows, data=data, evaluation=evaluation, stage=stage)
+    found = {event["step"]: event["values"] for event in events(run_dir, "evaluation")}
+    assert sorted(found) == [0, 1, 2, 3]
+    for values in found.values():
+        parts = [values["eval_rewards/early/mean"], values["eval_rewards/length/mean"]]
+        assert values["eval_reward"] == pytest.approx(sum(parts)) and 0 <= values["eval_completions/truncated"] <= 1
+        assert round(15 * parts[0], 6).is_integer(), "three answers to each of five prompts"
+    result = events(run_dir, "result")[0]["result"]
+    best = max(found, key=lambda step: (found[step]["eval_reward"], -step))
+    assert result["best"] == {
+        "step": best, "metric": "eval_reward", "value": found[best]["eval_reward"], "restored": True,
+    }  # fmt: skip
+    assert result["eval_after"] == found[best] and result["eval_before"] == found[0]
+    for event in events(run_dir, "samples"):
+        assert [sample["row"] for sample in event["samples"]] == [0, 2]
+        assert {sample["reference"] for sample in event["samples"]} == {"a"}
+    calm = figures(go(tmp_path / "calm", tiny_dir, rows))
+    for step, values in figures(run_dir).items():
+        assert values == calm[step], "an evaluation changes nothing of the training"

@@ -35,7 +35,6 @@ OF_A_STAGE = {
     "rollouts_of_a_stream",
     "rollouts_on_one_rank",
     "no_reference_in_rollouts",
-    "no_held_out_rollouts",
 }
 
 REQUIRED: dict[str, dict[str, Any]] = {"grpo": {"reward": ["exact"]}}
@@ -268,7 +267,21 @@ GRPO_JOB: dict[str, Any] = {
         ({"method": "full", "stage": {**GRPO_JOB["stage"], "beta": 0.1}}, "no_reference_in_rollouts"),
         (
             {"data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}}},
-            "no_held_out_rollouts",
+            None,
+        ),
+        (
+            {
+                "data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}},
+                "evaluation": {"eval_steps": 5, "load_best_model_at_end": True},
+            },
+            None,
+        ),
+        (
+            {
+                "data": {"train": {"type": "file", "id": TRAIN}, "eval": {"type": "file", "id": EVAL}},
+                "evaluation": {"metric_for_best_model": "eval_loss"},
+            },
+            "metric_of_another_stage",
         ),
     ],
 )

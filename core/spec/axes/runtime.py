@@ -259,6 +259,7 @@ BestMetric = Literal[
     "eval_accuracy",
     "eval_margin",
     "eval_f1",
+    "eval_reward",
 ]
 
 
@@ -279,8 +280,9 @@ class HeldOut(SpecModel):
     generation: Generation = NoGeneration()
     """Metrics of answers that the model generates for held-out rows."""
     metric_for_best_model: BestMetric | GeneratedMetricName = "eval_loss"
-    """Metric that decides which evaluation is better, for the next two fields. Each stage has its own (docs/stages.md);
-    all have `eval_loss`. Those of `generation` are `eval_generated/…`."""
+    """Metric that decides which evaluation is better, for the next two fields. Each stage has its own (docs/stages.md).
+    Stages that learn from sampled answers measure `eval_reward`, which is their default; all others have `eval_loss`.
+    Those of `generation` are `eval_generated/…`."""
     early_stopping: EarlyStopping = NoEarlyStopping()
     """Condition for ending before the last step."""
     load_best_model_at_end: bool = False
@@ -294,6 +296,12 @@ class HeldOut(SpecModel):
                 if getattr(self, name) not in (False, NoEarlyStopping()):
                     raise ValueError(f"`{name}` compares evaluations while training: set `eval_steps`")
         return self
+
+    def metric_of(self, stage_metrics: Mapping[str, Better]) -> str:
+        """`metric_for_best_model`, or the first metric of a stage that has no `eval_loss` where the job names none."""
+        if "metric_for_best_model" in self.model_fields_set or self.metric_for_best_model in stage_metrics:
+            return self.metric_for_best_model
+        return next(iter(stage_metrics))
 
     def measured(self, stage_metrics: Mapping[str, Better]) -> dict[str, Better]:
         """Metrics of an evaluation, and which way is better. `stage_metrics`: those of the stage."""

@@ -110,6 +110,8 @@ def _ends(data: Mapping[str, Any]) -> str:
     if "train_loss" not in result:
         return "done"
     held_out = [result.get("eval_before"), result.get("eval_after")]
-    losses = [f"{one['eval_loss']:.4g}" for one in held_out if one and one.get("eval_loss") is not None]
     words = f"done: {result['steps']} steps, train_loss {_figure(result['train_loss'])}"
-    return words + (f", eval_loss {' to '.join(losses)}" if losses else "")
+    for name in ("eval_loss", "eval_reward"):
+        found = [f"{one[name]:.4g}" for one in held_out if one and one.get(name) is not None]
+        words += f", {name} {' to '.join(found)}" if found else ""
+    return words

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import DataError, SpecError
-from core.spec.axes.stage import CPT, GRPO
+from core.spec.axes.rollout.stages import RolloutStage
+from core.spec.axes.stage import CPT
 from core.spec.job import JobSpec
 from core.train.data.dataset import TokenDataset
 
@@ -135,7 +136,7 @@ def _refused(
 def fitted(spec: JobSpec, whole: TokenDataset) -> tuple[TokenDataset, DataReport]:
     """The rows as the job trains on them, and what became of them; there may be none. DataError as `cut_rows`."""
     limit = spec.training.max_length
-    if isinstance(spec.stage, GRPO):
+    if isinstance(spec.stage, RolloutStage):
         return _prompts(whole, limit - spec.stage.max_completion_length, spec.training.truncation)
     if isinstance(spec.stage, CPT) and spec.stage.across and len(whole):
         return _across(whole, limit)

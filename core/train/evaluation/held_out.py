@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from core.errors import SpecError
 from core.plan.memory import training_pass
@@ -47,6 +47,22 @@ class Found:
     """The model's answers in the order of the prompts, none when none are wanted."""
     answers: list[ScoredAnswer]
     """Scored answers in the order of the rows, none when none are wanted."""
+
+
+class HeldOutMeasure(Protocol):
+    """What measures held-out rows, as the loop calls it."""
+
+    def totals(self) -> Totals:
+        """The totals of all held-out examples, as if they were one step. Collective."""
+        ...
+
+    def share(self, totals: Totals) -> Share:
+        """Work on this rank's rows; may raise StopRequested."""
+        ...
+
+    def together(self, share: Share, totals: Totals) -> Found:
+        """Put the shares of all ranks together. Collective."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

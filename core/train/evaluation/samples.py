@@ -119,8 +119,8 @@ class Sampler:
         reference = [token for token in prompt.reference if token not in self._stops]
         return {
             "row": prompt.row,
-            "prompt": _shown(text(prompt.ids), end=True),
-            "reference": _shown(text(reference)) if reference else None,
+            "prompt": shown(text(prompt.ids), end=True),
+            "reference": shown(text(reference)) if reference else None,
             "completion": text(answer),
             "new_tokens": len(answer),
             "finished": len(answer) < most,
@@ -169,7 +169,7 @@ def stop_tokens(model: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> list[i
     return sorted(token for token in found if token is not None)
 
 
-def _shown(text: str, *, end: bool = False) -> str:
+def shown(text: str, *, end: bool = False) -> str:
     if len(text) <= SHOWN_CHARS:
         return text
     return "…" + text[-SHOWN_CHARS:] if end else text[:SHOWN_CHARS] + "…"

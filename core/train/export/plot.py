@@ -10,6 +10,9 @@ from core.spec.axes.evaluation.generation import PREFIX
 SCORES = 3
 """Metrics of generated answers that are drawn at most, in the order of the job."""
 
+WHOLE = ("eval_exact_match", "eval_reward")
+"""Other figures that are drawn."""
+
 
 def plot_loss(
     metrics: Sequence[dict[str, float]],
@@ -34,8 +37,9 @@ def plot_loss(
     axes.plot(
         [m["step"] for m in with_loss], [m["loss"] for m in with_loss], linewidth=1.2, marker=marker, label="training"
     )
-    if evaluations:
-        at, held_out = [e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations]
+    at = [e["step"] for e in evaluations]
+    if evaluations and "eval_loss" in evaluations[0]:
+        held_out = [e["eval_loss"] for e in evaluations]
         axes.plot(at, held_out, "o--", linewidth=1.0, label="held out")
         if at[0] == 0 and len(at) > 1:
             axes.axhline(held_out[0], color="tab:gray", linestyle=":", linewidth=1.0, label="base model, held out")
@@ -47,14 +51,17 @@ def plot_loss(
     axes.grid(alpha=0.3)
     scores = [name for name in evaluations[0] if name.startswith(PREFIX)][:SCORES] if evaluations else []
     handles, labels = axes.get_legend_handles_labels()
-    if len(evaluations) > 1 and (shown := [*scores, *(["eval_exact_match"] * ("eval_exact_match" in evaluations[0]))]):
+    if len(evaluations) > 1 and (shown := [*scores, *(name for name in WHOLE if name in evaluations[0])]):
         share = axes.twinx()
         for name, color in zip(shown, ("green", "purple", "brown", "olive"), strict=False):
             label = name.removeprefix(PREFIX).removeprefix("eval_").replace("_", " ")
             values = [evaluation[name] for evaluation in evaluations]
             share.plot(at, values, "s:", color=f"tab:{color}", linewidth=1.0, label=label)
-        share.set_ylabel("share of rows, or mean score" if scores else "exact match (share of rows)")
-        share.set_ylim(0, 1.02)
+        if "eval_reward" in shown:
+            share.set_ylabel("mean reward, held out")
+        else:
+            share.set_ylabel("share of rows, or mean score" if scores else "exact match (share of rows)")
+            share.set_ylim(0, 1.02)
         more, words = share.get_legend_handles_labels()
         handles, labels = [*handles, *more], [*labels, *words]
     axes.legend(handles, labels, loc="upper right")

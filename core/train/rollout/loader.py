@@ -20,20 +20,17 @@ import torch
 from torch import Tensor
 
 from core.base.files import sync
-from core.spec.axes.rollout.reward import names_of
-from core.spec.axes.stage import GRPO
+from core.spec.axes.rollout.stages import GRPO
 from core.spec.run.folder import ROLLOUTS
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
 from core.train.data.loaders import StepBatches
 from core.train.data.order import BatchOrder
-from core.train.engine import Engine
-from core.train.evaluation.held_out import describe_batches
-from core.train.evaluation.samples import stop_tokens
-from core.train.generation.sampling import Completion, SamplingParams
+from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
+from core.train.rollout.answers import Answerer
 from core.train.rollout.buffer import Rollout, advantages_of
-from core.train.rollout.rewards import Columns, reward_of
+from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stages.grpo import FIGURE
 
@@ -44,7 +41,7 @@ CUT_OFF = 0.5
 
 
 class RolloutLoader:
-    """See the module; a StepLoader. `engine` is set once it is built."""
+    """See the module; a StepLoader. The engine of its `answerer` is set once it is built."""
 
     def __init__(
         self,
@@ -57,19 +54,16 @@ class RolloutLoader:
     ) -> None:
         """`columns`: those of each prompt's row."""
         self.run, self.stage, self.prompts, self.columns = run, stage, prompts, columns
-        self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
-        self.engine: Engine | None = None
+        self.pad_token_id = pad_token_id
+        self.answerer = Answerer(run, stage, tokenizer)
         training = run.spec.training
         self.batch_size = self._saved_batch_size = training.per_device_train_batch_size
         answers = self.batch_size * training.gradient_accumulation_steps
         self.order = BatchOrder(
             len(prompts), batch_size=answers // stage.num_generations, accumulation=1, seed=training.seed
         )
-        self.slots = stage.slots
-        """Answers in the making at the same time; fewer once the device had no memory for them."""
         self._rollout: Rollout | None = None
         self._dataset: TokenDataset | None = None
-        self._told: set[str] = set()
 
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
@@ -122,14 +116,14 @@ class RolloutLoader:
         return {
             "order": self.order.state_dict(),
             "batch_size": self.batch_size,
-            "slots": self.slots,
+            "slots": self.answerer.slots,
             "rollout": None if self._rollout is None else self._rollout.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError when the checkpoint was made over other prompts."""
         self.order.load_state_dict(state["order"])
-        self._saved_batch_size, self.slots = int(state["batch_size"]), int(state["slots"])
+        self._saved_batch_size, self.answerer.slots = int(state["batch_size"]), int(state["slots"])
         saved = state["rollout"]
         self._rollout, self._dataset = None if saved is None else Rollout.of(saved), None
 
@@ -140,78 +134,31 @@ class RolloutLoader:
         stage = self.stage
         rows = list(self.order.rows_of(number))
         prompts = [self.prompts[row][0].tolist() for row in rows]
-        answers = self._answers(number, rows, prompts)
-        rewards: dict[str, list[float]] = {name: [] for name in names_of(stage.reward)}
-        total: list[float] = []
-        for at, answer in enumerate(answers):
-            text, columns = self._text(answer.tokens), self.columns[rows[at // stage.num_generations]]
-            found = [reward_of(reward, text, len(answer.tokens), columns) for reward in stage.reward]
-            for name, value in zip(rewards, found, strict=True):
-                rewards[name].append(value)
-            total.append(sum(reward.weight * value for reward, value in zip(stage.reward, found, strict=True)))
+        keys: list[list[Key]] = [
+            [(self.run.spec.training.seed, number, row, sample) for sample in range(stage.num_generations)]
+            for row in rows
+        ]
+        answers = self.answerer.sample(prompts, keys, stage.temperature)
+        judged = self.answerer.judge(answers, [self.columns[row] for row in rows for _ in range(stage.num_generations)])
         rollout = Rollout(
             number,
             prompts,
             rows,
             [answer.tokens for answer in answers],
             [answer.finished for answer in answers],
-            rewards,
-            total,
-            advantages_of(total, stage.num_generations, scale=stage.scale_rewards == "group"),
+            judged.rewards,
+            judged.total,
+            advantages_of(judged.total, stage.num_generations, scale=stage.scale_rewards == "group"),
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
         )
         if stage.num_iterations > 1:
             rollout.token_values["old"] = self._logprobs(rollout)
         if stage.beta:
-            model: Any = self._engine.model
+            model: Any = self.answerer.ready.model
             rollout.token_values["reference"] = self._logprobs(rollout, model.disable_adapter)
         self._keep(rollout)
         self._tell(rollout)
         return rollout
-
-    @property
-    def _engine(self) -> Engine:
-        assert self.engine is not None, "the loader has no engine yet"
-        return self.engine
-
-    def _answers(self, number: int, rows: Sequence[int], prompts: list[list[int]]) -> list[Completion]:
-        """Answers of all prompts, those of a prompt side by side."""
-        stage, engine, seed = self.stage, self._engine, self.run.spec.training.seed
-        params = SamplingParams(
-            stage.max_completion_length,
-            stage.temperature,
-            stage.top_p,
-            stage.top_k,
-            stage.min_p,
-            tuple(self._stops()),
-            tuple(stage.stop),
-        )
-        room = max(map(len, prompts)) + stage.max_completion_length
-        if (why := engine.without_slots(room)) is not None and self._untold("generation_in_batches"):
-            self.run.notice("generation_in_batches", describe_batches(why))
-        keys = [[(seed, number, row, sample) for sample in range(stage.num_generations)] for row in rows]
-        while True:
-            try:
-                found = engine.complete(
-                    prompts, keys, params, slots=self.slots, decode=self._text, between=self.run.check_stop
-                )
-            except torch.OutOfMemoryError:
-                if self.slots == 1:
-                    raise
-                self.slots //= 2
-                self.run.notice(
-                    "fewer_slots",
-                    f"the device has no memory for the answers in the making; {self.slots} are made at the same time "
-                    "from now on, and the rollout begins anew. Set `stage.slots` to that",
-                )
-            else:
-                return [answer for answers in found for answer in answers]
-
-    def _stops(self) -> list[int]:
-        return stop_tokens(self._engine.model, self.tokenizer, ())
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _logprobs(
         self, rollout: Rollout, start: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -225,7 +172,7 @@ class RolloutLoader:
         with start():
             for rows in self._cut(rollout, self.batch_size):
                 self.run.check_stop()
-                values = self._engine.evaluate(dataset.collate(rows, self.pad_token_id), self._at_temperature)
+                values = self.answerer.ready.evaluate(dataset.collate(rows, self.pad_token_id), self._at_temperature)
                 for row, part in zip(rows, torch.split(values.cpu(), [lengths[row] for row in rows]), strict=True):
                     found[ends[row] - lengths[row] : ends[row]] = part.numpy()
         return found
@@ -249,8 +196,8 @@ class RolloutLoader:
                     "step": rollout.number * self.stage.num_iterations + 1,
                     "line": int(self.prompts.lines[rollout.rows[prompt]]),
                     "sample": at % rollout.group,
-                    "prompt": self._text(rollout.prompts[prompt]),
-                    "completion": self._text(tokens),
+                    "prompt": self.answerer.text(rollout.prompts[prompt]),
+                    "completion": self.answerer.text(tokens),
                     "tokens": len(tokens),
                     "finished": rollout.finished[at],
                     "rewards": {name: values[at] for name, values in rollout.rewards.items()},
@@ -266,7 +213,7 @@ class RolloutLoader:
     def _tell(self, rollout: Rollout) -> None:
         """Say what keeps a rollout from teaching, once an attempt."""
         alike = 1 - len(rollout.varied()) / len(rollout.answers)
-        if alike > ALIKE and self._untold("rewards_alike"):
+        if alike > ALIKE and self.answerer.untold("rewards_alike"):
             least, most = min(rollout.total), max(rollout.total)
             self.run.notice(
                 "rewards_alike",
@@ -275,19 +222,13 @@ class RolloutLoader:
                 "stage.num_generations or stage.temperature, or add a reward that tells answers apart",
             )
         cut_off = 1 - sum(rollout.finished) / len(rollout.finished)
-        if cut_off > CUT_OFF and self._untold("answers_cut_off"):
+        if cut_off > CUT_OFF and self.answerer.untold("answers_cut_off"):
             self.run.notice(
                 "answers_cut_off",
                 f"{cut_off:.0%} of the answers of rollout {rollout.number} were cut off at "
                 f"stage.max_completion_length = {self.stage.max_completion_length} tokens; raise it, name a string "
                 "that ends answers in `stage.stop`, or fine-tune the format first",
             )
-
-    def _untold(self, code: str) -> bool:
-        """Whether the notice has not been told in this attempt; from now on it has."""
-        untold = code not in self._told
-        self._told.add(code)
-        return untold
 
 
 def merge_rollouts(folders: Sequence[Path], to: Path) -> None:

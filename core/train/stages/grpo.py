@@ -18,7 +18,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from core.spec.axes.stage import GRPO
+from core.spec.axes.rollout.stages import GRPO
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
 from core.train.stage import Loss, Stage, Totals

@@ -1,0 +1,68 @@
+"""The stages that learn from answers which the model samples itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from core.spec.axes.data import RowFormat
+from core.spec.axes.rollout.reward import Rewards
+from core.spec.base import SpecModel
+
+
+class RolloutStage(SpecModel):
+    """Common fields of the stages that learn from sampled answers; not an arm. As with TRL, a step has
+    `per_device_train_batch_size` · `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
+
+    type: str
+    rows: ClassVar[tuple[RowFormat, ...]] = ("prompt",)
+    sequences: ClassVar[int] = 1
+    metrics: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {"eval_reward": "higher"}
+    head: ClassVar[Literal["tokens"]] = "tokens"
+    reward: Rewards
+    """What answers are rewarded for: a list of rewards, whose weighted sum counts."""
+    num_generations: Annotated[int, Field(ge=2, le=1024)] = 8
+    """Answers to each prompt."""
+    max_completion_length: Annotated[int, Field(ge=1, le=131_072)] = 256
+    """Tokens of an answer at most. Prompts have room for `training.max_length` less these."""
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Temperature of the draws, and of the log-probabilities in the loss."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw among the most likely tokens that have this probability together. Below 1 the loss is biased: it is computed
+    over all tokens."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw among so many tokens; 0: no limit. The same holds."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw no token less likely than this share of the most likely one's probability. The same holds."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(max_length=20)] = Field(default=[])
+    """Strings that end an answer, beside the end tokens of the model."""
+    slots: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Answers in the making at the same time."""
+    eval_temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Temperature of answers to held-out prompts; 0: the most likely token each time."""
+    num_generations_eval: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Answers to each held-out prompt. At `eval_temperature: 0` all of them would be the same, so 1 is enough."""
+    beta: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """Weight of the divergence from the model that training starts from; 0: none is computed."""
+    num_iterations: Annotated[int, Field(ge=1, le=100)] = 1
+    """Optimizer steps over the same answers."""
+
+
+class GRPO(RolloutStage):
+    """Group relative policy optimization: the model answers each prompt several times, and answers with a larger reward
+    than the others of their prompt become more likely (Shao et al. 2024, arXiv:2402.03300). As with TRL, a step has
+    `per_device_train_batch_size` · `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
+
+    type: Literal["grpo"] = "grpo"
+    loss: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"
+    """`dapo`: mean over all tokens of a step (arXiv:2503.14476). `grpo`: mean over the tokens of each answer, then over
+    answers. `dr_grpo`: sum over tokens, divided by answers · `max_completion_length` (arXiv:2503.20783). `cispo`: the
+    ratio as a constant factor that is cut off at `epsilon_high` (arXiv:2506.13585), mean over all tokens."""
+    epsilon: Annotated[float, Field(gt=0, le=100)] = 0.2
+    """How far the ratio to the probability at the draw may fall (and rise) before its gradient is cut off."""
+    epsilon_high: Annotated[float, Field(gt=0, le=100)] | None = None
+    """How far it may rise. Default: `epsilon`; 5 for `cispo`."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """`group`: divide advantages by the standard deviation of their group's rewards. `none`: do not."""
