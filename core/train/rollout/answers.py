@@ -23,7 +23,7 @@ class Judged:
     """Rewards of answers."""
 
     rewards: dict[str, list[float]]
-    """Of each answer by their name, before their weights."""
+    """Rewards of each answer by their name, before their weights."""
     total: list[float]
     """Weighted sums."""
 
