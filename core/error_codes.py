@@ -331,6 +331,10 @@ FAILURES: dict[str, Code] = {
         "There is no starting model beside the trained one for `stage.beta`.",
         "Set it to 0, or train a new adapter.",
     ),
+    "no_sandbox": (
+        "A reward is code of users, and the machine cannot run it safely.",
+        "The message says what is missing (also `eft doctor`); docs/security.md lists what the sandbox needs.",
+    ),
     "no_reward_column": (
         "A reward reads a column that some rows do not have, or that holds what it cannot use.",
         "The message names the rows; add the column, or name another one in `stage.reward`.",

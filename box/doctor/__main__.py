@@ -30,6 +30,7 @@ from core.hardware.record import record
 from core.hardware.recording import render
 from core.hardware.sources import tools
 from core.jobs import installation
+from core.sandbox.sandbox import why_not
 from core.settings import Settings, SettingsError, read_settings
 from core.storage.layout import Layout
 from core.storage.open import open_store
@@ -56,6 +57,7 @@ def examine(environ: Mapping[str, str] = os.environ, seconds: float = tools.SECO
             ("database", lambda part: _database(part, settings)),
             ("disk", lambda part: disk.look(part, settings)),
             ("exports", lambda part: _exports(part, settings)),
+            ("sandbox", _sandbox),
             ("broker", lambda part: _broker(part, settings)),
         ]
     for what, look in parts:
@@ -127,6 +129,14 @@ def _data(report: Report, settings: Settings) -> None:
     mode = root.stat().st_mode & 0o777
     if mode & private.OTHERS:
         report.add("note", "data", f"{root} is open to others on this box (mode {mode:o}); the next start closes it")
+
+
+def _sandbox(report: Report) -> None:
+    """Whether code of users can be run here (docs/security.md): a sandbox is started, and runs a line."""
+    if (why := why_not()) is None:
+        report.add("ok", "sandbox", "rewards that are code of users can be run")
+    else:
+        report.add("note", "sandbox", f"jobs whose rewards are code of users fail here: {why}")
 
 
 def _exports(report: Report, settings: Settings) -> None:

@@ -85,7 +85,8 @@ def test_a_bare_box_is_well(tmp_path: Path) -> None:
     assert report["ok"] and report["gpus"] == []
     assert report["determinism"]["class"] == "exact"
     assert {"eft", "python", "torch", "transformers", "peft", "linux"} <= set(report["versions"])
-    assert [finding["what"] for finding in report["findings"]] == ["gpus", "cpu", "torch", "data", "database", "broker"]
+    found = [finding["what"] for finding in report["findings"]]
+    assert found == ["gpus", "cpu", "torch", "data", "database", "sandbox", "broker"]
     assert not (tmp_path / "data").exists()  # it looks and makes nothing
 
     words = doctor(tmp_path)

@@ -1,0 +1,1 @@
+"""Runs code of users where it can harm nothing: without network, files, other processes or secrets (docs/security/)."""
