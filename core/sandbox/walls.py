@@ -132,7 +132,7 @@ def _furnish(user: User, files_bytes: int) -> None:
             kernel.read_only(path)
     for path, target in links:
         if not os.path.lexists(path):
-            os.symlink(target, path)
+            Path(path).symlink_to(target)
     Path(BOX).mkdir(mode=0o755)
     inodes = f"nr_inodes={max(1024, files_bytes >> 13)}"
     owner = f"uid={user.uid},gid={user.gid}"

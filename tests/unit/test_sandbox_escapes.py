@@ -164,7 +164,12 @@ def test_an_attempt_is_refused(sandbox: Sandbox, name: str) -> None:
 
 
 def test_no_descriptor_of_ours_is_open(sandbox: Sandbox) -> None:
-    source = "import os\nfor n in range(200):\n    try: print(n, oct(os.fstat(n).st_mode & 0o170000))\n    except OSError: pass"
+    source = """
+import os
+for n in range(200):
+    try: print(n, oct(os.fstat(n).st_mode & 0o170000))
+    except OSError: pass
+"""
     found = dict(line.split() for line in sandbox.run_script(source).stdout.splitlines())
     assert found == {"0": "0o20000", "1": "0o10000", "2": "0o10000", "3": "0o10000"}, "null and three pipes"
 
