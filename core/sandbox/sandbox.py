@@ -39,7 +39,7 @@ class NoSandbox(EftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """Bounds on each program."""
 
     memory_bytes: int = 2 << 30
@@ -68,13 +68,13 @@ class Outcome:
     cpu_seconds: float = 0.0
 
 
-class Sandbox:
+class ProgramSandbox:
     """A context manager. Its programs see no network, no files but Python's, no process but themselves, no variable of
     this process's environment; and nothing of one another."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: ProgramLimits | None = None) -> None:
         """Raises NoSandbox."""
-        self.limits = limits or Limits()
+        self.limits = limits or ProgramLimits()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.starts = 0
@@ -141,7 +141,7 @@ class Sandbox:
             self._process.wait()
         self._process = self._control = None
 
-    def __enter__(self) -> Sandbox:
+    def __enter__(self) -> ProgramSandbox:
         return self
 
     def __exit__(
@@ -153,7 +153,7 @@ class Sandbox:
 def why_not() -> str | None:
     """Why this machine has no sandbox; None where it has one, which was tried."""
     try:
-        with Sandbox(Limits(memory_bytes=512 << 20, files_bytes=1 << 20)) as sandbox:
+        with ProgramSandbox(ProgramLimits(memory_bytes=512 << 20, files_bytes=1 << 20)) as sandbox:
             outcome = sandbox.run_script("assert True", seconds=20)
     except NoSandbox as error:
         return error.message

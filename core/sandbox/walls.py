@@ -26,7 +26,7 @@ class Wall(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class Nobody:
     uid: int
     gid: int
     root: bool
@@ -45,13 +45,13 @@ def readable() -> list[str]:
     return found
 
 
-def separate() -> User:
+def separate() -> Nobody:
     """Leave all namespaces of the machine, but that of processes: the next child is the first of a new one."""
     if os.geteuid() == 0:
         _leave(kernel.NAMESPACES)
         nobody = _nobodys()
-        return User(nobody, nobody, root=True)
-    user = User(os.getuid(), os.getgid(), root=False)
+        return Nobody(nobody, nobody, root=True)
+    user = Nobody(os.getuid(), os.getgid(), root=False)
     _leave(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user.uid} {user.uid} 1")
@@ -85,7 +85,7 @@ def _nobodys() -> int:
     raise Wall("root of this container has no second user to become; map at least 65,520 users into it")
 
 
-def enclose(user: User, files_bytes: int) -> None:
+def enclose(user: Nobody, files_bytes: int) -> None:
     """Give this process, the first of its namespace, files of its own; then take from it all it has."""
     try:
         _furnish(user, files_bytes)
@@ -112,7 +112,7 @@ def _drop_bounding() -> None:
             raise
 
 
-def _furnish(user: User, files_bytes: int) -> None:
+def _furnish(user: Nobody, files_bytes: int) -> None:
     shown = readable()
     links = [(path, str(Path(path).readlink())) for path in ("/lib", "/lib64") if Path(path).is_symlink()]
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from core.sandbox.sandbox import ROOT, Limits, Sandbox, why_not
+from core.sandbox.sandbox import ROOT, ProgramLimits, ProgramSandbox, why_not
 
 ASK = "from core.sandbox.sandbox import why_not; print(why_not())"
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox() as sandbox:
+def sandbox() -> Iterator[ProgramSandbox]:
+    with ProgramSandbox() as sandbox:
         yield sandbox
 
 
-def test_a_function_takes_what_it_has_parameters_for(sandbox: Sandbox) -> None:
+def test_a_function_takes_what_it_has_parameters_for(sandbox: ProgramSandbox) -> None:
     given = {"completions": ["a", "bb"], "answer": ["a", "b"], "unused": 1}
     named = "def reward(completions, answer):\n    return [c == a for c, a in zip(completions, answer)]"
     assert sandbox.run_function(named, "reward", given).value == [True, False]
@@ -31,34 +31,34 @@ def test_a_function_takes_what_it_has_parameters_for(sandbox: Sandbox) -> None:
     assert sandbox.run_function(anything, "reward", given).value == ["answer", "unused"]
 
 
-def test_numbers_of_numpy_come_back(sandbox: Sandbox) -> None:
+def test_numbers_of_numpy_come_back(sandbox: ProgramSandbox) -> None:
     source = "import numpy\ndef f(x): return numpy.asarray(x) * numpy.float32(2)"
     assert sandbox.run_function(source, "f", {"x": [1, 2]}).value == [2, 4]
     assert "cannot be sent" in str(sandbox.run_function("def f(): return object()", "f", {}).error)
 
 
-def test_an_error_names_the_line(sandbox: Sandbox) -> None:
+def test_an_error_names_the_line(sandbox: ProgramSandbox) -> None:
     error = str(sandbox.run_function("def f(x):\n    return 1 / x", "f", {"x": 0}).error)
     assert error.startswith("ZeroDivisionError: division by zero") and "line 2, in f" in error and "1 / x" in error
     assert "defines no function `g`" in str(sandbox.run_function("x = 1", "g", {}).error)
 
 
-def test_a_script_has_input_and_output(sandbox: Sandbox) -> None:
+def test_a_script_has_input_and_output(sandbox: ProgramSandbox) -> None:
     outcome = sandbox.run_script("a, b = map(int, input().split()); print(a + b)", stdin="3 4\n")
     assert outcome.value is True and outcome.stdout == "7\n"
     assert sandbox.run_script("import sys; print(1); sys.exit()").value is False
 
 
-def test_draws_are_the_same_each_time(sandbox: Sandbox) -> None:
+def test_draws_are_the_same_each_time(sandbox: ProgramSandbox) -> None:
     source = "import random\nprint(random.random(), hash('x'), {'a', 'b', 'c'})"
     first = sandbox.run_script(source).stdout
     assert first == sandbox.run_script(source).stdout
-    with Sandbox() as another:
+    with ProgramSandbox() as another:
         assert first == another.run_script(source).stdout
 
 
-def test_it_starts_again_when_it_was_killed(sandbox: Sandbox) -> None:
-    with Sandbox(Limits(memory_bytes=256 << 20)) as one:
+def test_it_starts_again_when_it_was_killed(sandbox: ProgramSandbox) -> None:
+    with ProgramSandbox(ProgramLimits(memory_bytes=256 << 20)) as one:
         assert one._process is not None
         os.kill(one._process.pid, signal.SIGKILL)
         one._process.wait()
@@ -67,7 +67,7 @@ def test_it_starts_again_when_it_was_killed(sandbox: Sandbox) -> None:
 
 def test_it_ends_with_its_user(tmp_path: Path) -> None:
     source = (
-        "import os, sys\nfrom core.sandbox.sandbox import Sandbox\nsandbox = Sandbox()\n"
+        "import os, sys\nfrom core.sandbox.sandbox import ProgramSandbox\nsandbox = ProgramSandbox()\n"
         "print(sandbox._process.pid, flush=True)\nsandbox.run_script('while True: pass', seconds=500)"
     )
     with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True) as user:

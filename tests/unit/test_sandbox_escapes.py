@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.sandbox.sandbox import Limits, Sandbox
+from core.sandbox.sandbox import ProgramLimits, ProgramSandbox
 
 CALLS = """
 import ctypes, os
@@ -142,12 +142,14 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox() -> Iterator[ProgramSandbox]:
     os.environ["EFT_API_KEY"] = os.environ["HF_TOKEN"] = "eft-secret-of-the-parent"
     held = socket.create_server(("127.0.0.1", 0))
     held.set_inheritable(True)
     try:
-        with Sandbox(Limits(memory_bytes=512 << 20, files_bytes=4 << 20, output_bytes=4096, threads=8)) as sandbox:
+        with ProgramSandbox(
+            ProgramLimits(memory_bytes=512 << 20, files_bytes=4 << 20, output_bytes=4096, threads=8)
+        ) as sandbox:
             yield sandbox
             assert sandbox.starts == 1, "an attempt ended the sandbox itself"
     finally:
@@ -156,14 +158,14 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_attempt_is_refused(sandbox: Sandbox, name: str) -> None:
+def test_an_attempt_is_refused(sandbox: ProgramSandbox, name: str) -> None:
     outcome = sandbox.run_script(REFUSED[name], seconds=20)
     assert outcome.value is not True and outcome.ended is None, outcome
     kinds = ("PermissionError", "FileNotFoundError", "OSError", "ModuleNotFoundError", "KeyError", "AssertionError")
     assert outcome.error is not None and outcome.error.startswith((*kinds, "URLError", "ValueError")), outcome
 
 
-def test_no_descriptor_of_ours_is_open(sandbox: Sandbox) -> None:
+def test_no_descriptor_of_ours_is_open(sandbox: ProgramSandbox) -> None:
     source = """
 import os
 for n in range(200):
@@ -174,24 +176,24 @@ for n in range(200):
     assert found == {"0": "0o20000", "1": "0o10000", "2": "0o10000", "3": "0o10000"}, "null and three pipes"
 
 
-def test_the_environment_is_an_empty_one(sandbox: Sandbox) -> None:
+def test_the_environment_is_an_empty_one(sandbox: ProgramSandbox) -> None:
     said = sandbox.run_script("import os, sys; print(dict(os.environ), sys.argv, sys.flags)").stdout
     assert "secret" not in said and "EFT_" not in said
 
 
-def test_it_is_nobody_among_no_others(sandbox: Sandbox) -> None:
+def test_it_is_nobody_among_no_others(sandbox: ProgramSandbox) -> None:
     said = sandbox.run_script("import os; print(os.getuid(), os.getppid(), os.getgroups())").stdout.split(maxsplit=2)
     assert int(said[0]) > 0 and said[1] == "1"
     if os.geteuid() == 0:
         assert said[2].strip() == "[]"
 
 
-def test_a_processor_is_given_back(sandbox: Sandbox) -> None:
+def test_a_processor_is_given_back(sandbox: ProgramSandbox) -> None:
     outcome = sandbox.run_script("while True: pass", seconds=0.3)
     assert outcome.ended == "time" and outcome.cpu_seconds < 2 and "0.3 s" in str(outcome.error)
 
 
-def test_signals_do_not_stop_the_clock(sandbox: Sandbox) -> None:
+def test_signals_do_not_stop_the_clock(sandbox: ProgramSandbox) -> None:
     source = """
 import signal, time
 for number in range(1, 65):
@@ -202,15 +204,15 @@ time.sleep(60)
     assert sandbox.run_script(source, seconds=0.3).ended == "time"
 
 
-def test_closing_its_ends_does_not_stop_the_clock(sandbox: Sandbox) -> None:
+def test_closing_its_ends_does_not_stop_the_clock(sandbox: ProgramSandbox) -> None:
     assert sandbox.run_script("import os, time; os.closerange(0, 60); time.sleep(60)", seconds=0.3).ended == "time"
 
 
-def test_memory_has_an_end(sandbox: Sandbox) -> None:
+def test_memory_has_an_end(sandbox: ProgramSandbox) -> None:
     assert sandbox.run_script("held = []\nwhile True: held.append(bytearray(1 << 20))", seconds=20).ended == "memory"
 
 
-def test_threads_have_an_end(sandbox: Sandbox) -> None:
+def test_threads_have_an_end(sandbox: ProgramSandbox) -> None:
     source = """
 import threading
 threading.stack_size(64 << 10)
@@ -219,7 +221,7 @@ for _ in range(100): threading.Thread(target=threading.Event().wait, daemon=True
     assert "can't start new thread" in str(sandbox.run_script(source, seconds=20).error)
 
 
-def test_files_have_an_end(sandbox: Sandbox) -> None:
+def test_files_have_an_end(sandbox: ProgramSandbox) -> None:
     one = sandbox.run_script("open('x', 'wb').write(bytes(16 << 20))", seconds=20)
     assert one.value is None and ("File too large" in str(one.error) or "SIGXFSZ" in str(one.error))
     many = "for n in range(9): open(str(n), 'wb').write(bytes(1 << 20))"
@@ -229,7 +231,7 @@ def test_files_have_an_end(sandbox: Sandbox) -> None:
     assert sandbox.run_script("open('x', 'wb').write(bytes(2 << 20))").value, "the next one has its room again"
 
 
-def test_folders_that_resist_are_removed(sandbox: Sandbox) -> None:
+def test_folders_that_resist_are_removed(sandbox: ProgramSandbox) -> None:
     source = "import os\nos.makedirs('a/b/c'); open('a/b/c/x', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)"
     assert sandbox.run_script(source).value
     deep = "import os\nfor _ in range(300): os.mkdir('d'); os.chdir('d')"
@@ -237,36 +239,36 @@ def test_folders_that_resist_are_removed(sandbox: Sandbox) -> None:
     assert sandbox.run_script("import os; assert os.listdir('.') == []").value
 
 
-def test_output_is_bounded(sandbox: Sandbox) -> None:
+def test_output_is_bounded(sandbox: ProgramSandbox) -> None:
     some = sandbox.run_script("print('x' * 100_000)")
     assert some.value and len(some.stdout) == 4096
     endless = sandbox.run_script("import os\nwhile True: os.write(1, b'x' * 65536)", seconds=30)
     assert endless.ended == "output"
 
 
-def test_a_result_is_bounded(sandbox: Sandbox) -> None:
+def test_a_result_is_bounded(sandbox: ProgramSandbox) -> None:
     assert sandbox.run_function("def f(): return 'x' * (40 << 20)", "f", {}, seconds=30).ended == "output"
 
 
-def test_a_result_that_is_not_ours_counts_for_nothing(sandbox: Sandbox) -> None:
+def test_a_result_that_is_not_ours_counts_for_nothing(sandbox: ProgramSandbox) -> None:
     for forged in ("b'{\"value\": true}'", "b'[' * 100_000", "b'\\xff'", 'b\'{"value": 1, "seal": "x"}\''):
         outcome = sandbox.run_script(f"import os; os.write(3, {forged}); os._exit(0)")
         assert outcome.value is None and outcome.error == "it ended its own process"
 
 
-def test_what_a_program_leaves_the_next_does_not_find(sandbox: Sandbox) -> None:
+def test_what_a_program_leaves_the_next_does_not_find(sandbox: ProgramSandbox) -> None:
     left = "import builtins, sys, os\nbuiltins.left = 1; sys.modules['left'] = sys; open('left', 'w').write('x')"
     assert sandbox.run_script(left).value
     found = "import builtins, sys, os\nassert not hasattr(builtins, 'left') and 'left' not in sys.modules\n"
     assert sandbox.run_script(found + "assert os.listdir('.') == []").value
 
 
-def test_a_crash_is_told(sandbox: Sandbox) -> None:
+def test_a_crash_is_told(sandbox: ProgramSandbox) -> None:
     outcome = sandbox.run_script("import ctypes; ctypes.string_at(0)")
     assert outcome.ended == "signal SIGSEGV" and sandbox.run_script("1").value
 
 
-def test_recursion_and_odd_errors_are_told(sandbox: Sandbox) -> None:
+def test_recursion_and_odd_errors_are_told(sandbox: ProgramSandbox) -> None:
     assert "RecursionError" in str(sandbox.run_script("def f(): f()\nf()").error)
     odd = "class Odd(Exception):\n    def __str__(self): raise self\nraise Odd"
     assert sandbox.run_script(odd).error is not None
