@@ -21,6 +21,7 @@ from eft.commands import (
     models,
     pipelines,
     plan,
+    serve,
     sweeps,
 )
 from eft.commands.admin import access, box, gpu, queue, webhooks, worker
@@ -71,6 +72,7 @@ for verb in (
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
 app.add_typer(models.app, name="models", rich_help_panel=MODELS)
+app.command(rich_help_panel=MODELS)(serve.serve)
 app.command(rich_help_panel=MODELS)(pipelines.lineage)
 app.add_typer(pipelines.app, name="pipelines", rich_help_panel=MODELS)
 app.add_typer(sweeps.app, name="sweep", rich_help_panel=MODELS)

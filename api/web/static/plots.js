@@ -229,6 +229,7 @@
     }));
     drawAll();
     eft.drawn = (eft.drawn || 0) + 1;
+    eft.drawnAt ||= performance.now();
   };
 
   const ended = () => $("top")?.dataset.final === "true";

@@ -47,7 +47,7 @@ def user_page(everything: Sequence[ManualPage]) -> str:
         "",
         "Arguments:",
         "",
-        *_list((shown, words) for shown, words in shared if not shown.startswith("-")),
+        *_list((shown, words) for shown, words in sorted(shared) if not shown.startswith("-")),
         "",
         "## Exit codes",
         "",
