@@ -123,7 +123,7 @@ def _compare(window: Browser, jobs: list[str], steps: int) -> dict[str, float]:
         found[f"{which}: curves drawn, ms"] = window.run("return eft.drawnAt")
     one = ZOOM.format(half=steps / 2, which="[eft.charts.get('loss')]")
     every = ZOOM.format(half=steps / 2, which="eft.charts.values()")
-    found |= _frames(window, "zoom of one chart", one, 120) | _frames(window, "zoom of all charts", every, 120)
+    found |= _frames(window, "zoom of one chart", one, 120) | _frames(window, "zoom of all charts", every, 20)
     window.cdp("HeapProfiler.collectGarbage")
     found["heap of the page, MB"] = window.run("return performance.memory.usedJSHeapSize / 1e6")
     found["lines"] = window.run("return [...eft.charts.values()].reduce((sum, { u }) => sum + u.series.length - 1, 0)")
@@ -143,9 +143,9 @@ def _jobs(window: Browser, count: int) -> dict[str, float]:
     found = {"all rows loaded, s": time.monotonic() - began}
     window.run("scrollTo(0, 0)")
     time.sleep(1)
-    found |= _frames(window, "scroll by 120 px a frame", "scrollBy(0, 120)", 600)
+    found |= _frames(window, "scroll by 120 px a frame", "scrollBy(0, 120)", 300)
     jump = "scrollTo(0, (n * 7919 % 100) / 100 * document.documentElement.scrollHeight)"
-    found |= _frames(window, "jump to anywhere each frame", jump, 100)
+    found |= _frames(window, "jump to anywhere each frame", jump, 60)
     found["rows in the page"] = window.run("return document.querySelectorAll('#jobs tbody tr').length")
     window.cdp("HeapProfiler.collectGarbage")
     found["heap of the page, MB"] = window.run("return performance.memory.usedJSHeapSize / 1e6")

@@ -94,7 +94,14 @@ def arguments_of(command: Any) -> list[str]:
             if getattr(parameter, "is_flag", False):
                 given.append(str(option))
                 continue
-            value = {"source": "job.yaml", "paths": "rows.jsonl", "one": JOB, "--to": "5", "gpus": "0"}
+            value = {
+                "source": "job.yaml",
+                "paths": "rows.jsonl",
+                "one": JOB,
+                "--to": "5",
+                "gpus": "0",
+                "--print": "vllm",
+            }
             known = value.get(option or parameter.name, "2h" if option in ("--from", "--until") else JOB)
             given += [option, known] if option else [known]
     return given

@@ -19,6 +19,7 @@ from api.web import render, sessions, words
 from api.web.pages import family
 from api.web.router import ROUTERS
 from core.db.tables import ApiKey, Audit, Job, Metric
+from core.spec.run.folder import LOG_FILE
 from tests.support.world import Caller, World, world
 
 MARKUP = "<script>alert(1)</script> \"'&"
@@ -302,6 +303,16 @@ def test_a_metric_as_a_column_is_of_the_latest_attempt_at_each_step(here: World,
         session.execute(delete(Metric).where(Metric.name == "loss/mine"))
     again = here.ask("GET", f"/jobs/{job}/metrics?names=loss/mine&points=100", boss.key)
     assert again.json() == told.json(), "the job is over, so that its curves are kept"
+
+
+def test_a_long_line_of_the_log_is_cut_on_the_page(here: World, boss: Caller) -> None:
+    job = here.ask("GET", f"/jobs/{here.lab.job}", boss.key).json()
+    log = here.layout.attempt(here.lab.job, job["attempt"]) / LOG_FILE
+    before = log.read_bytes()
+    log.write_bytes(b"x" * 900_000 + b"\nlast line\n")
+    page = here.ask("GET", f"/ui/jobs/{here.lab.job}", headers=session_of(here, boss)).text
+    log.write_bytes(before)
+    assert len(page) < 100_000 and "898,000 characters more)\nlast line" in page
 
 
 def test_the_lineage_of_a_model_is_drawn_without_boxes_over_one_another() -> None:

@@ -39,6 +39,8 @@ TOLD = ("status", "resumed", "notice", "error", "priority", "checkpoint")
 LATEST = 300
 """Events of the timeline, the newest ones."""
 LOG_LINES = 400
+LINE_CHARACTERS = 2000
+"""Characters of a line of the log that the page shows; `eft logs` has all of them."""
 SHOWN_CHECKPOINTS = 5
 
 
@@ -157,9 +159,15 @@ def _record(app: AppState, job_id: str) -> dict[str, Any] | None:
 def _log(views: Views, job_id: str) -> dict[str, str]:
     """The end of the newest attempt's log; the reason in its place where the data root has none to show."""
     try:
-        return {"text": views.ask(jobs.job_logs, job_id=job_id, attempt=None, tail=LOG_LINES, offset=None), "fault": ""}
+        text: str = views.ask(jobs.job_logs, job_id=job_id, attempt=None, tail=LOG_LINES, offset=None)
+        return {"text": "\n".join(_short_line(line) for line in text.split("\n")), "fault": ""}
     except EftError as error:
         return {"text": "", "fault": error.message}
+
+
+def _short_line(line: str) -> str:
+    more = len(line) - LINE_CHARACTERS
+    return line if more <= 0 else f"{line[:LINE_CHARACTERS]} … ({more:,} characters more)"
 
 
 def _lines(request: Request, job: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,8 +3,9 @@
 (() => {
   const box = document.getElementById("plots");
   if (!box) return;
-  const POINTS = 1500, EVERY = 3000;
+  const EVERY = 3000;
   const jobs = JSON.parse(box.dataset.jobs);
+  const POINTS = Math.round(Math.max(500, Math.min(1500, 10000 / jobs.length)));  // a chart draws those of all jobs in each frame
   const main = [
     ["loss", ["loss", "eval_loss"]], ["learning rate", ["learning_rate"]], ["gradient norm", ["grad_norm"]],
     ["tokens per second", ["tokens_per_second"]], ["memory", ["memory_bytes"]],
