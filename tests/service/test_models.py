@@ -266,4 +266,6 @@ def test_from_the_command_line(api: Api, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / "out" / "gguf-Q8_0").exists()
     assert f"job-{model[6:]}" in eft(api, "models", "lineage", model).stdout
+    refused = eft(api, "serve", "Shown in a shell", "--print", "vllm")
+    assert refused.returncode == 2 and f"eft models export {model} merged --wait" in " ".join(refused.stderr.split())
     assert eft(api, "models", "rm", "Shown in a shell").stdout.startswith(f"{model} deleted: 23 B freed")

@@ -42,8 +42,8 @@ def serve(
     """Print the lines that download a model and serve it with vLLM, SGLang or llama.cpp. Nothing is started."""
     with session(as_json, url) as (client, output):
         found = client.models.get(model)
-        files = [one["path"] for one in client.models.files(found["id"])]
-        method = client.jobs.get(found["job"])["spec"]["method"]
+        files = [one.path for one in client.models.files(found["id"])]
+        method = client.get(found["job"]).spec["method"]
         lines = serving_lines(found, files, method.get("r"), program)
         output.json({"lines": lines}) if as_json else output.text("".join(f"{line}\n" for line in lines))
 
