@@ -464,6 +464,10 @@ NOTICES: dict[str, Code] = {
         "Nothing, or set `training.router_aux_loss_coef: 0` to say so.",
     ),
     "activation_offloading": ("Offloading saves nothing on a CPU.", "Remove `memory.activation_offloading` there."),
+    "training_loss_rose": (
+        "The training loss is far above its beginning, though it is a finite number: the model unlearns.",
+        "Cancel the job and use a lower learning rate or a longer warm-up.",
+    ),
     "step_skipped": ("A step in fp16 overflowed; the loss scale was lowered.", "Normal at the start; else use bf16."),
     "early_stopping": ("The held-out loss stopped improving.", "Nothing. The best weights are exported."),
     "best_restored": ("The weights of the best step are exported.", "Nothing."),

@@ -4,6 +4,8 @@ loss, and those about steps where it was started by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from core.errors import Fault
 from core.plan.steps import micro_batch, step_size, warmup_steps
 from core.spec.axes.batching import Rows
@@ -18,6 +20,12 @@ FAR_RATE = 5.0
 """Factor between a learning rate and the default of its method from which on it is taken for another method's rate."""
 FAR_WORSE = 2.0
 """Factor by which the held-out loss must rise for a warning."""
+ROSE_STEPS = 5
+"""Steps over which training losses are averaged before they are compared."""
+ROSE_TIMES, ROSE_BY = 2.0, 1.0
+"""Factor and difference by which the training loss must rise for a warning, both."""
+GUESSED = 10.0
+"""About the loss of a model that guesses among all tokens alike."""
 
 
 def of_steps(spec: JobSpec, total: int, *, estimated: bool = False) -> list[Fault]:
@@ -83,5 +91,25 @@ def of_losses(before: float | None, after: float | None) -> Fault | None:
         "loss_rose",
         f"the held-out loss rose from {before:.4g} to {after:.4g}: the model is far worse than before training; lower "
         "`optimizer.learning_rate`",
+        "optimizer.learning_rate",
+    )
+
+
+def of_training_losses(metrics: Sequence[Mapping[str, float]]) -> Fault | None:
+    """A warning where the training loss of the last steps is far above that of the first ones, though it is a finite
+    number. `metrics`: those of each step so far; a step without a loss is left out."""
+    if len(metrics) < 2 * ROSE_STEPS:
+        return None
+    losses = [[one["loss"] for one in part if "loss" in one] for part in (metrics[:ROSE_STEPS], metrics[-ROSE_STEPS:])]
+    if not all(losses):
+        return None
+    first, last = (sum(part) / len(part) for part in losses)
+    first = min(first, max(losses[0][0], GUESSED))  # where it exploded within the first steps
+    if last <= max(ROSE_TIMES * first, first + ROSE_BY):
+        return None
+    return Fault(
+        "training_loss_rose",
+        f"the training loss rose from {first:.4g} to {last:.4g} (means of {ROSE_STEPS} steps): the model unlearns; "
+        "cancel the job, and lower `optimizer.learning_rate` or lengthen the warm-up",
         "optimizer.learning_rate",
     )

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from core.plan.advice import of_training_losses
 from core.spec.axes.runtime import HeldOut, NoEvaluation
 from core.spec.run.checkpoint_names import best_name
 from core.spec.run.folder import CHECKPOINTS
@@ -303,6 +304,9 @@ class Loop:
         state.seconds += seconds
         state.metrics.append({"step": closed.step, **values})
         self.run.events.write("metrics", step=closed.step, values=values)
+        if not state.loss_rose and (rose := of_training_losses(state.metrics)) is not None:
+            state.loss_rose = True
+            self.run.notice(rose.code, rose.message)
         if closed.skipped:
             self._tell_skip(closed)
         self._tell_progress(closed.step)

@@ -38,6 +38,9 @@ class TrainerState:
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Scored answers of the latest evaluation, `step` among their fields."""
 
+    loss_rose: bool = False
+    """The notice of a loss that rises was written."""
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"window_loss": self.window_loss if math.isfinite(self.window_loss) else None}
 

@@ -265,6 +265,16 @@ def test_a_run_that_diverges_says_so(tmp_path: Path, tiny_dir: Path) -> None:
     assert error["message"].startswith("the loss became nan at step 1; lower optimizer.learning_rate, raise schedule.")
 
 
+def test_a_run_that_unlearns_is_told_while_it_runs(tmp_path: Path, tiny_dir: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(8))
+    axes = {"optimizer": {"learning_rate": 10.0}, "method": "full", "schedule": {"type": "linear", "warmup_ratio": 0.0}}
+    run_dir = write_run(tmp_path / "run", tiny_dir, train, training=SMALL | {"max_steps": 12}, **axes)
+    assert run(run_dir) == EXIT_OK
+    told = [one for one in notices(run_dir) if one["code"] == "training_loss_rose"]
+    assert len(told) == 1, "once, though each later step is as bad"
+    assert told[0]["seq"] < max(event["seq"] for event in events(run_dir, "metrics"))
+
+
 def test_text_cannot_be_learned_by_completions(tmp_path: Path, tiny_dir: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [{"text": "a b c"}])
     stage = {"type": "sft", "loss_on": "completions"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from core.plan.advice import FEW_STEPS, of_losses, of_rate, of_steps
+from core.plan.advice import FEW_STEPS, of_losses, of_rate, of_steps, of_training_losses
 from core.spec.axes.method import Full, LoRA
 from core.spec.load import parse_job
 from core.spec.resolve import resolve
@@ -60,3 +60,24 @@ def test_a_loss_that_rose() -> None:
     assert of_losses(5.57, 11.0) is None and of_losses(None, 9.0) is None and of_losses(1.0, None) is None
     found = of_losses(5.57, 31430.0)
     assert found is not None and "from 5.57 to 3.143e+04" in found.message
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([2.0] * 5 + [9.0] * 5, True),
+        ([2.0] * 5 + [9.0] * 4, False),  # too early to say
+        ([2.0] * 5 + [3.9] * 5, False),  # twice the beginning is not reached
+        ([0.01] * 5 + [0.9] * 5, False),  # many times the beginning, and still small
+        ([2.0] * 5 + [1.0, 1.0, 30.0, 1.0, 1.0] * 3, True),
+        ([2.0] * 5 + [None, 9.0, None, 9.0, None], True),  # steps that fp16 skipped have none
+        ([None] * 10, False),
+        ([5.0, 240.0, 5000.0, 3000.0, 4000.0, 800.0, 2000.0, 1500.0, 700.0, 1900.0], True),  # from the first step on
+        ([25.0] * 10, False),  # as DPO's `ipo` begins
+        ([0.5, 3.0, 3.0, 3.0, 3.0] * 2, False),
+    ],
+)
+def test_a_training_loss_that_rose(losses: list[float | None], told: bool) -> None:
+    found = of_training_losses([{"step": at} | ({} if one is None else {"loss": one}) for at, one in enumerate(losses)])
+    assert (found is not None) == told
+    assert found is None or "the training loss rose from" in found.message
