@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,13 +29,16 @@ GENERATED = ("client/eft/sync/",)
 BEGINNINGS = re.compile(r"(Of|Who|Whose|Nobody|Under which)\b")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Path from the root and syntax tree of each module of the product."""
+@cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    """Path from the root and syntax tree of each module of the product; parsed once for all rules."""
+    found = []
     for room in ROOMS:
         for path in sorted((HOME / room).glob("**/*.py")):
             name = str(path.relative_to(HOME))
             if not name.startswith(GENERATED):
-                yield name, ast.parse(path.read_text(encoding="utf-8"))
+                found.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return tuple(found)
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:

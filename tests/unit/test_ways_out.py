@@ -77,9 +77,15 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield place, words[1:]
 
 
+@cache
+def _tree() -> Any:
+    """The commands of `eft`, made once: it takes 50 ms, and a thousand quotations are looked up."""
+    return tree()
+
+
 def _known(words: list[str]) -> tuple[Any, list[str]] | None:
     """The deepest command that they name, and what is left; None: there is no such command."""
-    command, rest = tree(), list(words)
+    command, rest = _tree(), list(words)
     while rest and re.fullmatch(r"[a-z][a-z-]*", rest[0]):
         child = find(command, [rest[0]])
         if child is None:
