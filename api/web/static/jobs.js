@@ -53,7 +53,7 @@
       const fresh = new DOMParser().parseFromString(await reply.text(), "text/html").getElementById("jobs");
       const known = new Set(all.map((row) => row.id));
       next = fresh?.dataset.more || "";
-      for (const row of fresh?.tBodies[0].rows || []) if (!known.has(row.id)) all.push(document.adoptNode(row));
+      for (const row of [...fresh?.tBodies[0].rows || []]) if (!known.has(row.id)) all.push(document.adoptNode(row));
       eft.arrange();
     } catch { /* the server is away; the next scroll asks again */ } finally { asking = false; }
     if (next && end.getBoundingClientRect().top < innerHeight + 1500) load();
