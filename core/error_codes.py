@@ -335,6 +335,10 @@ FAILURES: dict[str, Code] = {
         "A reward is code of users, and the machine cannot run it safely.",
         "The message says what is missing (also `eft doctor`); docs/security.md lists what the sandbox needs.",
     ),
+    "reward_failed": (
+        "A reward raised an error, took too long, or returned no finite number for some answers.",
+        "The message names the rows and the error; mend the reward, or set `stage.reward_error` to `zero` or `skip`.",
+    ),
     "no_reward_column": (
         "A reward reads a column that some rows do not have, or that holds what it cannot use.",
         "The message names the rows; add the column, or name another one in `stage.reward`.",

@@ -45,6 +45,13 @@ TAGGED = {"type": "exact", "extract": "<answer>(.*?)</answer>"}
         ({"type": "keywords", "words": ["sun"], "never": ["sorry"]}, "Sorry, sun", {}, 0),
         ({"type": "keywords", "column": "words"}, "a b", {"words": ["a", "b", "c", "d"]}, 0.5),
         ({"type": "keywords", "never": ["x"]}, "y", {}, 1),
+        ({"type": "json_schema", "document": {"type": "object", "required": ["a"]}}, '{"a": 1}', {}, 1),
+        ({"type": "json_schema", "document": {"type": "object", "required": ["a"]}}, '{"b": 1}', {}, 0),
+        ({"type": "json_schema", "document": {"type": "number"}}, "so:\n```json\n5\n```\n", {}, 1),
+        ({"type": "json_schema", "document": {"type": "number"}}, "NaN", {}, 0),
+        ({"type": "json_schema", "document": {"type": "number"}}, "five", {}, 0),
+        ({"type": "json_schema", "document": {}}, "[" * 100_000, {}, 0),
+        ({"type": "json_schema", "column": "wanted"}, '"x"', {"wanted": {"enum": ["x", "y"]}}, 1),
     ],
 )
 def test_rewards(spec: Any, answer: str, columns: dict[str, Any], expected: float) -> None:

@@ -99,6 +99,35 @@ def test_the_rollouts_are_an_artifact(calm: Path) -> None:
     assert kinds["rollouts.jsonl"] == "rollouts"
 
 
+SOURCE = (
+    "def reward(completions, reference):\n    return [len(c) / 10 + int(r) for c, r in zip(completions, reference)]"
+)
+SHAKY = "def reward(completions):\n    return [1 / (len(c) - len(c)) if c > 'm' else len(c) for c in completions]"
+
+
+def test_code_of_users_rewards(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    ran = go(tmp_path / "run", tiny_dir, rows, stage={"reward": [{"type": "python", "source": SOURCE}]})
+    lines = [json.loads(line) for line in (ran / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
+    for line in lines:
+        number = int(line["prompt"].split()[-1].rstrip("."))
+        assert line["rewards"] == {"python": pytest.approx(len(line["completion"]) / 10 + number)}
+
+
+def test_a_reward_that_fails_ends_the_job_or_is_left_out(tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+    shaky = {"reward": [{"type": "python", "source": SHAKY}]}
+    failed = order(tmp_path / "failed", tiny_dir, rows, stage=shaky)
+    assert run(failed) == EXIT_FAILED
+    said = events(failed)[-1]
+    assert said["code"] == "reward_failed" and "ZeroDivisionError" in said["message"] and "row " in said["message"]
+    skipped = go(tmp_path / "skipped", tiny_dir, rows, stage=shaky | {"reward_error": "skip"})
+    assert [one["code"] for one in notices(skipped)].count("reward_failed") == 1
+    lines = [json.loads(line) for line in (skipped / "artifacts" / "rollouts.jsonl").read_text().splitlines()]
+    for at in range(0, len(lines), 4):
+        group = lines[at : at + 4]
+        if any(line["completion"] > "m" for line in group):
+            assert all(line["reward"] == 0 and line["advantage"] == 0 for line in group)
+
+
 # --- exact -----------------------------------------------------------------------------------------------
 
 TWICE = {"num_iterations": 2, "beta": 0.1, "loss": "grpo", "epsilon": 1e-3}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from core.spec.axes.rollout.reward import names_of
+from core.errors import DataError
+from core.sandbox.sandbox import ProgramSandbox
+from core.spec.axes.rollout.reward import ProgramReward, names_of
 from core.spec.axes.rollout.stages import RolloutStage
 from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
-from core.train.rollout.rewards import Columns, reward_of
+from core.train.rollout.programs import Asked, Value, values_of
+from core.train.rollout.rewards import name_rows, reward_of
 from core.train.run import Run
 
 
@@ -32,11 +35,15 @@ class Answerer:
     """Samples answers and rewards them. `engine` is set once it is built."""
 
     def __init__(self, run: Run, stage: RolloutStage, tokenizer: Any) -> None:
+        """NoSandbox where a reward is code of users and this machine cannot run it."""
         self.run, self.stage, self.tokenizer = run, stage, tokenizer
         self.engine: Engine | None = None
         self.slots = stage.slots
         """Answers in the making at the same time; fewer once the device had no memory for them."""
         self._told: set[str] = set()
+        programs = any(isinstance(reward, ProgramReward) for reward in stage.reward)
+        self.sandbox = ProgramSandbox() if programs else None
+        """Where code of users runs. It ends with this process."""
 
     @property
     def ready(self) -> Engine:
@@ -78,18 +85,54 @@ class Answerer:
             else:
                 return [answer for answers in found for answer in answers]
 
-    def judge(self, answers: Sequence[Completion], columns: Sequence[Columns]) -> Judged:
-        """Reward answers. `columns`: those of the row of each answer's prompt."""
+    def judge(self, answers: Sequence[Completion], asked: Sequence[Asked]) -> Judged:
+        """Reward answers. `asked`: the prompt of each. DataError where a reward cannot be computed and the job is to
+        fail then."""
         rewards = self.stage.reward
-        found: dict[str, list[float]] = {name: [] for name in names_of(rewards)}
-        total: list[float] = []
-        for answer, row in zip(answers, columns, strict=True):
-            text = self.text(answer.tokens)
-            values = [reward_of(reward, text, len(answer.tokens), row) for reward in rewards]
-            for name, value in zip(found, values, strict=True):
-                found[name].append(value)
-            total.append(sum(reward.weight * value for reward, value in zip(rewards, values, strict=True)))
+        texts = [self.text(answer.tokens) for answer in answers]
+        found: dict[str, list[float]] = {}
+        skipped: set[int] = set()
+        for name, reward in zip(names_of(rewards), rewards, strict=True):
+            self.run.check_stop()
+            values: list[Value]
+            if isinstance(reward, ProgramReward):
+                assert self.sandbox is not None
+                values = values_of(reward, texts, asked, self.sandbox)
+            else:
+                values = [
+                    reward_of(reward, text, len(answer.tokens), one.columns)
+                    for text, answer, one in zip(texts, answers, asked, strict=True)
+                ]
+            failed = {at: value for at, value in enumerate(values) if isinstance(value, str)}
+            if failed:
+                self._failed(name, failed, asked)
+            if self.stage.reward_error == "skip":
+                skipped |= {asked[at].line for at in failed}
+            found[name] = [0.0 if isinstance(value, str) else value for value in values]
+        total = [
+            sum(reward.weight * found[name][at] for name, reward in zip(found, rewards, strict=True))
+            if one.line not in skipped
+            else 0.0
+            for at, one in enumerate(asked)
+        ]
         return Judged(found, total)
+
+    def _failed(self, name: str, failed: Mapping[int, str], asked: Sequence[Asked]) -> None:
+        """Say of which rows a reward could not be computed, or fail."""
+        lines = sorted({asked[at].line for at in failed})
+        first = next(iter(failed))
+        said = (
+            f"the reward `{name}` could not be computed for {len(failed)} of {len(asked)} answers, to "
+            f"{name_rows(lines)}; to row {asked[first].line}: {failed[first]}"
+        )
+        if self.stage.reward_error == "fail":
+            raise DataError(
+                f"{said}\nMend it, or set `stage.reward_error` to `zero` or `skip`",
+                field="stage.reward",
+                code="reward_failed",
+            )
+        if self.untold("reward_failed"):
+            self.run.notice("reward_failed", said)
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -16,6 +16,7 @@ from core.train.evaluation.samples import Answering, Sample, Sampler, shown, spr
 from core.train.feed import RunData
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.answers import Answerer
+from core.train.rollout.programs import Asked
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stage import Totals
@@ -54,7 +55,11 @@ class RewardEvaluator:
         prompts = [self.prompts[row][0].tolist() for row in rows]
         keys: list[list[Key]] = [[(self.seed, EVALUATION, row, sample) for sample in range(count)] for row in rows]
         answers = answerer.sample(prompts, keys, stage.eval_temperature)
-        judged = answerer.judge(answers, [self.columns[row] for row in rows for _ in range(count)])
+        asked = [
+            Asked(int(self.prompts.lines[row]), answerer.text(prompt), self.columns[row])
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        judged = answerer.judge(answers, [one for one in asked for _ in range(count)])
         sums = {
             "answers": float(len(answers)),
             "reward": float(np.sum(judged.total)),

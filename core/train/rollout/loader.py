@@ -30,6 +30,7 @@ from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
 from core.train.rollout.buffer import Rollout, advantages_of
+from core.train.rollout.programs import Asked
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stages.grpo import FIGURE
@@ -139,7 +140,11 @@ class RolloutLoader:
             for row in rows
         ]
         answers = self.answerer.sample(prompts, keys, stage.temperature)
-        judged = self.answerer.judge(answers, [self.columns[row] for row in rows for _ in range(stage.num_generations)])
+        asked = [
+            Asked(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        judged = self.answerer.judge(answers, [one for one in asked for _ in range(stage.num_generations)])
         rollout = Rollout(
             number,
             prompts,

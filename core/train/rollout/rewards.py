@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
+from jsonschema import Draft202012Validator
+from referencing import Registry
+
 from core.errors import DataError
 from core.spec.axes.rollout.reward import (
+    CodeReward,
     ExactReward,
     FormatReward,
+    JsonSchemaReward,
     KeywordsReward,
     LengthReward,
     NumberReward,
     RegexReward,
     RewardArm,
+    TextReward,
+    wrong_schema,
 )
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHOWN = 5
 """Rows that an error names."""
 
@@ -26,7 +35,7 @@ Columns = Mapping[str, Any]
 """Columns of a prompt's row, `reference` among them."""
 
 
-def reward_of(reward: RewardArm, answer: str, tokens: int, columns: Columns) -> float:
+def reward_of(reward: TextReward, answer: str, tokens: int, columns: Columns) -> float:
     """Compute a reward of an answer. `tokens`: those of the answer; `columns`: checked by `refuse_rows_without`."""
     match reward:
         case ExactReward():
@@ -61,6 +70,8 @@ def reward_of(reward: RewardArm, answer: str, tokens: int, columns: Columns) -> 
                 return 0.0
             words = [*reward.words, *_words(columns.get(reward.column) if reward.column else None)]
             return sum(word.casefold() in said for word in words) / len(words) if words else 1.0
+        case JsonSchemaReward():
+            return float(_allowed(columns[reward.column] if reward.column else reward.document, answer))
         case _ as never:
             assert_never(never)
 
@@ -73,8 +84,8 @@ def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, 
             continue
         if missing := [line for line, columns in rows if columns.get(column) is None]:
             raise DataError(
-                f"the reward `{reward.type}` reads the column `{column}`, which {_lines(missing)} do not have; add it, "
-                "or name another column",
+                f"the reward `{reward.type}` reads the column `{column}`, which {name_rows(missing)} do not have; add "
+                "it, or name another column",
                 field="stage.reward",
                 code="no_reward_column",
             )
@@ -82,8 +93,26 @@ def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, 
             odd = [line for line, columns in rows if last_number(str(columns[column])) is None]
             if odd:
                 raise DataError(
-                    f"the reward `number` reads the column `{column}`, which has no number in {_lines(odd)}; mend "
+                    f"the reward `number` reads the column `{column}`, which has no number in {name_rows(odd)}; mend "
                     "them, or use the reward `exact`",
+                    field="stage.reward",
+                    code="no_reward_column",
+                )
+        if isinstance(reward, JsonSchemaReward):
+            odd = [line for line, columns in rows if not _is_schema(columns[column])]
+            if odd:
+                raise DataError(
+                    f"the reward `json_schema` reads the column `{column}`, which is no JSON Schema in "
+                    f"{name_rows(odd)}",
+                    field="stage.reward",
+                    code="no_reward_column",
+                )
+        if isinstance(reward, CodeReward):
+            odd = [line for line, columns in rows if tests_of(columns[column]) is None]
+            if odd:
+                raise DataError(
+                    f"the reward `code` reads the column `{column}`, which is neither a list of objects "
+                    f"`{{input, output}}` nor of Python sources in {name_rows(odd)}",
                     field="stage.reward",
                     code="no_reward_column",
                 )
@@ -92,10 +121,50 @@ def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, 
             if odd:
                 raise DataError(
                     f"the reward `keywords` reads the column `{column}`, which is neither a string nor a list of "
-                    f"strings in {_lines(odd)}",
+                    f"strings in {name_rows(odd)}",
                     field="stage.reward",
                     code="no_reward_column",
                 )
+
+
+Test = str | tuple[str, str]
+"""A source that runs behind the answer, or what it reads and should print."""
+
+
+def tests_of(value: Any) -> list[Test] | None:
+    """The tests in a column of the reward `code`; None where it holds anything else, or none."""
+    found: list[Test] = []
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
+            found.append((one["input"], one["output"]))
+        else:
+            return None
+    return found or None
+
+
+def fenced(answer: str) -> str:
+    """The last fenced block of an answer, or the whole answer where there is none."""
+    found = FENCE.findall(answer)
+    return found[-1] if found else answer
+
+
+def _allowed(document: Any, answer: str) -> bool:
+    """Whether an answer is JSON that a JSON Schema allows."""
+    try:
+        value = json.loads(fenced(answer), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return False
+    return Draft202012Validator(document, registry=Registry()).is_valid(value)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict) and wrong_schema(value) is None
 
 
 def extracted(pattern: str | None, answer: str) -> str | None:
@@ -128,7 +197,8 @@ def _words(value: Any) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def _lines(lines: Sequence[int]) -> str:
+def name_rows(lines: Sequence[int]) -> str:
+    """Name the first of some rows, and say how many there are."""
     shown = ", ".join(str(line) for line in lines[:SHOWN])
     more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return f"row{'s' if len(lines) > 1 else ''} {shown}{more}"

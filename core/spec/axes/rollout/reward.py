@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from core.spec.base import SpecModel, by_type, short_form
 
@@ -116,8 +117,87 @@ class KeywordsReward(RewardTerm):
         return self
 
 
+class JsonSchemaReward(RewardTerm):
+    """1 where the answer is JSON that a JSON Schema (draft 2020-12) allows, else 0. The answer may be in a fence."""
+
+    type: Literal["json_schema"] = "json_schema"
+    document: dict[str, Any] | None = None
+    """The JSON Schema. A `$ref` may point into the document only; nothing is fetched."""
+    column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of the rows that holds the JSON Schema, as an object."""
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> JsonSchemaReward:
+        if (self.document is None) == (self.column is None):
+            raise ValueError("give the schema itself as `document`, or name the `column` that holds it")
+        if self.document is not None and (why := wrong_schema(self.document)) is not None:
+            raise ValueError(f"not a JSON Schema: {why}")
+        return self
+
+
+class PythonReward(RewardTerm):
+    """What a Python function of yours answers for a batch of answers. It runs in a sandbox: without network, files or
+    keys (docs/security.md)."""
+
+    type: Literal["python"] = "python"
+    source: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    """Source of a module. It is executed anew for each batch, with the packages of the trainer's environment."""
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)] = "reward"
+    """Function in it that takes lists of equal length by name, those that it has parameters for: `prompts`,
+    `completions` and columns of the rows. It returns a list of as many numbers, as reward functions for TRL do."""
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Time of a batch at most."""
+
+    @field_validator("source")
+    @classmethod
+    def _parses(cls, source: str) -> str:
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"not a source of Python: {error}") from error
+        return source
+
+
+class CodeReward(RewardTerm):
+    """Share of tests that the answer passes as a Python program, in a sandbox (docs/security.md). The program is the
+    last fenced block of the answer, or the whole answer."""
+
+    type: Literal["code"] = "code"
+    column: Annotated[str, Field(min_length=1, max_length=200)] = "tests"
+    """Column of the rows with the tests: a list of objects `{input, output}`, each a run of the program that reads
+    `input` and must print `output`; or of sources that are run behind the program and must reach their end, as with
+    `assert`; one alone may stand for a list."""
+    all: bool = True
+    """1 where all tests are passed, else 0; `false`: the share of those that are."""
+    seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Time of a test at most."""
+
+
+def wrong_schema(document: dict[str, Any]) -> str | None:
+    """Why an object is no JSON Schema; None: it is one."""
+    from jsonschema import Draft202012Validator, SchemaError  # takes longer to import than all arms together
+
+    try:
+        Draft202012Validator.check_schema(document)
+    except SchemaError as error:
+        return f"{error.json_path}: {error.message[:500]}"
+    return None
+
+
+ProgramReward = PythonReward | CodeReward
+"""Rewards that run code of users or models."""
+TextReward = ExactReward | NumberReward | RegexReward | FormatReward | LengthReward | KeywordsReward | JsonSchemaReward
+"""Rewards that are functions of one answer, which we wrote."""
 RewardArm = Annotated[
-    ExactReward | NumberReward | RegexReward | FormatReward | LengthReward | KeywordsReward,
+    ExactReward
+    | NumberReward
+    | RegexReward
+    | FormatReward
+    | LengthReward
+    | KeywordsReward
+    | JsonSchemaReward
+    | PythonReward
+    | CodeReward,
     Field(discriminator="type"),
     short_form(by_type),
 ]
@@ -136,4 +216,6 @@ def each_named_once(rewards: list[Any]) -> list[Any]:
     return rewards
 
 
+RewardError = Literal["fail", "zero", "skip"]
+"""What becomes of an answer whose reward cannot be computed."""
 Rewards = Annotated[list[RewardArm], Field(min_length=1, max_length=20), AfterValidator(each_named_once)]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from core.spec.axes.data import RowFormat
-from core.spec.axes.rollout.reward import Rewards
+from core.spec.axes.rollout.reward import RewardError, Rewards
 from core.spec.base import SpecModel
 
 
@@ -23,6 +23,10 @@ class RolloutStage(SpecModel):
     head: ClassVar[Literal["tokens"]] = "tokens"
     reward: Rewards
     """What answers are rewarded for: a list of rewards, whose weighted sum counts."""
+    reward_error: RewardError = "fail"
+    """If a reward cannot be computed, because it raises, takes too long or answers no finite number: `fail` ends the
+    job and names the row; `zero` counts the reward as 0; `skip` counts the sum of all answers to that prompt as 0, so
+    that nothing is learned from comparing them."""
     num_generations: Annotated[int, Field(ge=2, le=1024)] = 8
     """Answers to each prompt."""
     max_completion_length: Annotated[int, Field(ge=1, le=131_072)] = 256
