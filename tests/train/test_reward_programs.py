@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from core.errors import DataError
 from core.sandbox.sandbox import ProgramSandbox
 from core.spec.axes.rollout.reward import RewardArm
-from core.train.rollout.programs import Asked, values_of
+from core.train.rollout.programs import AnsweredPrompt, values_of
 from core.train.rollout.rewards import refuse_rows_without
 
 
@@ -30,7 +30,7 @@ def python(source: str, **fields: Any) -> Any:
 
 
 ANSWERS = ["4", "five", "6"]
-ASKED = [Asked(line, f"{line} + 1", {"reference": str(line + 1)}) for line in (3, 4, 5)]
+ASKED = [AnsweredPrompt(line, f"{line} + 1", {"reference": str(line + 1)}) for line in (3, 4, 5)]
 
 
 def test_a_function_sees_prompts_completions_and_columns(sandbox: ProgramSandbox) -> None:
@@ -96,7 +96,7 @@ TWICE = "def twice(x):\n    return 2 * x"
     ],
 )
 def test_programs_are_tested(sandbox: ProgramSandbox, answer: str, tests: Any, every: bool, expected: float) -> None:
-    asked = [Asked(1, "", {"tests": tests})]
+    asked = [AnsweredPrompt(1, "", {"tests": tests})]
     assert values_of(reward(type="code", all=every, seconds=0.5), [answer], asked, sandbox) == [expected]
 
 

@@ -16,7 +16,7 @@ from core.train.engine import Engine
 from core.train.evaluation.held_out import describe_batches
 from core.train.evaluation.samples import stop_tokens
 from core.train.generation.sampling import Completion, Key, SamplingParams
-from core.train.rollout.programs import Asked, Value, values_of
+from core.train.rollout.programs import AnsweredPrompt, Value, values_of
 from core.train.rollout.rewards import name_rows, reward_of
 from core.train.run import Run
 
@@ -85,7 +85,7 @@ class Answerer:
             else:
                 return [answer for answers in found for answer in answers]
 
-    def judge(self, answers: Sequence[Completion], asked: Sequence[Asked]) -> Judged:
+    def judge(self, answers: Sequence[Completion], asked: Sequence[AnsweredPrompt]) -> Judged:
         """Reward answers. `asked`: the prompt of each. DataError where a reward cannot be computed and the job is to
         fail then."""
         rewards = self.stage.reward
@@ -117,7 +117,7 @@ class Answerer:
         ]
         return Judged(found, total)
 
-    def _failed(self, name: str, failed: Mapping[int, str], asked: Sequence[Asked]) -> None:
+    def _failed(self, name: str, failed: Mapping[int, str], asked: Sequence[AnsweredPrompt]) -> None:
         """Say of which rows a reward could not be computed, or fail."""
         lines = sorted({asked[at].line for at in failed})
         first = next(iter(failed))

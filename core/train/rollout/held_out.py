@@ -16,7 +16,7 @@ from core.train.evaluation.samples import Answering, Sample, Sampler, shown, spr
 from core.train.feed import RunData
 from core.train.generation.sampling import Completion, Key
 from core.train.rollout.answers import Answerer
-from core.train.rollout.programs import Asked
+from core.train.rollout.programs import AnsweredPrompt
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stage import Totals
@@ -56,7 +56,7 @@ class RewardEvaluator:
         keys: list[list[Key]] = [[(self.seed, EVALUATION, row, sample) for sample in range(count)] for row in rows]
         answers = answerer.sample(prompts, keys, stage.eval_temperature)
         asked = [
-            Asked(int(self.prompts.lines[row]), answerer.text(prompt), self.columns[row])
+            AnsweredPrompt(int(self.prompts.lines[row]), answerer.text(prompt), self.columns[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         judged = answerer.judge(answers, [one for one in asked for _ in range(count)])

@@ -30,7 +30,7 @@ from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
 from core.train.rollout.buffer import Rollout, advantages_of
-from core.train.rollout.programs import Asked
+from core.train.rollout.programs import AnsweredPrompt
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
 from core.train.stages.grpo import FIGURE
@@ -141,7 +141,7 @@ class RolloutLoader:
         ]
         answers = self.answerer.sample(prompts, keys, stage.temperature)
         asked = [
-            Asked(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
+            AnsweredPrompt(int(self.prompts.lines[row]), self.answerer.text(prompt), self.columns[row])
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         judged = self.answerer.judge(answers, [one for one in asked for _ in range(stage.num_generations)])

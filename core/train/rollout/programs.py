@@ -16,7 +16,7 @@ Value = float | str
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnsweredPrompt:
     """What an answer answers."""
 
     line: int
@@ -26,7 +26,7 @@ class Asked:
 
 
 def values_of(
-    reward: ProgramReward, answers: Sequence[str], asked: Sequence[Asked], sandbox: ProgramSandbox
+    reward: ProgramReward, answers: Sequence[str], asked: Sequence[AnsweredPrompt], sandbox: ProgramSandbox
 ) -> list[Value]:
     """Compute a reward of each answer. NoSandbox."""
     match reward:
@@ -39,7 +39,7 @@ def values_of(
 
 
 def _called(
-    reward: PythonReward, answers: Sequence[str], asked: Sequence[Asked], sandbox: ProgramSandbox
+    reward: PythonReward, answers: Sequence[str], asked: Sequence[AnsweredPrompt], sandbox: ProgramSandbox
 ) -> list[Value]:
     names = {name for one in asked for name in one.columns}
     arguments: dict[str, Any] = {name: [one.columns.get(name) for one in asked] for name in sorted(names)}
@@ -71,7 +71,7 @@ def _number(value: Any) -> Value:
     return number if math.isfinite(number) else f"it returned {value!s:.20} for this answer; return a finite number"
 
 
-def _tested(reward: CodeReward, answer: str, asked: Asked, sandbox: ProgramSandbox) -> float:
+def _tested(reward: CodeReward, answer: str, asked: AnsweredPrompt, sandbox: ProgramSandbox) -> float:
     """Share of the tests that pass. Whatever a program of the model's does wrong is a test that it does not pass."""
     tests, source = tests_of(asked.columns[reward.column]) or [], fenced(answer)
     passed = 0
