@@ -86,6 +86,10 @@ def peer(name: str, trained: dict[str, nn.Parameter]) -> tuple[str, torch.optim.
                 ]
                 return "pytorch-optimizer GaLore", pytorch_optimizer.GaLore(groups, lr=RATE)
             raise NoPeer("pytorch-optimizer's AdaLomo steps inside the backward")
+        case "badam":
+            raise NoPeer("the library badam wraps a model and an optimizer, and is no step by itself")
+        case "sophia_g":
+            raise NoPeer("pytorch-optimizer has Sophia-H, whose estimate is another one")
         case _:
             raise NoPeer("no library with a permissive licence has this algorithm")
 

@@ -256,6 +256,27 @@ RULES: tuple[Rule, ...] = (
         "remove `memory.offload_optimizer`, or set `resources.gpus` to 1",
     ),
     Rule(
+        "curvature_without_tokens",
+        {"optimizer": ("sophia_g",), "stage": ("reward", "process_reward")},
+        "optimizer",
+        "`sophia_g` estimates the curvature by drawing tokens, and a reward model has no logits of tokens",
+        "use another optimizer",
+    ),
+    Rule(
+        "curvature_over_ranks",
+        {"optimizer": ("sophia_g",), "ranks": ("several",)},
+        "optimizer",
+        "`sophia_g` estimates the curvature by the first batch of a step, which one rank has",
+        "use another optimizer, or set `resources.gpus` to 1",
+    ),
+    Rule(
+        "blocks_on_the_host",
+        {"optimizer": ("badam",), "offload optimizer": ("host",)},
+        "memory.offload_optimizer",
+        "`badam` keeps the state of one block on the device, and an offload would take the gradients of all",
+        "remove `memory.offload_optimizer`, or use another optimizer",
+    ),
+    Rule(
         "nothing_kept_to_offload",
         {"checkpointing": ("no",), "activation offloading": ("host",)},
         "memory.gradient_checkpointing",
@@ -476,6 +497,8 @@ def _of_its_exports(spec: JobSpec) -> Iterator[Fault]:
         why = "vLLM does not compute DoRA"
     elif isinstance(method, Adapter) and method.modules_to_save:
         why = "vLLM does not load `modules_to_save`"
+    elif isinstance(method, LowRank) and method.new_tokens:
+        why = "vLLM does not load the rows of `new_tokens`"
     elif spec.stage.head != "tokens":
         why = f"the adapter of `stage: {spec.stage.type}` has a head of its own, which vLLM does not load"
     if why is not None:

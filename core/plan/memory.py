@@ -34,6 +34,7 @@ from core.spec.axes.batching import Packed, Rows, Tokens
 from core.spec.axes.evaluation.generation import NoGeneration
 from core.spec.axes.export import GGUF, Merged, VLLMAdapter
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA
+from core.spec.axes.optim.optimizers import SophiaG
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import (
@@ -184,7 +185,9 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     held = weigh(spec, shape, device)
     tokens, field = training_pass(spec, longest)
     what, streams = Pass(tokens, longest), stream.where != "none"
-    numbers = replace(_numbers(spec, shape, device, frozenset()), whole=held.head)
+    numbers = replace(
+        _numbers(spec, shape, device, frozenset()), whole=held.head or isinstance(spec.optimizer, SophiaG)
+    )
     kept_ = _kept(spec, shape, held, device, what, streams=streams)
     offloads = isinstance(spec.memory.offload_optimizer, HostOffload)
     state = _state(spec, shape, held, device, stream)
@@ -193,6 +196,7 @@ def _plan(spec: JobSpec, shape: Shape, longest: int, device: Device, stream: Dec
     of_window = Item("gradients", 0 if offloads else window, "of the micro-batches before, in float32")
     of_all = Item("gradients", gradients, "on their way to the host" if offloads else "in float32")
     casts = 0 if offloads and numbers.trained else _casts(shape, held, numbers)
+    casts += held.copied
     again = min(casts, _casts_of_block(shape, held, numbers)) if kept_.recomputed else casts
     logprobs = isinstance(spec.stage, DPO | SimPO | ORPO | KTO | RolloutStage)
     moments: dict[str, list[Item]] = {

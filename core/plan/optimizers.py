@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import assert_never
 
 from core.errors import SpecError
+from core.plan.models.shape import OF_BLOCK
 from core.spec.axes.optim.optimizers import (
     SGD,
     Adafactor,
@@ -19,10 +21,12 @@ from core.spec.axes.optim.optimizers import (
     AdEMAMix,
     Apollo,
     ApolloMini,
+    BAdam,
     GaLore,
     GroupFactors,
     Lion,
     Muon,
+    SophiaG,
 )
 from core.spec.axes.optimizer import Optimizer
 
@@ -62,12 +66,37 @@ class OptimizerState:
     counts: Callable[[TrainedTensor], bool] = lambda tensor: True
     """Whether a tensor has a counter of steps."""
 
+    in_turn: bool = False
+    """One block of the model at a time has such a state, and gradients."""
+
     def bytes(self, tensors: Iterable[TrainedTensor]) -> int:
-        return sum(self.tensor(tensor) + COUNTER_BYTES * self.counts(tensor) for tensor in tensors)
+        """Bytes of the state; of the largest block's, where blocks take turns."""
+        found = list(tensors)
+        kept = largest_block(found, self.tensor) if self.in_turn else sum(map(self.tensor, found))
+        return kept + COUNTER_BYTES * sum(map(self.counts, found))
 
     def trained(self, tensors: Iterable[TrainedTensor]) -> int:
         """Bytes of tensors' optimizer state with their float32 weights and gradients; counters left out."""
         return sum(self.tensor(tensor) + TRAINED_BYTES * tensor.numel for tensor in tensors)
+
+
+def blocks_of_names(names: Iterable[str]) -> dict[str, int]:
+    """Number of each parameter's block: those of the layers in their order, then one of all that is outside."""
+    found = {name: OF_BLOCK.match(name) for name in names}
+    layers = sorted({(one["list"], int(one["number"])) for one in found.values() if one is not None})
+    places = {layer: place for place, layer in enumerate(layers)}
+    return {
+        name: len(layers) if one is None else places[one["list"], int(one["number"])] for name, one in found.items()
+    }
+
+
+def largest_block(tensors: Sequence[TrainedTensor], size: Callable[[TrainedTensor], int]) -> int:
+    """The largest sum of `size` over a block's tensors."""
+    sums: Counter[int] = Counter()
+    blocks = blocks_of_names(tensor.name for tensor in tensors)
+    for tensor in tensors:
+        sums[blocks[tensor.name]] += size(tensor)
+    return max(sums.values(), default=0)
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
@@ -108,6 +137,10 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
             return OptimizerState(
                 lambda t: _projected(t, 1, 4), "APOLLO-Mini: projections to one dimension, two means of those"
             )
+        case SophiaG():
+            return OptimizerState(lambda t: 8 * t.numel, "Sophia-G: means of gradient and curvature in float32", _never)
+        case BAdam():
+            return OptimizerState(_adamw, "BAdam: two means in float32 of one block, counters", in_turn=True)
         case SGD(momentum=momentum):
             return OptimizerState(
                 lambda t: 4 * t.numel if momentum else 0,

@@ -15,9 +15,11 @@ from core.spec.axes.optim.optimizers import (
     AdEMAMix,
     Apollo,
     ApolloMini,
+    BAdam,
     GaLore,
     Lion,
     Muon,
+    SophiaG,
 )
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
@@ -131,7 +133,7 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
 def usual_rate(optimizer: Optimizer, adamw: float) -> float:
     """The default learning rate of an optimizer, given that of AdamW."""
     match optimizer:
-        case AdamW() | AdEMAMix() | Muon() | Apollo() | ApolloMini():
+        case AdamW() | AdEMAMix() | Muon() | Apollo() | ApolloMini() | BAdam() | SophiaG():
             return adamw
         case Lion():
             return adamw / 10

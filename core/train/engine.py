@@ -149,14 +149,20 @@ class Engine:
     def forward(self, batch: Batch, loss_function: LossFunction, totals: Totals) -> Loss:
         """Compute the loss of a batch of a step with these totals, in training mode (dropout draws from the torch
         generator). A batch without labels (a rank's that has no rows left) weighs nothing."""
-        self.policy.head()
-        self.model.train()
-        self.updates.before_pass()
-        with self._compute():
+        with self.training_pass():
             loss = loss_function(self.policy, batch.to(self.device), totals)
         if batch.label_tokens:
             return loss
         return Loss(loss.total * 0.0, {name: value * 0.0 + nothing(name) for name, value in loss.sums.items()})
+
+    @contextmanager
+    def training_pass(self) -> Iterator[None]:
+        """The model in training mode, in the precision of the run."""
+        self.policy.head()
+        self.model.train()
+        self.updates.before_pass()
+        with self._compute():
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar to those already there."""

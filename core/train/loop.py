@@ -24,6 +24,7 @@ from core.train.base.stop import StopRequested
 from core.train.checkpoint import store
 from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
+from core.train.evaluation.curvature import estimate_curvature
 from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
 from core.train.evaluation.held_out import HeldOutMeasure, Share, prelude
 from core.train.run import Run
@@ -193,6 +194,7 @@ class Loop:
                 self._leave(part, started)
             self.run.events.alive()
             batch = batch_of()
+            estimate_curvature(engine, batch)
             loss = engine.forward(batch, self.stage.loss, totals)
             engine.backward(loss.total)
             for name, value in loss.sums.items():

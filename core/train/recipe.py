@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
+from core.spec.axes.method import LowRank
 from core.spec.axes.rollout.stages import GRPO, RolloutStage
 from core.spec.axes.runtime import HeldOut
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
@@ -48,6 +49,7 @@ from core.train.run import Run
 from core.train.stage import Stage
 from core.train.stages.balanced import with_balance
 from core.train.state import TrainerState
+from core.train.vocabulary.new_tokens import require_new
 
 
 def run(run_dir: Path, stop: Stop | None = None, rank_env: RankEnv | None = None) -> int:
@@ -90,6 +92,8 @@ def train(run: Run) -> None:
     with run.stop.at_once():
         run.check_stop()
         tokenizer = load_tokenizer(run.tokenizer_dir)
+        if isinstance(run.spec.method, LowRank) and run.adapter_dir is None:
+            require_new(tokenizer, run.spec.method.new_tokens)
         with run.ranks.rank_zero_first(run.caches_tokens):
             data = read_data(run, tokenizer)
         with run.ranks.rank_zero_first(run.caches_weights):

@@ -4,19 +4,29 @@ The axes and the refusals are those of the compatibility table (core/plan/compat
 allows is trained for two optimizer steps, stopped inside the second and resumed; its weights must be those of a run
 that nobody stopped, and what it hands back must read back, merged where it can be.
 
+A few cells are run by two ranks as well.
+
 `python -m tests.support.matrix --write` runs a covering choice of cells and writes the report, `--all` all of them.
+Each cell that is done is a line of a journal: a run that was stopped (`--seconds`, Ctrl-C) goes on behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -25,13 +35,19 @@ from core.plan.compatibility import AXES, RULES, values_of
 from core.spec.axes.stage import Stage
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
+from core.train.base.code import code_sha256
 from core.train.base.stop import Stop
 from core.train.recipe import run
 from tests.support.preferences import judged, preferences
 from tests.support.selection import covering
-from tests.support.trainer import ROOT, events, pairs, write_rows, write_run
+from tests.support.trainer import ENVIRONMENT, ROOT, events, pairs, write_rows, write_run
 
 REPORT = ROOT / "bench" / "results" / "matrix-cpu.txt"
+JOURNAL = ROOT / ".matrix.jsonl"
+LISTED = 200
+"""Cells that a report lists by name, at most."""
+RANKS = 2
+"""Ranks of a gang."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"type": "full"},
@@ -40,6 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dora+": {"type": "lora", "r": 4, "use_dora": True, "loraplus_lr_ratio": 4},
     "pissa": {"type": "lora", "r": 4, "init_lora_weights": "pissa"},
     "whole norms": {"type": "lora", "r": 4, "modules_to_save": ["input_layernorm", "model.norm"]},
+    "new tokens": {"type": "lora", "r": 4, "new_tokens": ["<look>", "<hear>"]},
     "oft": {"type": "oft", "oft_block_size": 8},
     "qlora": {"type": "qlora", "r": 4},
 }
@@ -50,10 +67,13 @@ FAMILIES: dict[str, list[str]] = {
     "quantised": ["adamw_8bit", "adamw_4bit"],
     "pair": ["muon"],
     "factored": ["adafactor", "adalomo"],
+    "staged": ["badam", "sophia_g"],
     "projected": ["galore", "apollo", "apollo_mini"],
 }
 """Optimizers by how they are computed; a cell takes the member of its family whose turn it is."""
 OPTIONS: dict[str, dict[str, Any]] = {
+    "badam": {"switch_block_every": 1},
+    "sophia_g": {"update_period": 1},
     "galore": {"rank": 2, "update_proj_gap": 1},
     "apollo": {"rank": 2, "update_proj_gap": 1},
     "apollo_mini": {"update_proj_gap": 1},
@@ -100,15 +120,17 @@ class Cell:
     family: str
     batching: str
     memory: str
+    ranks: int = 1
 
     @property
     def values(self) -> tuple[str, ...]:
-        return (self.stage, self.method, self.base, self.family, self.batching, self.memory)
+        several = (f"{self.ranks} ranks",) if self.ranks > 1 else ()
+        return (self.stage, self.method, self.base, self.family, self.batching, self.memory, *several)
 
     @property
     def optimizer(self) -> str:
         members = FAMILIES[self.family]
-        return members[sum(map(len, self.values)) % len(members)]
+        return members[sum(map(len, self.values[:6])) % len(members)]
 
     @property
     def rows(self) -> str:
@@ -126,6 +148,7 @@ class Cell:
             "optimizer": {"type": self.optimizer, "learning_rate": rate, **OPTIONS.get(self.optimizer, {})},
             "batching": BATCHING[self.batching],
             "memory": MEMORY[self.memory],
+            "resources": {"gpus": self.ranks, "accelerator": "cpu"},
             "training": {
                 "max_steps": 2,
                 "per_device_train_batch_size": 2,
@@ -148,7 +171,7 @@ _BASE = values_of(JobSpec.model_validate({"model": "a/b", "data": {"train": "/ro
 
 VARIED = (
     *("stage", "method", "quantization", "optimizer", "batching", "checkpointing", "activation offloading", "stream"),
-    *("offload optimizer", "train rows"),
+    *("offload optimizer", "train rows", "ranks"),
 )
 """Axes of the table that cells differ in."""
 _LIVE = [rule for rule in RULES if all(_BASE[axis] in among for axis, among in rule.when.items() if axis not in VARIED)]
@@ -170,6 +193,7 @@ def refusals(cell: Cell) -> list[str]:
         "stream": memory.get("stream", _BASE["stream"]),
         "offload optimizer": memory.get("offload_optimizer", _BASE["offload optimizer"]),
         "train rows": cell.rows,
+        "ranks": "one" if cell.ranks == 1 else "several",
     }
     return [rule.code for rule in _LIVE if rule.refuses(values)]
 
@@ -183,6 +207,18 @@ def allowed() -> list[Cell]:
 def chosen() -> list[Cell]:
     """Allowed cells in which every pair of values occurs that is allowed at all."""
     return [Cell(*values) for values in covering([cell.values for cell in allowed()])]
+
+
+@cache
+def gangs() -> list[Cell]:
+    """Cells of two ranks in which each value occurs that two ranks may have; none of grpo, which has one rank."""
+    rows = [replace(cell, ranks=RANKS) for cell in chosen() if cell.stage != "grpo"]
+    rows = [cell for cell in rows if not refusals(cell)]
+    missing, found = {value for cell in rows for value in cell.values}, list[Cell]()
+    while missing:
+        found.append(max(rows, key=lambda cell: len(missing & set(cell.values))))
+        missing -= set(found[-1].values)
+    return found
 
 
 class InSecondStep(Stop):
@@ -231,49 +267,172 @@ def _handed_back(run_dir: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(files))
 
 
+def try_gangs(tried: Sequence[Cell], model: Path, folder: Path, cache: Path) -> dict[Cell, str | None]:
+    """Run cells of two ranks below `folder`, all of them in one pair of processes, and say what each does not hold."""
+    runs: dict[Cell, tuple[Path, Path, Path]] = {}
+    for number, cell in enumerate(tried):
+        rows = write_rows(folder / f"{number}.jsonl", ROWS[cell.rows])
+        data = {"train": {"type": "path", "path": str(rows), "format": cell.rows}, "rendering": {"pairs": "joined"}}
+        names = [folder / f"{number}-{name}" for name in ("calm", "first", "second")]
+        resumed: tuple[list[Path], ...] = ([], [], [names[1]])
+        for name, before in zip(names, resumed, strict=True):
+            write_run(name, model, rows, cache_dir=cache, data=data, resume_from=before, **cell.axes())
+        runs[cell] = (names[0], names[1], names[2])
+    arguments = [
+        f"{path}@0:3" if path.name.endswith("first") else str(path) for paths in runs.values() for path in paths
+    ]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+            *("--max-restarts", "0", "-m", "tests.support.gang", *arguments),
+        ],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found: dict[Cell, str | None] = {}
+    for cell, (calm, first, second) in runs.items():
+        try:
+            assert [event["phase"] for event in events(first, "phase")][-1] == "training", events(first)[-1]
+            assert events(second, "resumed"), "it began anew"
+            assert _handed_back(second) == _handed_back(calm), "other weights after a resume"
+            assert len(events(calm, "metrics")) == 2, events(calm)[-1]
+        except AssertionError as error:
+            found[cell] = str(error)
+        else:
+            found[cell] = None
+    return found
+
+
+def try_alone(cell: Cell, folder: Path, cache: Path) -> str | None:
+    """What a cell of one rank does not hold."""
+    from tests.support import models
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        try_cell(cell, models.folder() / "tiny", place, cache)
+    except Exception as error:  # each is a line of the report
+        return str(error) or type(error).__name__
+    finally:
+        shutil.rmtree(place)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    fault: str | None
+    seconds: float
+    """CPU seconds."""
+
+
+class Journal:
+    """Cells that were run, a line each; those that another version of the code ran do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._code = path, code_sha256()
+        self.outcomes: dict[tuple[str, ...], Outcome] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            if (one := json.loads(line))["code"] == self._code:
+                self.outcomes[tuple(one["cell"])] = Outcome(one["fault"], one["seconds"])
+
+    def add(self, cell: Cell, outcome: Outcome) -> None:
+        self.outcomes[cell.values] = outcome
+        line = {"cell": cell.values, "fault": outcome.fault, "seconds": round(outcome.seconds, 2), "code": self._code}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def in_order() -> list[Cell]:
+    """Every allowed cell: the covering choice first, then the others, mixed, so that a part of them is a sample."""
+    first = chosen()
+    rest = sorted(set(allowed()) - set(first), key=lambda cell: sha256(repr(cell.values).encode()).digest())
+    return [*first, *rest]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every allowed cell, not only a covering choice")
     parser.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many seconds")
+    parser.add_argument("--journal", type=Path, default=JOURNAL, help="file of the cells that are done")
     arguments = parser.parse_args()
     from tests.support import models
 
-    tried = allowed() if arguments.all else chosen()
-    faults: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, cell in enumerate(tried):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            try:
-                try_cell(cell, models.folder() / "tiny", place, Path(folder) / "cache")
-            except Exception as error:  # each is a line of the report
-                faults.append(f"{' | '.join(cell.values)}: {error}")
-                print(faults[-1], file=sys.stderr, flush=True)
-    text = report(tried, faults, everything=arguments.all)
+    began, journal = time.monotonic(), Journal(arguments.journal)
+    wanted = in_order() if arguments.all else chosen()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if left := [cell for cell in gangs() if cell.values not in journal.outcomes]:
+            (folder / "gangs").mkdir()
+            before = _cpu_seconds()
+            found = try_gangs(left, models.folder() / "tiny", folder / "gangs", folder / "cache")
+            each = (_cpu_seconds() - before) / len(left)
+            for cell, fault in found.items():
+                journal.add(cell, Outcome(fault, each))
+        for cell in wanted:
+            if cell.values in journal.outcomes:
+                continue
+            if time.monotonic() - began > arguments.seconds:
+                break
+            before = _cpu_seconds()
+            outcome = Outcome(try_alone(cell, folder, folder / "cache"), _cpu_seconds() - before)
+            journal.add(cell, outcome)
+            if outcome.fault is not None:
+                print(f"{' | '.join(cell.values)}: {outcome.fault}", file=sys.stderr, flush=True)
+    text = report(journal.outcomes)
     print(text)
     if arguments.write:
         REPORT.write_text(text, encoding="utf-8")
-    sys.exit(bool(faults))
+    sys.exit(any(outcome.fault is not None for outcome in journal.outcomes.values()))
 
 
-def report(tried: list[Cell], faults: list[str], *, everything: bool) -> str:
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def report(outcomes: Mapping[tuple[str, ...], Outcome]) -> str:
     every = list(cells())
     reasons = Counter(code for cell in every for code in refusals(cell)[:1])
-    used = resource.getrusage(resource.RUSAGE_SELF)
+    open_cells = len(every) - sum(reasons.values())
+    run = [cell for cell in [*in_order(), *gangs()] if cell.values in outcomes]
+    alone = [cell for cell in run if cell.ranks == 1]
+    missing = sum(cell.values not in outcomes for cell in chosen())
+    faults = {cell: fault for cell in run if (fault := outcomes[cell.values].fault) is not None}
+    seconds = sum(outcomes[cell.values].seconds for cell in run)
+    mean = sum(outcomes[cell.values].seconds for cell in alone) / max(1, len(alone))
     lines = [
-        "The matrix: python -m tests.support.matrix" + (" --all" if everything else "") + " --write",
+        "The matrix: python -m tests.support.matrix [--all] [--seconds N] --write",
         f"axes: {len(AXES['stage'])} stages, {len(METHODS)} methods, {len(BASES)} bases, {len(FAMILIES)} families of "
         f"optimizers, {len(BATCHING)} batchings, {len(MEMORY)} memories",
-        f"cells {len(every)}, allowed {len(every) - sum(reasons.values())}, refused {sum(reasons.values())}",
+        f"cells {len(every)}, allowed {open_cells}, refused {sum(reasons.values())}",
         *(f"  refused by {code}: {count}" for code, count in reasons.most_common()),
-        f"run {len(tried)} ({'all' if everything else 'every allowed pair of values'}), wrong {len(faults)}, "
-        f"{used.ru_utime + used.ru_stime:.0f} CPU seconds",
+        f"run {len(run)}, of these {len(run) - len(alone)} with two ranks; wrong {len(faults)}; {seconds:.0f} "
+        "CPU seconds",
+        f"of the choice in which every allowed pair of values occurs, {missing} are left to run",
+        f"a cell takes {mean:.1f} CPU seconds, all allowed ones {mean * open_cells / 3600:.0f} CPU hours",
         "",
-        *(f"  {'WRONG ' if any(f.startswith(name) for f in faults) else ''}{name} ({cell.optimizer})"
-          for cell in tried for name in (" | ".join(cell.values),)),
-        *(["", "Faults:", *faults] if faults else []),
-    ]  # fmt: skip
+        "Cells run by value:",
+        *_by_value(alone),
+        *(
+            ["", "Faults:", *(f"{' | '.join(cell.values)}: {fault}" for cell, fault in faults.items())]
+            if faults
+            else []
+        ),
+    ]
+    if len(run) <= LISTED:
+        named = (f"  {'WRONG ' if cell in faults else ''}{' | '.join(cell.values)} ({cell.optimizer})" for cell in run)
+        lines += ["", *named]
     return "\n".join(lines) + "\n"
+
+
+def _by_value(run: Sequence[Cell]) -> Iterator[str]:
+    for at, axis in enumerate(("stage", "method", "base", "family", "batching", "memory")):
+        counts = Counter(cell.values[at] for cell in run)
+        yield f"  {axis}: " + ", ".join(f"{value} {count}" for value, count in sorted(counts.items()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ alone, a run takes one of them, and the commit decides which.
 
 from __future__ import annotations
 
+import heapq
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -33,8 +34,14 @@ def covering(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     places = list(combinations(range(len(rows[0])), 2)) or [(0, 0)]
     pairs = [{(one, other, repr(row[one]), repr(row[other])) for one, other in places} for row in rows]
     missing, chosen = set().union(*pairs), list[int]()
+    bounds = [(-len(own), number) for number, own in enumerate(pairs)]  # a row's count only falls
+    heapq.heapify(bounds)
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
+        best = heapq.heappop(bounds)[1]
+        now = (-len(pairs[best] & missing), best)
+        if bounds and now > bounds[0]:
+            heapq.heappush(bounds, now)
+            continue
         chosen.append(best)
         missing -= pairs[best]
     return [rows[number] for number in sorted(chosen)]

@@ -18,6 +18,7 @@ from core.spec.load import parse_job
 from core.spec.resolve import resolve
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.train.base.stop import Stop
+from core.train.export.merge_first import write_merged_model
 from core.train.recipe import run
 from tests.support.trainer import events, pairs, write_rows, write_run
 
@@ -31,6 +32,7 @@ AXES: dict[str, Any] = {
         "max_length": 64,
     },
 }
+NEW = ["<look>", "zyx wvu"]
 METHODS: dict[str, dict[str, Any]] = {
     "rslora": {"method": {"type": "lora", "r": 4, "use_rslora": True}},
     "rank 1": {"method": {"type": "lora", "r": 1, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}},
@@ -41,6 +43,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "whole modules": {"method": {"type": "lora", "r": 4, "modules_to_save": ["model.norm", "layers.1.mlp"]}},
     "embeddings and head": {
         "method": {"type": "qlora", "r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+        "export": [{"type": "merged", "dtype": "fp32"}],
+        "model": "untied",
+        "training": AXES["training"] | {"precision": "bf16"},
+    },
+    "new tokens": {
+        "method": {"type": "lora", "r": 4, "new_tokens": NEW, "loraplus_lr_ratio": 4},
+        "export": [{"type": "merged", "dtype": "fp32"}],
+    },
+    "new tokens of an untied model": {
+        "method": {"type": "qlora", "r": 4, "target_modules": "attention", "new_tokens": NEW},
+        "optimizer": AXES["optimizer"] | {"type": "muon"},
         "export": [{"type": "merged", "dtype": "fp32"}],
         "model": "untied",
         "training": AXES["training"] | {"precision": "bf16"},
@@ -127,9 +140,16 @@ def test_a_method_resumes_to_the_bit_and_is_read_again(tiny_dir: Path, rows: Pat
     before = base(ids).logits.detach()
     adapter = calm / "artifacts" / "adapter"
     if adapter.is_dir():
+        base.resize_token_embeddings(len(AutoTokenizer.from_pretrained(adapter)))
         again: Any = PeftModel.from_pretrained(base, str(adapter))
     else:
         again = AutoModelForCausalLM.from_pretrained(calm / "artifacts" / "model")
         same = {n for n, p in again.named_parameters() if torch.equal(p, base.get_parameter(n))}
         assert sum(base.get_parameter(n).numel() for n in same) == planned.parameters - planned.trained
-    assert not torch.equal(again(ids).logits, before)
+    assert not torch.equal(again(ids).logits[..., : before.shape[-1]], before)
+    if name == "new tokens":
+        new = AutoTokenizer.from_pretrained(adapter)("<look> and zyx wvu", return_tensors="pt")["input_ids"]
+        assert int((new >= before.shape[-1]).sum()) == 2
+        write_merged_model(tiny_dir, adapter, None, tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(new).logits, again(new).logits, rtol=1e-4, atol=1e-4)

@@ -29,10 +29,11 @@ from core.train.methods.lora import adapt_lora, parameter_groups
 from core.train.methods.neftune import add_noise
 from core.train.methods.oft import adapt_oft
 from core.train.methods.start import begin_at_base, write_out_starts
-from core.train.model.load import load_model
-from core.train.optim.groups import decay_groups
+from core.train.model.load import load_model, load_tokenizer
+from core.train.optim.groups import decay_groups, hidden_matrices
 from core.train.optim.optimizers import build_optimizer
 from core.train.quant.model import load_quantized
+from core.train.vocabulary.new_tokens import add_tokens, grow, ids_of, require_new
 from tests.support import small_llama
 
 
@@ -144,6 +145,55 @@ def test_whole_modules_are_trained_as_pefts(tmp_path: Path) -> None:
     assert trained == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         assert narrow.get_input_embeddings()(ids).dtype == torch.bfloat16, "blocks compute as with frozen embeddings"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_are_trained_as_pefts(tiny_dir: Path, tmp_path: Path, tied: bool) -> None:
+    folder = tiny_dir if tied else small_llama.save(tmp_path)
+    size = load_model(folder, torch.float32).get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    new, spec = [size, size + 1], LoRA(r=4, lora_alpha=8)
+    ours: Any = load_model(folder, torch.float32)
+    grow(ours, new)
+    start = ours.get_input_embeddings().weight.detach()
+    assert torch.equal(start[size], start[:size].mean(0)) and torch.equal(start[size], start[size + 1])
+    seed_all(3)
+    ours = adapt_lora(ours, spec, new=new)
+    theirs: Any = load_model(folder, torch.float32)
+    grow(theirs, new)
+    seed_all(3)
+    rows: Any = new if tied else {"embed_tokens": new, "lm_head": new}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", trainable_token_indices=rows)
+    theirs = get_peft_model(theirs, config)
+    ids = torch.tensor([[2, 3, size, 4, size + 1, 5, size, 6]])
+    for model in (ours, theirs):
+        model(input_ids=ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert sum("trainable_tokens_delta" in name for name in grads) == (1 if tied else 2)
+    for name, parameter in theirs.named_parameters():
+        assert parameter.requires_grad is (name in grads), name
+        assert not parameter.requires_grad or torch.equal(grads[name], parameter.grad), name
+    assert not any("trainable_tokens" in name for name in hidden_matrices(ours)), "of the embedding, not of a layer"
+
+
+@pytest.mark.parametrize(
+    ("new", "words"), [(["<a>", "<a>"], "twice"), ([" <a>"], "white space"), (["x"], "at least 2")]
+)
+def test_new_tokens_that_are_none(new: list[str], words: str) -> None:
+    job = {"model": "a/b", "data": "/rows.jsonl", "method": {"type": "lora", "new_tokens": new}}
+    with pytest.raises(SpecError, match=words) as refused:
+        parse_job(job)
+    assert "new_tokens" in refused.value.faults[0].field
+
+
+def test_new_tokens_that_are_there_already(tiny_dir: Path) -> None:
+    tokenizer = load_tokenizer(tiny_dir)
+    with pytest.raises(SpecError, match="already has the token") as refused:
+        require_new(tokenizer, ["<look>", tokenizer.eos_token])
+    assert refused.value.field == "method.new_tokens"
+    add_tokens(tokenizer, ["<look>"])
+    add_tokens(tokenizer, ["<look>"])
+    (number,) = tokenizer("<look>", add_special_tokens=False)["input_ids"]
+    assert [number] == ids_of(tokenizer, ["<look>"])
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,28 @@ from core.spec.resolve import resolve
 from core.train.base.rng import seed_all
 from core.train.batch import Batch
 from core.train.engine import Diverged, Engine, build_engine
+from core.train.evaluation.curvature import estimate_curvature
 from core.train.kernels import native
 from core.train.kernels.adamw import AdamNumbers, QuantisedMeans, pack, quantised_step, unpack
+from core.train.logits import label_logits
 from core.train.memory.offload.optimizer import OptimizerOffload
 from core.train.methods.full import adapt_full
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
+from core.train.optim.blocks import block_of_turn
 from core.train.optim.groups import ParameterGroup, hidden_matrices
-from core.train.optim.momentum import slow_mean_decay
+from core.train.optim.momentum import SophiaOptimizer, slow_mean_decay
 from core.train.optim.optimizers import build_optimizer
 from core.train.optim.quantised import maps_4bit, maps_8bit
 from tests.support.losses import summed
 
 READ: TypeAdapter[Any] = TypeAdapter(Optimizer)
 ARMS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
-RATES = {"sgd": 0.1, "adafactor": 0.1, "lion": 1e-3, "adalomo": 0.05, "galore": 0.04}
+RATES = {"sophia_g": 1e-3, "sgd": 0.1, "adafactor": 0.1, "lion": 1e-3, "adalomo": 0.05, "galore": 0.04}
 OPTIONS = {name: {"rank": 16, "update_proj_gap": 2} for name in ("galore", "apollo")} | {
-    "apollo_mini": {"update_proj_gap": 2}
+    "apollo_mini": {"update_proj_gap": 2},
+    "badam": {"switch_block_every": 2},
+    "sophia_g": {"update_period": 2},
 }
 """So that the tiny model has matrices to project, and projections change before and after a resume."""
 
@@ -68,6 +73,7 @@ def rows(seed: int) -> Batch:
 def steps(engine: Engine, *seeds: int) -> list[float]:
     losses = []
     for seed in seeds:
+        estimate_curvature(engine, rows(seed))
         loss = summed(engine, rows(seed)).total
         engine.backward(loss / 22)
         engine.step()
@@ -200,6 +206,76 @@ def test_adalomo_is_algorithm_1_of_its_paper(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-6)
 
 
+def test_sophia_is_algorithm_3_of_its_paper() -> None:
+    start, gradients = series(9)
+    parameter = nn.Parameter(start.clone())
+    group = ParameterGroup(frozenset({"w"}), decays=True)
+    optimizer = build_optimizer(spec_of("sophia_g", weight_decay=0.1, update_period=3), [group], {"w": parameter})
+    assert isinstance(optimizer, SophiaOptimizer)
+    x, mean, curvature, clipped = start.double(), *(torch.zeros(9, dtype=torch.float64) for _ in range(2)), 0
+    for t, gradient in enumerate(gradients):
+        if t % 3 == 0:
+            drawn = gradients[-1 - t]
+            parameter.grad = drawn.clone()
+            optimizer.estimate(22.0)
+            curvature = 0.99 * curvature + 0.01 * 22 * drawn.double() ** 2
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        mean = 0.965 * mean + 0.035 * gradient.double()
+        update = mean / (0.04 * curvature).clamp(min=1e-12)
+        clipped += int((update.abs() > 1).sum())
+        x = x * (1 - 1e-3 * 0.1) - 1e-3 * update.clamp(-1, 1)
+    assert 0 < clipped < 12 * 9, "both sides of the bound"
+    torch.testing.assert_close(parameter.detach().double(), x, rtol=1e-5, atol=1e-6)
+
+
+def test_the_curvature_is_the_squared_gradient_of_drawn_labels(tiny_dir: Path) -> None:
+    """Its mean over many draws is the curvature: of one logit row, p (1 - p) times the squared input."""
+    engine, batch = made(tiny_dir, "sophia_g", full=False), rows(1)
+    before = torch.get_rng_state()
+    estimate_curvature(engine, batch)
+    assert torch.equal(before, torch.get_rng_state()), "no draw of the run's own"
+    states = {name: engine.optimizer.state[p]["hessian"] for name, p in engine.trained_parameters.items()}
+    again = made(tiny_dir, "sophia_g", full=False)
+    logits, _ = label_logits(again.model.train(), batch)
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(0)).squeeze(-1)
+    nn.functional.cross_entropy(logits, drawn).backward()
+    for name, parameter in again.trained_parameters.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(states[name], 0.01 * 22 * parameter.grad**2, rtol=1e-4, atol=1e-12)
+    estimate_curvature(engine, batch)
+    assert engine.micro_steps == 0 and all(p.grad is None for p in engine.trained_parameters.values())
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "random"])
+def test_badam_is_torchs_adamw_over_one_block_after_the_other(order: Any) -> None:
+    start, gradients = series(3, 4, count=8)
+    names = ["head", "layers.1.w", "layers.0.w", "layers.0.b"]
+    ours = {name: nn.Parameter(start.clone()) for name in names}
+    theirs = {name: nn.Parameter(start.clone()) for name in names}
+    group = ParameterGroup(frozenset(names), decays=True)
+    spec = spec_of("badam", weight_decay=0.1, switch_block_every=2, switch_mode=order)
+    optimizer = build_optimizer(spec, [group], ours)
+    blocks = {0: ["layers.0.w", "layers.0.b"], 1: ["layers.1.w"], 2: ["head"]}
+    turns = [block_of_turn(turn, 3, order) for turn in range(4)]
+    assert sorted(turns[:3]) == [0, 1, 2]
+    assert order == "random" or turns[:3] == [0, 1, 2][:: 1 if order == "ascending" else -1]
+    for turn, block in enumerate(turns):
+        alone = torch.optim.AdamW([theirs[name] for name in blocks[block]], lr=1e-2, weight_decay=0.1)
+        for gradient in gradients[2 * turn : 2 * turn + 2]:
+            assert {name for name in names if ours[name].requires_grad} == set(blocks[block])
+            for name in blocks[block]:
+                ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            alone.step()
+        for name in names:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
+    numel = {"head": 500, "layers.0.w": 200, "layers.0.b": 9, "layers.1.w": 300}
+    tensors = [TrainedTensor((count,), False, name) for name, count in numel.items()]
+    assert state_of(spec).bytes(tensors) == 8 * 500 + 4 * 4
+
+
 def test_muon_is_torchs_for_hidden_matrices_and_adamw_elsewhere(tiny_dir: Path) -> None:
     engine = made(tiny_dir, "muon")
     hidden = hidden_matrices(engine.model)
@@ -272,7 +348,7 @@ def test_quantised_adamw_moves_as_adamw_does(name: str, tolerance: float) -> Non
 def planned(engine: Engine, name: str) -> int:
     """Bytes of the state by the plan."""
     hidden = hidden_matrices(engine.model)
-    found = [TrainedTensor(tuple(p.shape), n in hidden) for n, p in engine.trained_parameters.items()]
+    found = [TrainedTensor(tuple(p.shape), n in hidden, n) for n, p in engine.trained_parameters.items()]
     return state_of(spec_of(name)).bytes(found)
 
 
@@ -286,9 +362,10 @@ def test_resumes_to_the_bit_with_the_state_that_was_planned(
     assert losses[-1] < losses[0]
     if name in ("adamw_8bit", "adamw_4bit") and full:
         assert any("exp_avg_q" in state for state in whole.optimizer.state.values()), "nothing was large enough"
-    if name in OPTIONS and full:
+    if "update_proj_gap" in OPTIONS.get(name, {}) and full:
         assert any("projection" in state for state in whole.optimizer.state.values()), "nothing was projected"
-    assert planned(whole, name) == sum(t.nbytes for state in whole.optimizer.state.values() for t in state.values())
+    state = sum(t.nbytes for state in whole.optimizer.state.values() for t in state.values())
+    assert state <= planned(whole, name) if name == "badam" else state == planned(whole, name)
     whole.save(tmp_path)
     steps(whole, 2, 3)
     other = made(tiny_dir, name, full=full)
@@ -298,7 +375,7 @@ def test_resumes_to_the_bit_with_the_state_that_was_planned(
     assert all(map(torch.equal, weights_of(whole), weights_of(other)))
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", [name for name in ARMS if name != "badam"])
 def test_in_host_memory_every_bit_is_the_same(tiny_dir: Path, tmp_path: Path, name: str) -> None:
     here, there = made(tiny_dir, name), made(tiny_dir, name, offload=True)
     assert steps(here, 1, 2, 3) == steps(there, 1, 2, 3)

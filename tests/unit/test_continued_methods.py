@@ -49,3 +49,11 @@ def test_modules_that_are_trained_whole_stay_so() -> None:
 def test_rates_are_the_new_jobs_own() -> None:
     found = _continued(LoRA(loraplus_lr_ratio=4.0), LoRA(r=8))
     assert isinstance(found, LoRA) and (found.r, found.loraplus_lr_ratio) == (8, 4.0)
+
+
+def test_new_tokens_stay_those_of_the_adapter() -> None:
+    parent = LoRA(r=8, new_tokens=["<look>"])
+    assert _continued(LoRA(), parent) == parent
+    with pytest.raises(SpecError) as refused:
+        _continued(LoRA(new_tokens=["<hear>"]), parent)
+    assert refused.value.field == "method.new_tokens"

@@ -21,7 +21,10 @@ from core.spec.job import JobSpec
 from core.spec.run.chain import HandedBack, ModelChain, WeightFile
 from core.spec.run.folder import RUN_RECORD_FILE
 
-INHERITED = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save")
+INHERITED = (
+    *("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save"),
+    "new_tokens",
+)
 INHERITED_OFT = ("r", "oft_block_size", "target_modules", "use_cayley_neumann", "modules_to_save")
 """Fields of a method that an adapter has from its making on."""
 

@@ -12,8 +12,9 @@ from core.plan.device import Device
 from core.plan.models.freeze import layers_of, trained_names
 from core.plan.models.shape import ADAPTABLE, Selected, Shape, Weight
 from core.plan.models.whole import whole_weights, without
-from core.plan.optimizers import TrainedTensor, check_groups
+from core.plan.optimizers import TrainedTensor, check_groups, largest_block
 from core.spec.axes.method import OFT, Full, LowRank
+from core.spec.axes.optim.optimizers import BAdam
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import HostOffload
 from core.spec.axes.stage import Head
@@ -21,6 +22,8 @@ from core.spec.job import JobSpec
 from core.spec.settled import method_of
 
 TARGETS = "method.target_modules"
+ROWS = "token_adapter.trainable_tokens_delta"
+"""Name of the rows of new tokens, in PEFT's files."""
 
 NEW_HEADS: dict[Head, tuple[int, int]] = {"tokens": (0, 0), "score": (1, 0), "labels": (2, 2)}
 """Outputs of a stage's new head, and how many of them have a bias; none: the model keeps its own."""
@@ -45,21 +48,26 @@ class WeightBytes:
     trained_tensors: tuple[TrainedTensor, ...]
     trained: int
     """Trained parameters."""
+    stepped: int
+    """Those that have gradients at a time."""
     dense: int
     """Packed weights, unpacked into the precision of products."""
     largest_dense: int
     """The largest packed weight, unpacked."""
     adapted: tuple[frozenset[str], ...]
     """Names of the linear layers with an adapter, for each block."""
+    copied: int
+    """The embedding, and the output head that is another matrix, with the rows of new tokens written into a copy, and
+    the gradient of the copy."""
     head: bool
-    """The output head has an adapter: its logits are made whole."""
+    """The output head has an adapter or rows of new tokens: its logits are made whole."""
     first: int
     """Number of the first block that has a gradient."""
 
     @property
     def gradients(self) -> int:
         """Bytes of the gradients, in float32."""
-        return 4 * self.trained
+        return 4 * self.stepped
 
     @property
     def stays(self) -> int:
@@ -117,7 +125,7 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
     ]
     targets: Selected = (frozenset(), (frozenset(),) * shape.layers)
     tensors: list[TrainedTensor] = []
-    first = starts = places = 0
+    first = starts = places = copied = 0
     if not isinstance(method, Full):
         targets = without(shape.targets(method), method.modules_to_save, shape)
         for prefix, part, names in _parts(shape, targets):
@@ -134,6 +142,12 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
             TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), name)
             for name, w in whole_weights(shape, method.modules_to_save, packed)
         )
+        if isinstance(method, LowRank) and method.new_tokens:
+            ends = _ends(spec, shape)
+            copied = 2 * width * sum(weight.numel for _, weight in ends)
+            tensors += (
+                TrainedTensor((len(method.new_tokens), shape.hidden), False, f"{module}.{ROWS}") for module, _ in ends
+            )
     else:
         tensors = [
             TrainedTensor(w.shape, len(w.shape) == 2 and w.kind not in ("embedding", "head"), f"{prefix}{w.name}")
@@ -162,12 +176,22 @@ def weigh(spec: JobSpec, shape: Shape, device: Device) -> WeightBytes:
         starts=starts,
         trained_tensors=tuple(tensors),
         trained=count,
+        stepped=largest_block(tensors, lambda t: t.numel) if isinstance(spec.optimizer, BAdam) else count,
         dense=sum(part.dense for part in (outside, *blocks)),
         largest_dense=max(part.largest_dense for part in (outside, *blocks)),
         adapted=targets[1],
-        head=any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
+        copied=copied,
+        head=(copied > 0 and shape.vocab > 0)
+        or any(weight.kind == "head" and weight.module in targets[0] for weight in shape.outside),
         first=first,
     )
+
+
+def _ends(spec: JobSpec, shape: Shape) -> list[tuple[str, Weight]]:
+    """(module, weight) of the embedding, and of the output head where that is another matrix."""
+    kinds = ("embedding", "head") if spec.stage.head == "tokens" and not shape.tied else ("embedding",)
+    found = [max((w for w in shape.outside if w.kind == kind), key=lambda w: w.shape[0]) for kind in kinds]
+    return [(weight.module, weight) for weight in found]
 
 
 def _parts(shape: Shape, selected: Selected) -> Iterator[tuple[str, tuple[Weight, ...], frozenset[str]]]:

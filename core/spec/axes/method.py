@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from core.spec.base import SpecModel, by_type, short_form
 
@@ -44,6 +44,18 @@ class Full(SpecModel):
     train: TrainedPart | None = Field(default=None)
     """The part of the model to train. Default: all of it."""
 
+
+def _distinct(tokens: list[str]) -> list[str]:
+    for token in tokens:
+        if token != token.strip():
+            raise ValueError(f"{token!r} begins or ends with white space")
+        if tokens.count(token) > 1:
+            raise ValueError(f"`{token}` is there twice")
+    return tokens
+
+
+NewToken = Annotated[str, StringConstraints(min_length=2, max_length=64)]
+NewTokens = Annotated[list[NewToken], Field(max_length=512), AfterValidator(_distinct)]
 
 Targets = Literal["all-linear", "attention"] | Annotated[list[ModuleName], Field(min_length=1, max_length=64)]
 
@@ -89,6 +101,9 @@ class LowRank(Adapter):
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1024)] | None = None
     """LoRA+: factor of the learning rate of the B matrices, with any optimizer (arXiv:2402.12354 recommends 16).
     Magnitudes of DoRA have it too. Default: 1."""
+    new_tokens: NewTokens = Field(default=[])
+    """Tokens that are added to the tokenizer, as text. Their rows of the embedding and of the output head are trained,
+    and all other rows stay frozen."""
 
     @model_validator(mode="after")
     def _begins_anywhere(self) -> Self:
@@ -175,6 +190,12 @@ class Auto(LowRank):
     below."""
 
     type: Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _adds_no_tokens(self) -> Auto:
+        if self.new_tokens:
+            raise ValueError("`new_tokens` needs an adapter, and `auto` may choose `full`: name the method")
+        return self
 
 
 Method = Annotated[Full | LoRA | QLoRA | OFT | Auto, Field(discriminator="type"), short_form(by_type)]

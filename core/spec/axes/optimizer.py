@@ -16,15 +16,30 @@ from core.spec.axes.optim.optimizers import (
     AdEMAMix,
     Apollo,
     ApolloMini,
+    BAdam,
     GaLore,
     Lion,
     Muon,
+    SophiaG,
 )
 from core.spec.axes.optim.schedules import Adaptive, Cosine, Linear, Steady
 from core.spec.base import by_type, short_form
 
 Optimizer = Annotated[
-    AdamW | AdamW8bit | AdamW4bit | AdEMAMix | Lion | Muon | Adafactor | AdaLomo | GaLore | Apollo | ApolloMini | SGD,
+    AdamW
+    | AdamW8bit
+    | AdamW4bit
+    | AdEMAMix
+    | Lion
+    | Muon
+    | Adafactor
+    | AdaLomo
+    | GaLore
+    | Apollo
+    | ApolloMini
+    | BAdam
+    | SophiaG
+    | SGD,
     Field(discriminator="type"),
     short_form(by_type),
 ]

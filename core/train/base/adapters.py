@@ -26,7 +26,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     """Put the adapter of `folder`, as PEFT has saved it, in the place of the one just made. A new head stays where the
     adapter has none. SpecError where the two have other tensors or shapes."""
     saved = load_file(folder / "adapter_model.safetensors")
-    made: dict[str, Tensor] = get_peft_model_state_dict(model)
+    made = adapter_state(model)
     configs: Any = model.peft_config
     heads = {f"base_model.model.{name}." for config in configs.values() for name in config.modules_to_save or ()}
     fresh = [name for name in made if name.startswith(tuple(heads))]
@@ -40,6 +40,19 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
             shapes = f"{list(tensor.shape)} in the adapter to continue and {list(made[name].shape)} in this job"
             raise SpecError(f"{name} is {shapes}; {_MERGE}", field="model.adapter")
     set_peft_model_state_dict(model, saved)
+
+
+def saves_ends(model: Any) -> Any:
+    """What PEFT takes as `save_embedding_layers`. It would save embedding and head whole where new tokens have made
+    them larger, beside the rows of the new tokens."""
+    rows = any(getattr(config, "trainable_token_indices", None) for config in model.peft_config.values())
+    return False if rows else "auto"
+
+
+def adapter_state(model: Any) -> dict[str, Tensor]:
+    """The tensors of an adapter's files."""
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=saves_ends(model))
+    return found
 
 
 def whole_modules(model: Any, spec: Adapter) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from core.spec.axes.method import LowRank
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
 from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
@@ -36,6 +37,7 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         from core.train.data.preview import preview
         from core.train.failures import describe
         from core.train.model.load import load_tokenizer, quiet
+        from core.train.vocabulary.new_tokens import require_new
 
     events = EventWriter(run_dir / EVENTS_FILE, LogLines(sys.stdout))
 
@@ -54,7 +56,10 @@ def _look(run_dir: Path, order: RunOrder) -> int:
         memory_limit.hold(order.memory_limit, of_helpers=order.helper_limit)
         events.write("phase", phase="loading")
         quiet()
-        result = preview(order, load_tokenizer(Path(order.tokenizer_dir or order.model_dir)), told, notice)
+        tokenizer = load_tokenizer(Path(order.tokenizer_dir or order.model_dir))
+        if isinstance(order.spec.method, LowRank) and order.tokenizer_dir is None:
+            require_new(tokenizer, order.spec.method.new_tokens)
+        result = preview(order, tokenizer, told, notice)
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise

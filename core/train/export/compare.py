@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -108,7 +109,9 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None and p.dtype in narrow]
+            # It computes with the weight of a layer that it does not call.
+            holder = module.base_layer if isinstance(module, TrainableTokensLayer) else module
+            own = [p for p in holder._parameters.values() if p is not None and p.dtype in narrow]
             if not own:
                 continue
             if isinstance(module, nn.Embedding):

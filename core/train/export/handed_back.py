@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from core.errors import EftError
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
 from core.spec.axes.stage import Head
+from core.train.base.adapters import adapter_state
 from core.train.hub.model_files import inspect
 from core.train.memory.available import available_bytes
 from core.train.model.load import load_model
@@ -38,10 +39,10 @@ def check_saved(model: nn.Module, method: SettledMethod, folder: Path, head: Hea
 
 
 def _check_adapter(model: Any, folder: Path) -> str:
-    from peft import PeftConfig, get_peft_model_state_dict
+    from peft import PeftConfig
 
     PeftConfig.from_pretrained(str(folder))
-    _compare(get_peft_model_state_dict(model), load_file(folder / "adapter_model.safetensors"), folder)
+    _compare(adapter_state(model), load_file(folder / "adapter_model.safetensors"), folder)
     return "bits"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -24,6 +25,7 @@ from core.train.memory.streaming.stream import on_device
 from core.train.model.heads import has_head
 from core.train.model.load import stored_tensor
 from core.train.quant.linear import QuantLinear
+from core.train.vocabulary.new_tokens import with_rows
 
 
 def write_merged(
@@ -54,6 +56,7 @@ def write_merged(
     if any(isinstance(layer, BaseTunerLayer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())):
         # Two matrices from here on: an adapter changed one of them alone, and tying would undo it without a word.
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    config.get_text_config().vocab_size = base.config.get_text_config().vocab_size  # larger with new tokens
     if has_head(base):
         config.num_labels, config.id2label = base.config.num_labels, base.config.id2label
         config.label2id = base.config.label2id
@@ -79,6 +82,10 @@ def merged_tensors(
             case BaseTunerLayer():
                 adapters.append(prefix)
                 values = _merged(module, prefix, originals)
+            case TrainableTokensWrapper():
+                adapters.append(prefix)
+                weight = with_rows(module)
+                values = iter(() if weight is None else [("weight", weight)])
             case AuxiliaryTrainingWrapper():
                 adapters.append(prefix)
                 values = _parameters(module.modules_to_save[module.active_adapter])

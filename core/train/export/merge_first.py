@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 
 from core.spec.axes.quantization import NF4, Int8, Quantization
 from core.train.base.reading import reading
@@ -14,6 +14,7 @@ from core.train.export.merge import write_merged
 from core.train.model.load import load_model, packed_as, saved_dtype
 from core.train.quant.model import load_quantized
 from core.train.quant.targets import QuantOptions
+from core.train.vocabulary.new_tokens import grow
 
 WEIGHTS = ("adapter_", "README")
 """Beginnings of the names in an adapter's folder that are not its tokenizer's."""
@@ -25,7 +26,11 @@ def write_merged_model(base: Path, adapter: Path, quantization: Quantization | N
     result is the model that was trained. ModelError when they cannot be read together."""
     dtype = saved_dtype(base)
     with reading("the adapter of an earlier job"):
-        model: Any = PeftModel.from_pretrained(_load(base, dtype, quantization), str(adapter))
+        model: Any = _load(base, dtype, quantization)
+        config: Any = PeftConfig.from_pretrained(str(adapter))
+        if rows := getattr(config, "trainable_token_indices", None):
+            grow(model, next(iter(rows.values())))
+        model = PeftModel.from_pretrained(model, str(adapter))
         write_merged(model, folder, model_dir=base, dtype=dtype)
     for path in adapter.iterdir():
         if path.is_file() and not path.name.startswith(WEIGHTS):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
+from core.train.base.adapters import saves_ends
 
 
 def save_weights(
@@ -31,7 +32,7 @@ def save_weights(
             for config in target.peft_config.values():
                 config.base_model_name_or_path = base
                 config.revision = revision
-            target.save_pretrained(folder, safe_serialization=True)
+            target.save_pretrained(folder, safe_serialization=True, save_embedding_layers=saves_ends(target))
         case Full():
             folder = artifacts / "model"
             target.to(dtype).save_pretrained(folder, safe_serialization=True)

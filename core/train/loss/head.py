@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
 from core.train.loss.linear_cross_entropy import HeadOptions
@@ -41,6 +42,8 @@ def head_of(model: nn.Module) -> OutputHead | str:
     layer = base.get_output_embeddings()
     if isinstance(layer, ModulesToSaveWrapper):
         layer = layer.modules_to_save[layer.active_adapters[0]]
+    if isinstance(layer, TrainableTokensWrapper):
+        return "the output head has rows of new tokens"
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), None)
     if layer is None:
         return "the model has the head of a reward model"

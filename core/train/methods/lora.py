@@ -4,6 +4,7 @@ made by PEFT."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
@@ -14,28 +15,37 @@ from core.errors import SpecError
 from core.spec.axes.method import LowRank
 from core.train.base.adapters import target_modules, train_whole, whole_modules
 from core.train.optim.groups import ParameterGroup, decay_groups, split
+from core.train.vocabulary.new_tokens import token_indices, train_rows
 
 _B_MATRIX = re.compile(r"\.lora_(embedding_)?B\.")
 
 
 def adapt_lora(
-    model: nn.Module, spec: LowRank, *, autocast: bool = False, task: str = "CAUSAL_LM", head: str | None = None
+    model: nn.Module,
+    spec: LowRank,
+    *,
+    autocast: bool = False,
+    task: str = "CAUSAL_LM",
+    head: str | None = None,
+    new: Sequence[int] = (),
 ) -> nn.Module:
     """Wrap `model` in a PeftModel. Adapter weights are float32 whatever the base is (PEFT's autocast_adapter_dtype),
     drawn from the torch generator. SpecError when a target module does not exist.
 
     `autocast`: every pass will run under autocast. Then PEFT need not cast each layer's input to the adapter's float32,
     only to have autocast cast it back: a tenth of a step on a CPU. `task`: PEFT's name of what the model does. `head`:
-    name of a module that is trained beside the adapters.
+    name of a module that is trained beside the adapters. `new`: numbers of new tokens, whose rows are trained.
     """
     targets = target_modules(model, spec)
     modules = [*whole_modules(model, spec), *([] if head is None else [head])]
     config = lora_config(spec, targets, modules, task)
+    config.trainable_token_indices = token_indices(model, new)
     try:
         adapted = get_peft_model(model, config)
     except (ValueError, NotImplementedError) as error:  # of layers that PEFT has no adapter for
         raise SpecError(f"PEFT cannot adapt this model: {error}", field="method.target_modules") from error
     train_whole(adapted)
+    train_rows(adapted)
     if autocast:
         leave_inputs(adapted)
     return adapted

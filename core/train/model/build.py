@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -14,7 +14,7 @@ from core.base.files import remembered_sha256
 from core.errors import SpecError
 from core.plan.stream import Decision
 from core.spec.axes.export import GGUF, Merged
-from core.spec.axes.method import OFT, Full, LoRA, QLoRA
+from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA
 from core.spec.axes.quantization import NF4, Int8, NoQuantization
 from core.spec.axes.runtime import ActivationsOnDevice, ActivationsOnHost, HostOffload, NoOffload, NoStream
 from core.spec.settled import method_of
@@ -34,6 +34,7 @@ from core.train.optim.groups import ParameterGroup
 from core.train.optim.updates import DeviceUpdates, UpdateStrategy
 from core.train.quant.fp8 import dense_again, to_fp8
 from core.train.run import Run
+from core.train.vocabulary.new_tokens import grow, ids_of
 
 if TYPE_CHECKING:
     from core.train.memory.offload.optimizer import OptimizerOffload
@@ -108,11 +109,12 @@ def build_model(run: Run, placement: Placement, tokenizer: Any, longest: int) ->
     run.check_stop()
     placement.attention.fit(model)
     in_fp8 = to_fp8(model, emulate=placement.device.type == "cpu") if placement.fp8 else None
+    ids = _add_rows(model, tokenizer, run)
     _check_fit(model, tokenizer, longest, run)
     seed_all(spec.training.seed)
     if spec.stage.head != "tokens":
         model = with_head(model, spec.stage.head, pad_token_of(tokenizer))
-    model, groups = _adapt(model, run, placement)
+    model, groups = _adapt(model, run, placement, ids)
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_noise(model, alpha)
     if packed is not None:
@@ -285,6 +287,16 @@ def _tell_loaded(run: Run, fault: str | None) -> None:
 # --- check and adapt -------------------------------------------------------------------------------------
 
 
+def _add_rows(model: Any, tokenizer: Any, run: Run) -> list[int]:
+    """Numbers of the job's new tokens, for which the model has rows now."""
+    method = method_of(run.spec)
+    if not isinstance(method, LowRank) or not method.new_tokens:
+        return []
+    ids = ids_of(tokenizer, method.new_tokens)
+    grow(model, ids)
+    return ids
+
+
 def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
     embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > embeddings:
@@ -300,8 +312,10 @@ def _check_fit(model: Any, tokenizer: Any, longest: int, run: Run) -> None:
         )
 
 
-def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module, list[ParameterGroup]]:
-    """The model with what its method trains, and the groups of that for the optimizer."""
+def _adapt(
+    model: nn.Module, run: Run, placement: Placement, ids: Sequence[int]
+) -> tuple[nn.Module, list[ParameterGroup]]:
+    """The model with what its method trains, and the groups of that for the optimizer. `ids`: of new tokens."""
     method, task = method_of(run.spec), TASKS[run.spec.stage.head]
     head = None if run.spec.stage.head == "tokens" else head_name(model)
     match method:
@@ -309,7 +323,7 @@ def _adapt(model: nn.Module, run: Run, placement: Placement) -> tuple[nn.Module,
             from core.train.methods import lora
 
             autocast = placement.autocast is not None
-            adapted = lora.adapt_lora(model, method, autocast=autocast, task=task, head=head)
+            adapted = lora.adapt_lora(model, method, autocast=autocast, task=task, head=head, new=ids)
             if run.adapter_dir is not None:
                 load_adapter(adapted, run.adapter_dir)
             if method.started:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 
 from core.plan.optimizers import check_groups, group_of
@@ -71,7 +72,8 @@ def with_factors(groups: Sequence[ParameterGroup], asked: Sequence[GroupFactors]
 def hidden_matrices(model: Any) -> frozenset[str]:
     """Names of the two-dimensional parameters that are neither an embedding nor the output head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    ends = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    kinds = (nn.Embedding, TrainableTokensLayer)
+    ends = {p for module in model.modules() if isinstance(module, kinds) for p in module.parameters()}
     ends |= set(_head_of_reward_model(model)) if head is None else set(head.parameters())
     return frozenset(name for name, p in model.named_parameters() if p.dim() == 2 and p not in ends)
 

@@ -1,4 +1,4 @@
-"""Optimizers of a few lines over lists of tensors: Lion and AdEMAMix."""
+"""Optimizers of a few lines over lists of tensors: Lion, AdEMAMix and Sophia-G."""
 
 from __future__ import annotations
 
@@ -44,6 +44,52 @@ class LionOptimizer(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
         mean: Tensor = state["exp_avg"]
         return mean
+
+
+class SophiaOptimizer(torch.optim.Optimizer):
+    """Sophia-G (arXiv:2305.14342, algorithm 3): a mean of the gradient over the curvature, each step clipped to the
+    learning rate. `estimate` is called every `update_period` steps (core/train/evaluation/curvature.py)."""
+
+    def __init__(
+        self, groups: Groups, lr: float, betas: tuple[float, float], rho: float, eps: float, update_period: int
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "rho": rho, "eps": eps, "weight_decay": 0.0})
+        self.update_period = update_period
+
+    @torch.no_grad()
+    def estimate(self, factor: float) -> None:
+        """Take the squares of the gradients, times `factor`, into the mean of the curvature."""
+        for group in self.param_groups:
+            parameters, gradients = with_gradient(group)
+            if parameters:
+                curvature = [self._state(p)["hessian"] for p in parameters]
+                second = group["betas"][1]
+                torch._foreach_mul_(curvature, second)
+                torch._foreach_addcmul_(curvature, gradients, gradients, value=(1.0 - second) * factor)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters, gradients = with_gradient(group)
+            if not parameters:
+                continue
+            states = [self._state(p) for p in parameters]
+            means = [state["exp_avg"] for state in states]
+            torch._foreach_lerp_(means, gradients, 1.0 - group["betas"][0])
+            below = torch._foreach_mul([state["hessian"] for state in states], group["rho"])
+            torch._foreach_clamp_min_(below, group["eps"])
+            updates = torch._foreach_div(means, below)
+            torch._foreach_clamp_min_(updates, -1.0)
+            torch._foreach_clamp_max_(updates, 1.0)
+            torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            for name in ("exp_avg", "hessian"):
+                state[name] = torch.zeros_like(parameter)
+        return state
 
 
 class SlowMeanAdamW(torch.optim.Optimizer):

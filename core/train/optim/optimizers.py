@@ -12,7 +12,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT, is_projected
+from core.plan.optimizers import BLOCK_4BIT, BLOCK_8BIT, blocks_of_names, is_projected
 from core.spec.axes.optim.optimizers import (
     SGD,
     Adafactor,
@@ -23,14 +23,17 @@ from core.spec.axes.optim.optimizers import (
     AdEMAMix,
     Apollo,
     ApolloMini,
+    BAdam,
     GaLore,
     Lion,
     Muon,
+    SophiaG,
 )
 from core.spec.axes.optimizer import Optimizer
 from core.train.optim.adalomo import FactoredOptimizer
+from core.train.optim.blocks import BlockAdamW
 from core.train.optim.groups import ParameterGroup, with_factors
-from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW
+from core.train.optim.momentum import LionOptimizer, SlowMeanAdamW, SophiaOptimizer
 from core.train.optim.pair import OptimizerPair
 from core.train.optim.projected import Kind, ProjectedAdamW
 from core.train.optim.quantised import QuantisedAdamW, maps_4bit, maps_8bit
@@ -80,6 +83,19 @@ def build_optimizer(
         case AdaLomo():
             return FactoredOptimizer(
                 members, rate, decay=spec.decay_rate, eps=spec.eps, clip_threshold=spec.clip_threshold
+            )
+        case SophiaG():
+            return SophiaOptimizer(members, rate, spec.betas, spec.rho, spec.eps, spec.update_period)
+        case BAdam():
+            blocks = blocks_of_names(parameters)
+            return BlockAdamW(
+                members,
+                rate,
+                spec.betas,
+                spec.eps,
+                blocks={parameter: blocks[name] for name, parameter in parameters.items()},
+                every=spec.switch_block_every,
+                order=spec.switch_mode,
             )
         case GaLore(rank=rank):
             return _projected(members, rate, spec, "galore", rank, _hidden(groups, parameters))

@@ -49,15 +49,16 @@ class ProjectedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter, gradient in zip(*with_gradient(group), strict=True):
                 state: dict[str, Tensor] = self.state[parameter]
-                if not group["rank"]:
-                    update = _adam(gradient, state, group)
-                elif self._kind == "galore":
-                    update = self._galore(gradient, state, group)
-                else:
-                    update = self._apollo(parameter, gradient, state, group)
+                if group["rank"] and self._kind == "galore":
+                    self._galore(parameter, gradient, state, group)
+                    continue
+                update = (
+                    self._apollo(parameter, gradient, state, group) if group["rank"] else _adam(gradient, state, group)
+                )
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
-    def _galore(self, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    def _galore(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        """Decay, projection back and step are one product, which writes the parameter once."""
         wide = gradient.shape[0] < gradient.shape[1]
         tall = gradient.t() if wide else gradient  # [larger, smaller]
         if _is_due(state, group):
@@ -65,8 +66,9 @@ class ProjectedAdamW(torch.optim.Optimizer):
             state["projection"] = right[: group["rank"]].contiguous()
         along = state["projection"]
         moved = _adam(tall @ along.t(), state, group)  # [larger, rank]
-        update: Tensor = along.t() @ moved.t() if wide else moved @ along  # as the gradient lies in memory
-        return update.mul_(group["scale"])
+        factors = (along.t(), moved.t()) if wide else (moved, along)  # as the parameter lies in memory
+        kept = 1.0 - group["lr"] * group["weight_decay"]
+        parameter.addmm_(*factors, beta=kept, alpha=-group["lr"] * group["scale"])
 
     def _apollo(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
         wide, rank = gradient.shape[0] < gradient.shape[1], group["rank"]
@@ -106,6 +108,5 @@ def _adam(gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> 
     step, (first, second) = int(state["step"]), group["betas"]
     state["exp_avg"].lerp_(gradient, 1.0 - first)
     state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
-    below = (state["exp_avg_sq"].sqrt() / (1.0 - second**step) ** 0.5).add_(group["eps"])
-    update: Tensor = (state["exp_avg"] / (1.0 - first**step)).div_(below)
-    return update
+    below = state["exp_avg_sq"].sqrt().div_((1.0 - second**step) ** 0.5).add_(group["eps"])
+    return torch.div(state["exp_avg"], below.mul_(1.0 - first**step), out=below)

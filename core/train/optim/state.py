@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.train.optim.blocks import BlockAdamW
+
 _GROUP = "#"
 """Begins the name of a group's tensor; no parameter's name has it."""
 
@@ -60,6 +62,8 @@ def restore(
     for number, group in enumerate(numbers.get("groups", ())):  # none in checkpoints of versions before
         for key, value in group.items():
             _restore_group(optimizer, number, key, value)
+    if isinstance(optimizer, BlockAdamW):
+        optimizer.restored()
 
 
 def set_learning_rate(group: dict[str, Any], value: float) -> None:

@@ -18,6 +18,8 @@ class RenderOptions:
     rendering: Rendering = field(default_factory=ModelTemplate)
     row_format: RowFormat | None = None
     """What the rows of the file are; None: chats, or whatever comes."""
+    new_tokens: tuple[str, ...] = ()
+    """Tokens that the tokenizer is given (`method.new_tokens`)."""
 
 
 def loss_on_for(chosen: LossOn | None, row_format: RowFormat) -> LossOn:

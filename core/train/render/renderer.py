@@ -37,6 +37,7 @@ from core.data.rows import (
     Text,
 )
 from core.errors import DataError, ModelError, SpecError
+from core.spec.axes.method import LowRank
 from core.spec.axes.pairs import EXAMPLE, Way, asked, bordered, done_with, how_to_ask
 from core.spec.axes.stage import loss_on
 from core.spec.job import JobSpec
@@ -48,6 +49,7 @@ from core.train.render.pairs import ChatsInStrings, chosen_way
 from core.train.render.setup import Setup, set_up
 from core.train.render.strings import Rendered, StringEncoder, Strings
 from core.train.render.turns import Turn
+from core.train.vocabulary.new_tokens import add_tokens
 
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -81,6 +83,8 @@ class Renderer:
         if tokenizer.eos_token_id is None:
             raise ModelError("the model's tokenizer has no end-of-sequence token, so it could never learn to stop")
         self.tokenizer, self.options = tokenizer, options
+        if options.new_tokens:
+            add_tokens(tokenizer, options.new_tokens)
         self._setup: Setup = set_up(tokenizer, options.rendering)
         self._encoder = self._setup.encoder
         self._plain = StringEncoder(tokenizer, self._encoder)
@@ -385,7 +389,8 @@ class Renderer:
 def renderer_of(spec: JobSpec, row_format: RowFormat, tokenizer: Any) -> Renderer:
     """The renderer of a job for a file of this format."""
     wanted = loss_on_for(loss_on(spec.stage), row_format)
-    return Renderer(tokenizer, RenderOptions(wanted, spec.data.rendering, row_format))
+    new = tuple(spec.method.new_tokens) if isinstance(spec.method, LowRank) else ()
+    return Renderer(tokenizer, RenderOptions(wanted, spec.data.rendering, row_format, new))
 
 
 def _texts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from core.errors import SpecError
 from core.spec.axes.batching import Packed
-from core.spec.axes.method import OFT, Full, LoRA, QLoRA, SettledMethod
+from core.spec.axes.method import OFT, Full, LoRA, LowRank, QLoRA, SettledMethod
 from core.spec.axes.optimizer import AdamW
 from core.spec.axes.stage import Head
 from core.spec.job import JobSpec
@@ -36,6 +36,7 @@ from core.train.model.load import given_head, load_model, load_tokenizer
 from core.train.run import Run
 from core.train.verify.columns import columns
 from core.train.verify.peer import EXTRA, Replay
+from core.train.vocabulary.new_tokens import NEW
 
 BALANCED = ("sft", "cpt", "dpo", "kto")
 """Stages in which TRL adds the load-balancing loss of a mixture-of-experts model."""
@@ -77,6 +78,8 @@ def prepare(run_dir: Path, steps: int) -> ReadyReplay:
         raise SpecError("a stream of rows is not replayed: its order is made during the run", field="data.streaming")
     if not isinstance(spec.optimizer, AdamW) or spec.optimizer.type != "adamw":
         raise SpecError("only `optimizer: adamw` is replayed: the arithmetic of others is not TRL's", field="optimizer")
+    if isinstance(spec.method, LowRank) and spec.method.new_tokens:
+        raise SpecError("new tokens are not replayed: TRL's model has no rows for them", field=NEW)
     alone = order.model_copy(update={"world_size": 1, "fence_seconds": None, "settled": None})
     with Run(alone, run_dir, NullEventWriter()) as run:
         placement = prepare_compute(run).placement

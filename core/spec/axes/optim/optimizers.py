@@ -184,6 +184,41 @@ class ApolloMini(Projected):
     """Factor of the updates of projected matrices. Default: the square root of 128."""
 
 
+BlockOrder = Literal["random", "ascending", "descending"]
+
+
+class BAdam(Decoupled):
+    """BAdam: AdamW over one block of the model at a time (Luo et al. 2024, arXiv:2404.02827). Each layer is a block,
+    and what is outside of the layers is one more. Only the block whose turn it is has gradients and means."""
+
+    type: Literal["badam"] = "badam"
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Epsilon = 1e-8
+    """Added to the denominator."""
+    switch_block_every: Annotated[int, Field(ge=1, le=1_000_000)] = 100
+    """Optimizer steps of a block's turn. Its means begin at zero with each turn."""
+    switch_mode: BlockOrder = "random"
+    """Order of the blocks. `random`: another order each time that all blocks had their turn, the same in every run.
+    `ascending`: the first layer first, what is outside of the layers last."""
+
+
+class SophiaG(Decoupled):
+    """Sophia-G: a mean of the gradient over an estimate of the curvature, clipped (Liu et al. 2023, arXiv:2305.14342).
+    The estimate takes one more pass over the first batch of every `update_period`-th step, with labels that the model
+    draws itself."""
+
+    type: Literal["sophia_g"] = "sophia_g"
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.965, 0.99)
+    """Decay of the running means of the gradient and of the curvature."""
+    rho: Annotated[float, Field(gt=0, le=1000)] = 0.04
+    """Factor of the curvature in the denominator; the smaller, the more of the update is clipped."""
+    eps: Epsilon = 1e-12
+    """Least denominator."""
+    update_period: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Optimizer steps between two estimates of the curvature."""
+
+
 class SGD(SpecModel):
     """Stochastic gradient descent with momentum (torch.optim.SGD)."""
 
