@@ -149,13 +149,31 @@ def test_four_bits_are_those_of_bitsandbytes(kind: str, nested: bool) -> None:
 # --- folders ---------------------------------------------------------------------------------------------
 
 
+RULE = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 FORMATS: dict[str, dict[str, Any]] = {
     "gptq": {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False},
     "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "fp8": {"weight_block_size": [16, 16], "activation_scheme": "dynamic"},
     "bitsandbytes": {"load_in_8bit": True, "load_in_4bit": False},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": RULE}},
+        "ignore": ["lm_head"],
+    },
+    "int-quantized": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+    },
+    "hqq": {"quant_config": {}},
+    "aqlm": {"nbits_per_codebook": 8, "num_codebooks": 2, "in_group_size": 8, "out_group_size": 1},
     "fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
 }
+
+
+def as_bytes(text: str) -> Tensor:
+    """Text as HQQ keeps it in safetensors."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def packed_layer(method: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -170,6 +188,46 @@ def packed_layer(method: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor
             scale = torch.full((-(-rows // 16), -(-columns // 16)), 0.5)
             pieces = {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
             value = pieces["weight"].float() * 0.5
+        case "compressed-tensors":
+            rows, columns = weight.shape
+            scale = (weight.float().view(rows, -1, GROUP).abs().amax(-1) / 7 + 1e-4).bfloat16()
+            q = (weight.float() / scale.float().repeat_interleave(GROUP, 1)).round().clamp(-8, 7).int()
+            pieces = {
+                "weight_packed": in_words((q + 8).tolist(), 4),
+                "weight_scale": scale,
+                "weight_shape": torch.tensor([rows, columns]),
+            }
+            value = q.bfloat16() * scale.repeat_interleave(GROUP, 1)
+        case "int-quantized":
+            scale = (weight.float().abs().amax(1, keepdim=True) / 127 + 1e-4).bfloat16()
+            q = (weight.float() / scale.float()).round().to(torch.int8)
+            pieces, value = {"weight": q, "weight_scale": scale}, q.bfloat16() * scale
+        case "hqq":
+            grouped = weight.float().reshape(-1, GROUP)
+            low, high = grouped.amin(1, keepdim=True), grouped.amax(1, keepdim=True)
+            scale = ((high - low) / 15 + 1e-4).half()
+            zero = (-low / scale.float()).half()
+            q = (grouped / scale.float() + zero.float()).round().clamp(0, 15).to(torch.uint8)
+            half = q.shape[0] // 2
+            pieces = {
+                "W_q": q[:half] << 4 | q[half:],
+                "scale": scale,
+                "zero": zero,
+                "shape": torch.tensor(weight.shape),
+                "nbits": torch.tensor(4, dtype=torch.int32),
+                "packing": as_bytes("4bit_u8"),
+                "compute_dtype": as_bytes("torch.float16"),
+                "quant_scale": torch.tensor(0, dtype=torch.uint8),
+                "quant_zero": torch.tensor(0, dtype=torch.uint8),
+            }
+            value = ((q.half() - zero) * scale).view(weight.shape)
+        case "aqlm":
+            rows, columns = weight.shape
+            codes = torch.randint(0, 256, (rows, columns // 8, 2))
+            books, scales = torch.randn(2, 256, 1, 8).bfloat16(), torch.rand(rows, 1, 1, 1).bfloat16()
+            pieces = {"codes": codes.to(torch.uint8).view(torch.int8), "codebooks": books, "scales": scales}
+            value = (books[0, codes[..., 0], 0] + books[1, codes[..., 1], 0]) * scales[:, :, 0]
+            value = value.reshape(rows, columns)
         case "fp4":
             packed, state = bnb.quantize_4bit(weight.contiguous(), quant_type="fp4")
             pieces = {"weight": packed, **state.as_dict(packed=True)}
@@ -272,7 +330,19 @@ LAYER = "model.layers.0.self_attn.q_proj"
         ("gptq", {"checkpoint_format": "marlin"}, None, "marlin"),
         ("gptq", {"quant_method": "awq"}, None, "follows from config.json"),
         ("gptq", {"quant_method": "fp8"}, None, "hold no such tensor"),
-        ("gptq", {"quant_method": "hqq"}, None, "hqq"),
+        ("gptq", {"quant_method": "hqq"}, None, "hold no such tensor"),
+        ("gptq", {"quant_method": "eetq"}, None, "arranged for one kind of GPU"),
+        ("gptq", {"quant_method": "quanto"}, None, "cannot save"),
+        ("compressed-tensors", {"format": "marlin-24"}, None, "marlin-24"),
+        ("compressed-tensors", {"format": "int-quantized"}, None, "num_bits 4"),
+        ("compressed-tensors", {"transform_config": {"config_groups": {}}}, None, "compressed-tensors with"),
+        ("compressed-tensors", {}, (f"{LAYER}.weight_shape", torch.tensor([64, 40])), "weight_shape says"),
+        ("compressed-tensors", {}, (f"{LAYER}.weight_scale", torch.ones(7)), "does not divide"),
+        ("hqq", {}, (f"{LAYER}.nbits", torch.tensor(8)), "`packing` is 4bit_u8"),
+        ("hqq", {}, (f"{LAYER}.quant_scale", torch.tensor(1)), "quantised themselves"),
+        ("hqq", {}, (f"{LAYER}.shape", torch.tensor([64, 65])), "its shape is"),
+        ("aqlm", {"nbits_per_codebook": 12}, None, "follows from config.json"),
+        ("aqlm", {"nbits_per_codebook": "8"}, None, "nbits_per_codebook 8"),
         ("gptq", {}, (f"{LAYER}.scales", None), "lack its scales"),
         ("awq", {"version": "gemv"}, None, "gemv"),
         ("fp8", {"weight_block_size": [8, 16]}, None, "follows from config.json"),

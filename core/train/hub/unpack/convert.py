@@ -17,7 +17,7 @@ from core.errors import ModelError
 from core.train.base.shards import INDEX_FILE, write_shards
 from core.train.hub.download import is_small_file
 from core.train.hub.model_files import read_json, weight_files
-from core.train.hub.unpack import formats
+from core.train.hub.unpack import codes, compressed, formats
 from core.train.hub.unpack.packing import Packing
 
 VERSION = 1
@@ -27,6 +27,12 @@ BESIDE = {
     "awq": ("qweight", "qzeros", "scales"),
     "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
     "mxfp4": ("blocks", "scales"),
+    "compressed_words": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "compressed": ("weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point"),
+    "hqq": ("W_q", "nbits", "group_size", "shape", "scale", "zero", "axis", "packing", "unpack_view_dtype",
+            "view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict",
+            "stores_quant_config", "channel_wise", "optimize", "round_zero"),
+    "aqlm": ("codes", "codebooks", "scales"),
     "int8": ("SCB", "weight_format"),
     "four_bits": ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__fp4",
                   "quant_state.bitsandbytes__nf4"),
@@ -63,8 +69,11 @@ def _unpacked(source: Path, packing: Packing, dtype: torch.dtype) -> Iterator[tu
                 packed.setdefault(found[0], {})[found[1]] = name
         # What has such a piece beside it (a scale), and not every tensor of that name, is a packed weight.
         for module, names in packed.items():
-            if packing.format in ("fp8", "int8", "four_bits") and f"{module}.weight" in where:
+            if packing.format in ("fp8", "int8", "four_bits", "compressed") and f"{module}.weight" in where:
                 names["weight"] = f"{module}.weight"
+        if packing.format in ("hqq", "aqlm"):  # whose names are those of ordinary tensors, too
+            main = packing.marks[0].removeprefix(".")
+            packed = {module: names for module, names in packed.items() if main in names}
         pieces = {name for names in packed.values() for name in names.values()}
         for name, file in where.items():
             if name not in pieces:
@@ -101,6 +110,14 @@ def _weight(pieces: dict[str, Tensor], packing: Packing, where: str, dtype: torc
             return formats.mxfp4(pieces, where)
         case "int8":
             return formats.int8(pieces, where, dtype)
+        case "compressed_words":
+            return compressed.packed(pieces, packing, where, dtype)
+        case "compressed":
+            return compressed.plain(pieces, packing, where, dtype)
+        case "hqq":
+            return codes.hqq(pieces, where, dtype)
+        case "aqlm":
+            return codes.aqlm(pieces, packing, where, dtype)
         case "four_bits":
             return formats.four_bits(pieces, where, dtype)
         case _ as never:

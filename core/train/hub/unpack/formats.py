@@ -15,77 +15,75 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from core.errors import ModelError
 from core.train.hub.unpack.packing import Packing
+from core.train.hub.unpack.pieces import Pieces, check, columns_of, rows_of, take, unfit, words
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of eight neighbouring outputs."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCB_FACTOR = 7.874015718698502e-3
 """1 / 127 as bitsandbytes writes it."""
-Pieces = Mapping[str, Tensor]
 
 
 def gptq(pieces: Pieces, packing: Packing, where: str) -> Tensor:
-    words, scales = _words(pieces, "qweight", where), _take(pieces, "scales", where)
-    values = _rows_of(words, packing.bits)  # [inputs, outputs]
+    stored, scales = words(pieces, "qweight", where), take(pieces, "scales", where)
+    values = rows_of(stored, packing.bits)  # [inputs, outputs]
     inputs, outputs = values.shape
-    zeros = _columns_of(_words(pieces, "qzeros", where), packing.bits)
+    zeros = columns_of(words(pieces, "qzeros", where), packing.bits)
     groups = 1 if packing.group == -1 else -(-inputs // packing.group)
-    _check(where, "scales", scales, (groups, outputs))
-    _check(where, "qzeros, unpacked", zeros, (groups, outputs))
+    check(where, "scales", scales, (groups, outputs))
+    check(where, "qzeros, unpacked", zeros, (groups, outputs))
     zeros = (zeros + packing.zero_offset) & (2**packing.bits - 1)
     index = pieces.get("g_idx")
     if index is None:
         index = torch.arange(inputs) // (inputs if packing.group == -1 else packing.group)
-    _check(where, "g_idx", index, (inputs,))
+    check(where, "g_idx", index, (inputs,))
     index = index.long()
     if inputs and not 0 <= int(index.min()) <= int(index.max()) < groups:
-        raise _unfit(where, f"g_idx names groups from {int(index.min())} to {int(index.max())}, and there are {groups}")
+        raise unfit(where, f"g_idx names groups from {int(index.min())} to {int(index.max())}, and there are {groups}")
     found: Tensor = scales[index] * (values - zeros[index]).to(scales.dtype)
     return found.t().contiguous()
 
 
 def awq(pieces: Pieces, packing: Packing, where: str) -> Tensor:
-    words, scales = _words(pieces, "qweight", where), _take(pieces, "scales", where)
-    values = _columns_of(words, 4, AWQ_PLACES)
+    stored, scales = words(pieces, "qweight", where), take(pieces, "scales", where)
+    values = columns_of(stored, 4, AWQ_PLACES)
     inputs, outputs = values.shape
-    zeros = _columns_of(_words(pieces, "qzeros", where), 4, AWQ_PLACES)
+    zeros = columns_of(words(pieces, "qzeros", where), 4, AWQ_PLACES)
     group = inputs if packing.group == -1 else packing.group
     groups = -(-inputs // max(1, group))
-    _check(where, "scales", scales, (groups, outputs))
-    _check(where, "qzeros, unpacked", zeros, (groups, outputs))
+    check(where, "scales", scales, (groups, outputs))
+    check(where, "qzeros, unpacked", zeros, (groups, outputs))
     index = torch.arange(inputs) // max(1, group)
     return ((values - zeros[index]).to(scales.dtype) * scales[index]).t().contiguous()
 
 
 def fp8(pieces: Pieces, packing: Packing, where: str, dtype: torch.dtype) -> Tensor:
-    weight = _take(pieces, "weight", where)
+    weight = take(pieces, "weight", where)
     scale = pieces.get("weight_scale_inv", pieces.get("weight_scale"))
     if scale is None or weight.element_size() != 1 or not weight.is_floating_point() or weight.dim() != 2:
-        raise _unfit(where, f"it is {weight.dtype} {list(weight.shape)}, and not a matrix of 8-bit floats with a scale")
+        raise unfit(where, f"it is {weight.dtype} {list(weight.shape)}, and not a matrix of 8-bit floats with a scale")
     rows, columns = weight.shape
     if packing.block is None:
         if scale.numel() not in (1, rows):
-            raise _unfit(where, f"it has {scale.numel()} scales, and neither one nor one for each of {rows} outputs")
+            raise unfit(where, f"it has {scale.numel()} scales, and neither one nor one for each of {rows} outputs")
         spread = scale.float().reshape(-1, 1)
     else:
         high, wide = packing.block
-        _check(where, "weight_scale_inv", scale, (-(-rows // high), -(-columns // wide)))
+        check(where, "weight_scale_inv", scale, (-(-rows // high), -(-columns // wide)))
         spread = scale.float().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     return (weight.float() * spread).to(dtype)
 
 
 def mxfp4(pieces: Pieces, where: str) -> Tensor:
     """[experts, inputs, outputs] in bfloat16, as transformers has the weights of fused experts."""
-    blocks, scales = _take(pieces, "blocks", where), _take(pieces, "scales", where)
+    blocks, scales = take(pieces, "blocks", where), take(pieces, "scales", where)
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
-        raise _unfit(where, f"blocks are {list(blocks.shape)} and scales {list(scales.shape)}, or no bytes")
+        raise unfit(where, f"blocks are {list(blocks.shape)} and scales {list(scales.shape)}, or no bytes")
     table = torch.tensor(E2M1, dtype=torch.bfloat16)
     values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
     values = torch.ldexp(values, (scales.int() - 127).unsqueeze(-1))
@@ -93,13 +91,13 @@ def mxfp4(pieces: Pieces, where: str) -> Tensor:
 
 
 def int8(pieces: Pieces, where: str, dtype: torch.dtype) -> Tensor:
-    weight, absmax = _take(pieces, "weight", where), _take(pieces, "SCB", where)
+    weight, absmax = take(pieces, "weight", where), take(pieces, "SCB", where)
     if weight.dtype != torch.int8 or weight.dim() != 2:
-        raise _unfit(where, f"it is {weight.dtype} {list(weight.shape)}, and not a matrix in int8")
+        raise unfit(where, f"it is {weight.dtype} {list(weight.shape)}, and not a matrix in int8")
     layout = pieces.get("weight_format")
     if layout is not None and int(layout) != 0:
-        raise _unfit(where, "its rows are arranged for a GPU (weight_format); save the model again with bitsandbytes")
-    _check(where, "SCB", absmax, (weight.shape[0],))
+        raise unfit(where, "its rows are arranged for a GPU (weight_format); save the model again with bitsandbytes")
+    check(where, "SCB", absmax, (weight.shape[0],))
     found: Tensor = weight * absmax.float().view(-1, 1) * SCB_FACTOR
     return found.to(dtype)
 
@@ -115,56 +113,11 @@ def four_bits(pieces: Pieces, where: str, dtype: torch.dtype) -> Tensor:
             groups = torch.arange(absmax.numel()) // int(about["nested_blocksize"])
             absmax = second[absmax.long()] * nested[groups] + float(about["nested_offset"])
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise _unfit(where, f"its state is not readable ({error!r})") from error
+        raise unfit(where, f"its state is not readable ({error!r})") from error
     count = math.prod(shape)
-    packed = _take(pieces, "weight", where).contiguous().view(torch.uint8).flatten()
+    packed = take(pieces, "weight", where).contiguous().view(torch.uint8).flatten()
     if packed.numel() != -(-count // 2) or absmax.numel() != -(-count // max(1, block)) or table.numel() != 16:
-        raise _unfit(where, f"{packed.numel()} bytes and {absmax.numel()} scales do not belong to shape {list(shape)}")
+        raise unfit(where, f"{packed.numel()} bytes and {absmax.numel()} scales do not belong to shape {list(shape)}")
     values = torch.stack((table[(packed >> 4).long()], table[(packed & 15).long()]), dim=-1).flatten()[:count]
     scales = absmax.float().repeat_interleave(block)[:count]
     return (values * scales).to(dtype).view(shape)
-
-
-# --- words -----------------------------------------------------------------------------------------
-
-
-def _rows_of(words: Tensor, bits: int) -> Tensor:
-    """int16 [rows * 32 / bits, columns]: the parts of each word below one another, the lowest first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32).view(1, -1, 1)
-    parts: Tensor = (words.unsqueeze(1) >> shifts) & (2**bits - 1)
-    return parts.to(torch.int16).flatten(0, 1)
-
-
-def _columns_of(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int16 [rows, columns * 32 / bits]: the parts of each word beside one another, the lowest first or by `places`."""
-    order = tuple(range(32 // bits)) if places is None else places
-    shifts = bits * torch.tensor(order, dtype=torch.int32)
-    parts: Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
-    return parts.to(torch.int16).flatten(1, 2)
-
-
-def _words(pieces: Pieces, name: str, where: str) -> Tensor:
-    found = _take(pieces, name, where)
-    if found.dtype != torch.int32 or found.dim() != 2:
-        raise _unfit(where, f"{name} is {found.dtype} {list(found.shape)}, and not a matrix of int32")
-    return found
-
-
-def _take(pieces: Pieces, name: str, where: str) -> Tensor:
-    if name not in pieces:
-        raise _unfit(where, f"the files lack its {name}")
-    return pieces[name]
-
-
-def _check(where: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise _unfit(where, f"{name} is {list(tensor.shape)}, and {list(shape)} follows from config.json")
-
-
-def _unfit(where: str, why: str) -> ModelError:
-    return ModelError(
-        f"{where} is not packed as `quantization_config` of config.json says: {why}; save the model again, or give "
-        "the 16-bit model it was made from",
-        field="model",
-        code="model_unreadable",
-    )

@@ -8,9 +8,17 @@ from typing import Any, Literal
 
 from core.errors import ModelError
 
-Format = Literal["gptq", "awq", "fp8", "mxfp4", "int8", "four_bits"]
+Format = Literal["gptq", "awq", "fp8", "mxfp4", "int8", "four_bits", "compressed_words", "compressed", "hqq", "aqlm"]
 WAY_OUT = "give the 16-bit model they were made from, with `method: qlora` if memory is short"
-READ = "NF4 of bitsandbytes is trained over as it is; GPTQ, AWQ, fp8, MXFP4 and 8- and 4-bit bitsandbytes are unpacked"
+READ = (
+    "NF4 of bitsandbytes is trained over as it is; GPTQ, AWQ, fp8, MXFP4, compressed-tensors, HQQ, AQLM, and 8- and "
+    "4-bit bitsandbytes are unpacked"
+)
+NO_LAYOUT = {
+    "eetq": "eetq, whose bytes are arranged for one kind of GPU",
+    "quanto": "quanto, which transformers cannot save",
+}
+"""Formats without a public layout of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,14 @@ class Packing:
                 return ("_blocks",)
             case "int8":
                 return (".SCB",)
+            case "compressed_words":
+                return (".weight_packed",)
+            case "compressed":
+                return (".weight_scale",)
+            case "hqq":
+                return (".W_q",)
+            case "aqlm":
+                return (".codes",)
             case "four_bits":
                 return (".weight.quant_state.bitsandbytes__fp4", ".weight.quant_state.bitsandbytes__nf4")
 
@@ -68,6 +84,17 @@ def packing_of(about: Any, *, field: str) -> Packing | None:
             return Packing("fp8", "fp8", 8, block=None if block is None else (block[0], block[1]))
         case "mxfp4":
             return Packing("mxfp4", "MXFP4")
+        case "compressed-tensors":
+            return _compressed(about, field)
+        case "hqq":
+            return Packing("hqq", "HQQ")
+        case "aqlm":
+            codes = about.get("nbits_per_codebook")
+            if type(codes) is not int or not 1 <= codes <= 16:
+                raise refused(f"aqlm with nbits_per_codebook {codes}", field)
+            return Packing("aqlm", "AQLM", codes)
+        case "eetq" | "quanto":
+            method = NO_LAYOUT[method]
         case "bitsandbytes" if about.get("load_in_8bit"):
             return Packing("int8", "LLM.int8 of bitsandbytes", 8)
         case "bitsandbytes" if about.get("bnb_4bit_quant_type") == "fp4":
@@ -78,6 +105,38 @@ def packing_of(about: Any, *, field: str) -> Packing | None:
         case "bitsandbytes":
             method = "bitsandbytes with neither 8 bits nor a 4-bit type"
     raise refused(method, field)
+
+
+def _compressed(about: dict[str, Any], field: str) -> Packing:
+    """How weights of compressed-tensors are unpacked: all layers by the same rule, and no rotation around them."""
+    layout, groups = about.get("format"), about.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    rules = [one.get("weights") if isinstance(one, dict) else None for one in found]
+    weights: dict[str, Any] = rules[0] if rules and isinstance(rules[0], dict) else {}
+    strategy, bits, group = weights.get("strategy"), weights.get("num_bits", 8), weights.get("group_size", -1)
+    sparsity = about.get("sparsity_config") or {"format": "dense"}
+    whole = layout == "pack-quantized" and weights.get("type") == "int" and bits in (2, 4, 8)
+    bytes_ = layout in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8
+    block = weights.get("block_structure") if strategy == "block" else None
+    fits = (
+        (whole or bytes_)
+        and all(one == rules[0] for one in rules)
+        and strategy in ("tensor", "channel", "group", "block")
+        and (strategy != "group" or _is_size(group))
+        and (strategy != "block" or (isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))))
+        and weights.get("actorder") not in ("group", True)
+        and not any(about.get(name) for name in ("transform_config", "kv_cache_scheme"))
+        and isinstance(sparsity, dict)
+        and sparsity.get("format", "dense") == "dense"
+        and about.get("quantization_status", "compressed") == "compressed"
+    )
+    if not fits:
+        what = f"format {layout}, num_bits {bits}, strategy {strategy}, in {len(rules)} groups"
+        raise refused(f"compressed-tensors with {what}", field)
+    size = int(group) if strategy == "group" else -1
+    pair = None if block is None else (block[0], block[1])
+    words = f"compressed-tensors, {bits} bits"
+    return Packing("compressed_words" if whole else "compressed", words, int(bits), size, block=pair)
 
 
 def hold_packing_against_files(packing: Packing, names: Collection[str], *, field: str) -> None:
