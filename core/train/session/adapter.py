@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.spec.axes.method import LoRA
+from core.spec.axes.optim.optimizers import BAdam, SophiaG
 from core.spec.axes.optimizer import Optimizer
 from core.spec.session.verbs import OptimStep
 from core.train.engine import Engine
@@ -45,7 +46,10 @@ class SessionAdapter:
 
     @classmethod
     def make(cls, base: ResidentBase, name: str, method: LoRA, optimizer: Optimizer, seed: int) -> SessionAdapter:
-        """Put a fresh adapter on the base."""
+        """Put a fresh adapter on the base. BadOperation for an optimizer that sessions do not have."""
+        if isinstance(optimizer, BAdam | SophiaG):
+            words = f"`{optimizer.type}` takes turns or passes of its own between steps, and is one of jobs"
+            raise BadOperation(words, field="optimizer")
         model = base.add(name, method, seed)
         try:
             # The rate of each step is the factor of its schedule, so that factors of groups stay factors.

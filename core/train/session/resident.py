@@ -164,6 +164,9 @@ def _check_method(method: LoRA) -> None:
     if method.modules_to_save:
         words = "all adapters of a session share one base, so that none can train whole modules of it"
         raise BadOperation(words, field="method.modules_to_save")
+    if method.new_tokens:
+        words = "all adapters of a session share one tokenizer, so that none can add tokens to it"
+        raise BadOperation(words, field="method.new_tokens")
     if method.started:
         words = f"`init_lora_weights: {method.init_lora_weights}` is one of jobs; a session's adapters begin at zero"
         raise BadOperation(words, field="method.init_lora_weights")

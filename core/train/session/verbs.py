@@ -292,8 +292,14 @@ def _method_of(folder: Path) -> LoRA:
         words = f"the adapter is a {config.get('peft_type')}, and sessions load LoRA"
         raise BadOperation(words, field="folder")
     read = LoraConfig.from_pretrained(str(folder))
-    if read.rank_pattern or read.alpha_pattern or read.bias != "none" or read.modules_to_save:
-        words = "the adapter has ranks of its own for some layers, biases or whole modules, which sessions do not load"
+    if (
+        read.rank_pattern
+        or read.alpha_pattern
+        or read.bias != "none"
+        or read.modules_to_save
+        or read.trainable_token_indices
+    ):
+        words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens, which sessions do not load"
         raise BadOperation(words, field="folder")
     targets = read.target_modules
     return LoRA(
