@@ -299,7 +299,7 @@ def _method_of(folder: Path) -> LoRA:
         or read.modules_to_save
         or read.trainable_token_indices
     ):
-        words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens, which sessions do not load"
+        words = "the adapter has ranks of its own for some layers, biases, whole modules or new tokens"
         raise BadOperation(words, field="folder")
     targets = read.target_modules
     return LoRA(
