@@ -224,7 +224,7 @@ def packed_layer(method: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor
         case "aqlm":
             rows, columns = weight.shape
             codes = torch.randint(0, 256, (rows, columns // 8, 2))
-            books, scales = torch.randn(2, 256, 1, 8).bfloat16(), torch.rand(rows, 1, 1, 1).bfloat16()
+            books, scales = torch.randn(2, 256, 1, 8).half(), torch.rand(rows, 1, 1, 1).half()
             pieces = {"codes": codes.to(torch.uint8).view(torch.int8), "codebooks": books, "scales": scales}
             value = (books[0, codes[..., 0], 0] + books[1, codes[..., 1], 0]) * scales[:, :, 0]
             value = value.reshape(rows, columns)
