@@ -14,6 +14,7 @@ from core.spec.run.exit_codes import EXIT_OK
 from core.spec.run.folder import REFERENCE
 from core.train.recipe import run
 from tests.support.killed import killed
+from tests.support.mixtures import saved
 from tests.support.preferences import judged
 from tests.support.rewards import margins
 from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, write_run
@@ -39,6 +40,8 @@ class Case:
     """Attempts that are killed before their first step."""
     stage: dict[str, Any] = field(default_factory=dict)
     """Fields of the stage."""
+    experts: bool = False
+    """Whether the model is a mixture of experts, trained with the loss of its routers on packed lines."""
 
 
 CASES = {
@@ -50,6 +53,7 @@ CASES = {
         (f"{TOKEN}#3", REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3", f"{TOKEN}#9", f"{REWARD}#2"),
         stage=ROLLOUTS,
     ),
+    "dpo of experts": Case(margins(ROWS), (f"{BACKWARD}#2", f"{BACKWARD}#4"), stage={"type": "dpo"}, experts=True),
 }
 
 
@@ -72,18 +76,19 @@ def ended(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def write(folder: Path, model_dir: Path, stage: str, **axes: Any) -> Path:
-    path = write_rows(folder.parent / f"{stage}.jsonl", CASES[stage].rows)
+    case = CASES[stage]
+    path = write_rows(folder.parent / f"{stage}.jsonl", case.rows)
     training = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16",
         "max_length": 64,
     }  # fmt: skip
     return write_run(
         folder,
-        model_dir,
+        saved(folder.parent / "mixture", model_dir) if case.experts else model_dir,
         path,
-        stage={"type": stage, **CASES[stage].stage},
-        method={"type": "lora", "r": 4},
-        batching="rows",
+        stage={"type": stage, **case.stage},
+        method={"type": "lora", "r": 4} | ({"target_modules": "attention"} if case.experts else {}),
+        batching={"type": "packed", "tokens_per_batch": 60} if case.experts else "rows",
         optimizer={"learning_rate": 1e-2},
         training=training,
         checkpoint={"type": "disk", "save_steps": 1},

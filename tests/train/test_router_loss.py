@@ -9,45 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core.spec.run.exit_codes import EXIT_OK
 from core.train.batch import IGNORE_INDEX, Batch, share_prefixes
 from core.train.loss.router import RouterBalance, add_balance
 from core.train.recipe import run
+from tests.support.mixtures import MODELS, mixture, saved
 from tests.support.preferences import preferences
 from tests.support.trainer import PLAIN, chats, events, write_rows, write_run
 
-SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "bos_token_id": 0,
-         "eos_token_id": 1, "pad_token_id": 1, "max_position_embeddings": 512}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 48},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "intermediate_size": 48, "head_dim": 8},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "intermediate_size": 48,
-                  "shared_expert_intermediate_size": 48},
-    "olmoe": {"num_experts": 4, "intermediate_size": 48},
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 48, "head_dim": 8},
-    "granitemoe": {"num_local_experts": 4, "intermediate_size": 48},
-}  # fmt: skip
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-
-
-def mixture(name: str = "mixtral") -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES | MODELS[name]))
-    for part, value in model.named_parameters():
-        if "gate" in part or "router" in part:  # choices that are far from even
-            value.data.mul_(20)
-    return model.train()
 
 
 @pytest.fixture(scope="module")
 def mixture_dir(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
-    folder = tmp_path_factory.mktemp("mixture")
-    mixture().save_pretrained(folder)  # type: ignore[operator]
-    AutoTokenizer.from_pretrained(tiny_dir).save_pretrained(folder)
-    return folder
+    return saved(tmp_path_factory.mktemp("mixture") / "model", tiny_dir)
 
 
 def packed(rows: list[list[int]], sequences: int = 1) -> Batch:

@@ -145,7 +145,7 @@ def test_leaving_at_every_micro_step_changes_no_bit(tmp_path: Path, tiny_dir: Pa
     training = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precision": "bf16"}
     case = STAGES[name]
     axes: dict[str, Any] = {"training": training, "batching": {"type": "rows"}}
-    if name in ("dpo", "reward"):  # prompts are computed once
+    if name in ("dpo", "reward", "kto"):  # prompts are computed once
         axes["batching"] = {"type": "packed", "tokens_per_batch": 80}
     calm = write(tmp_path / "calm", tiny_dir, case, **axes)
     assert run(calm) == EXIT_OK, events(calm)[-1]
