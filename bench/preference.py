@@ -4,7 +4,8 @@
 All train the same adapters from the same weights over the same tokens in the same batches, each in a process of its
 own, in turn. All have the reference's log-probabilities before the first step (TRL: `precompute_ref_log_probs`), and
 that pass does not count. Ours packs the sequences of a batch end to end; TRL pads them. `shared` is ours with the
-prompt of a pair computed once (`batching.share_prompts`, the default), `apart` without. Figures:
+prompt of a pair computed once (`batching.share_prompts`, the default), `apart` without. In `kto` it is the prompt of a
+row that is computed once, for its own answer and for another row's. Figures:
 
 - trained tokens a second of training step: tokens of both answers of a pair, each with its prompt, without padding. On
   a CPU seconds are the process's own, so that other work on the machine does not count;
@@ -308,7 +309,7 @@ def compared(options: argparse.Namespace, name: str) -> None:
     if options.rows is not None:
         where = f"{options.rows.name} (SHA-256 {hashlib.sha256(options.rows.read_bytes()).hexdigest()})"
     print(f"{where}, load average {os.getloadavg()[0]:.1f}, {os.environ.get('OMP_NUM_THREADS', 'all')} threads\n")
-    ours_in = ("apart",) if options.stage in ("kto", "cpt") else ("shared", "apart")  # others have one answer a row
+    ours_in = {"cpt": ("apart",), "kto": ("shared",)}.get(options.stage, ("shared", "apart"))
     found: dict[str, list[dict[str, float]]] = {side: [] for side in (*ours_in, "trl")}
     for run in range(options.runs):
         for side in found if run % 2 == 0 else reversed(found):

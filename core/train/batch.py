@@ -27,6 +27,9 @@ class SharedPrefixes:
     """Tokens of each row that are in the line for this row alone; in their order they are the line."""
     boundaries: Tensor
     """int32 [rows + 1]: where those begin in the line, and the end."""
+    earlier: int = 0
+    """Tokens that lie before the line and are not in this batch: those of a batch that went through the model just
+    before, whose keys and values were kept (core/train/attention/kept.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class Batch:
     shared: SharedPrefixes | None = None
     """Packed: how rows with a common beginning lie in the line. None: end to end. Labels and positions of labels are
     those of the rows end to end in either case; `in_line` says where they are in the line."""
+    beside: Batch | None = None
+    """Rows of the same examples that `Stage.prelude` looks at, where they go through the model after these rows and
+    continue their prompts (`continue_prompts`)."""
 
     @property
     def examples(self) -> int:
@@ -104,7 +110,7 @@ class Batch:
 
     def in_line(self, positions: Tensor) -> Tensor:
         """Where the states of these positions are in the flattened output of the model."""
-        return positions if self.shared is None else self.shared.places.index_select(0, positions)
+        return positions if self.shared is None else self.shared.places.index_select(0, positions) - self.shared.earlier
 
     def label_counts(self) -> list[int]:
         """Labels of each row."""
@@ -153,6 +159,7 @@ class Batch:
             None
             if self.shared is None
             else replace(self.shared, places=moved(self.shared.places), boundaries=moved(self.shared.boundaries)),
+            None if self.beside is None else self.beside.to(device),
         )
 
 
@@ -185,6 +192,33 @@ def share_prefixes(batch: Batch) -> Batch:
         position_ids=batch.position_ids[:, own],
         shared=SharedPrefixes(torch.from_numpy(places), lengths, boundaries),
     )
+
+
+def continue_prompts(batch: Batch, beside: Batch) -> Batch:
+    """`batch` with `beside`: both packed, a row of each for an example. Of a row beside are in its line only the tokens
+    from the last one of its prompt on, which predicts the first label; those before it are the same in the row of
+    `batch`, whose keys and values the model has by then."""
+    assert batch.sequences == beside.sequences == 1 and beside.position_ids is not None
+    before = torch.split(beside.label_positions(), beside.label_counts())
+    starts, own_starts = [0, *accumulate(batch.lengths)], [0, *accumulate(beside.lengths)]
+    common = [int(places[0]) - start if len(places) else 0 for places, start in zip(before, own_starts, strict=False)]
+    lengths = tuple(length - same for length, same in zip(beside.lengths, common, strict=True))
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    places, kept, at = [], torch.ones(beside.tokens, dtype=torch.bool), batch.tokens
+    for row, (same, own) in enumerate(zip(common, lengths, strict=True)):
+        first, second = starts[row], own_starts[row]
+        known, wanted = batch.input_ids[0, first : first + same], beside.input_ids[0, second : second + same]
+        assert torch.equal(known, wanted), "a row beside has the prompt of its example's own row"
+        places += [torch.arange(first, first + same), torch.arange(at, at + own)]
+        kept[second : second + same] = False
+        at += own
+    continued = replace(
+        beside,
+        input_ids=beside.input_ids[:, kept],
+        position_ids=beside.position_ids[:, kept],
+        shared=SharedPrefixes(torch.cat(places), lengths, boundaries, earlier=batch.tokens),
+    )
+    return replace(batch, beside=continued)
 
 
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:

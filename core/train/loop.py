@@ -196,6 +196,9 @@ class Loop:
             batch = batch_of()
             estimate_curvature(engine, batch)
             loss = engine.forward(batch, self.stage.loss, totals)
+            if loss.totals:  # of a step that is this one batch
+                state.window_totals = dict(loss.totals)
+                totals = {**totals, **loss.totals}
             engine.backward(loss.total)
             for name, value in loss.sums.items():
                 part.sums[name] = joined(name, part.sums[name], value) if name in part.sums else value
@@ -230,7 +233,7 @@ class Loop:
         """The totals of a step with those that its stage computes beforehand. A checkpoint in mid-step has them."""
         if not self.stage.prelude_sequences:
             return work.totals
-        if self.engine.micro_steps == 0:
+        if self.engine.micro_steps == 0 and not work.continued:
             batches = (batch_of() for batch_of in work.prelude)
             self.state.window_totals = prelude(self.engine, self.stage, batches, work.totals, self.run.check_stop)
         return {**work.totals, **self.state.window_totals}

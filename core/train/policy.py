@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from core.plan.constants import WHOLE_LOGITS_BYTES
+from core.train.attention.kept import continuing, keeping
 from core.train.batch import Batch
 from core.train.logits import label_figures, label_hidden, label_logits, label_logprobs, scores_at
 from core.train.loss.chunk import loss_backend
@@ -21,6 +22,8 @@ from core.train.loss.head import OutputHead, head_of
 from core.train.loss.linear_cross_entropy import TokenFigures, linear_cross_entropy
 from core.train.model.heads import has_head
 from core.train.model.scaler import LossScaler
+
+T = TypeVar("T")
 
 
 class PolicyModel:
@@ -86,6 +89,15 @@ class PolicyModel:
         """Summed log-probability of each sequence's labels, float32 [examples, sequences]."""
         parts = torch.split(self.logprobs(batch), batch.label_counts())
         return torch.stack([part.sum() for part in parts]).view(-1, batch.sequences)
+
+    def continued(self, batch: Batch, function: Callable[[Batch], T]) -> tuple[Tensor, T]:
+        """`sequence_logprobs` of a batch, and what a function finds of the batch beside it, without gradients and
+        dropout."""
+        assert batch.beside is not None
+        with keeping() as kept:
+            found = self.sequence_logprobs(batch)
+        with self._inference(), continuing(kept):
+            return found, function(batch.beside)
 
     def scores(self, batch: Batch) -> Tensor:
         """Output of a reward model's head at the last token of each sequence, float32 [examples, sequences]."""

@@ -10,7 +10,7 @@ from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import LowRank
 from core.spec.axes.rollout.stages import GRPO, RolloutStage
-from core.spec.axes.runtime import HeldOut
+from core.spec.axes.runtime import HeldOut, NoStream
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
 from core.spec.run.exit_codes import EXIT_CHECKPOINTED, EXIT_OK
@@ -125,7 +125,7 @@ def train(run: Run) -> None:
         rollouts.answerer.engine = engine
     if not stage.dropout:
         disable_dropout(built.model)
-    packing = choose_kernels(run, compute, engine, data)
+    packing = choose_kernels(run, compute, engine, stage, data)
     parts = (run, compute, data, built, engine, engine.policy)
     record = {name: value for part in parts for name, value in part.about().items()}
     record |= {"packing": packing, "total_steps": total_steps} | balance
@@ -211,12 +211,14 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
             assert_never(never)
 
 
-def choose_kernels(run: Run, compute: Compute, engine: Engine, data: RunData) -> dict[str, Any] | None:
+def choose_kernels(run: Run, compute: Compute, engine: Engine, stage: Stage, data: RunData) -> dict[str, Any] | None:
     """Try the kernels of packed rows and of the loss, and tell what is unusual; the run record's entry of packing."""
     placement = compute.placement
     packing = prepare_packing(engine) if isinstance(run.spec.batching, Packed) else None
     if packing is not None and data.train.trained > 1:
         packing["prompts"] = choose_prompts(run, engine, data)
+    elif packing is not None and stage.continues:
+        packing["prompts"] = continue_prompts(run, engine, data)
     engine.policy.head(compute.choice.veto.get("chunked"))
     whole = None if has_head(engine.model) else engine.policy.whole_logits
     if whole is not None:
@@ -243,6 +245,28 @@ def choose_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:
     if data.eval is not None:
         data.eval.share_prompts = True
     return {"computed": "once", "saved_tokens": data.train.shared_tokens()}
+
+
+def continue_prompts(run: Run, engine: Engine, data: RunData) -> dict[str, Any]:
+    """Have what is looked at before a step continue the prompts of the rows of the step, where a step is one batch and
+    the job and the model allow it; the run record's entry. No memory is taken for that, since it takes the keys and
+    values of the prompts that the backward needs anyway."""
+    spec, batching = run.spec, run.spec.batching
+    memory = spec.memory
+    if not isinstance(batching, Packed) or not batching.share_prompts:
+        why: str | None = "batching.share_prompts is false"
+    elif memory.gradient_checkpointing or not isinstance(memory.stream, NoStream):
+        why = "the forward of the step keeps no keys and values for its backward"
+    elif spec.training.neftune_noise_alpha is not None:
+        why = "the embeddings have noise in training"
+    elif run.ranks.world > 1 or data.stream is not None:
+        why = "the run has several ranks, or streams its rows"
+    else:
+        why = share_prompts(engine, data.longest)
+    if why is not None:
+        return {"computed": "for each answer", "why": why}
+    data.train.continue_prompts = True
+    return {"computed": "once, where a step is one batch"}
 
 
 def save(loop: Loop, built: Built, tokenizer: Any, data: RunData, record: dict[str, Any]) -> None:

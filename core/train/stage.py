@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -50,6 +50,9 @@ class Loss:
     """Float64 sums over the batch, on the device; they add up over batches and ranks. `loss` is always among them: a
     step is skipped, and a run has diverged, where it is no finite number. Numbers whose name begins with MAXIMUM are
     joined by their maximum instead."""
+    totals: Totals = field(default_factory=dict)
+    """What `Stage.totals` found with the batch, where that is the whole step and has the rows of `Stage.prelude`
+    beside it."""
 
 
 class LossFunction(Protocol):
@@ -75,6 +78,8 @@ class Stage(Protocol):
     """Whether the model's own dropout is on in training."""
     prelude_sequences: tuple[int, ...] = ()
     """Places of the sequences of each example that `prelude` is given; none: it is not called."""
+    continues: bool = False
+    """Whether `loss` takes batches that have those sequences beside them (`Batch.beside`), and calls `prelude`."""
 
     held_out_metrics: Mapping[str, Literal["lower", "higher"]]
     """Figures of an evaluation by which the best one may be chosen, and which way is better."""

@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from core.train.attention.kept import with_kept
 from core.train.attention.positions import known
 from core.train.attention.segments import apart, varlen
 from core.train.batch import Batch
@@ -115,6 +116,7 @@ def attend(
     refused = next((name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None), None)
     if refused is not None:
         raise NotImplementedError(f"attention with {refused} has no form for packed rows")
+    key, value = with_kept(key, value)
     if key_places is not None:
         key, value = key.index_select(2, key_places), value.index_select(2, key_places)
     if Varlen.works and query.is_cuda and not dropout and query.dtype in (torch.bfloat16, torch.float16):

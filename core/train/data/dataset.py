@@ -49,6 +49,9 @@ class TokenDataset:
         self.label_counts = self._summed(self.sequence_labels)
         self.share_prompts = False
         """Whether packed batches have a beginning that the sequences of an example have in common once."""
+        self.continue_prompts = False
+        """Whether the sequences that are looked at before a step continue the prompts of the trained ones, where the
+        step is one packed batch."""
         self.held: object = None
         """What has to live as long as these rows do: the lease of the files that the arrays are."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from core.train.batch import Batch
+from core.train.batch import Batch, continue_prompts
 from core.train.data.dataset import TokenDataset, eval_rows
 from core.train.data.order import StepOrder
 from core.train.stage import Totals
@@ -24,6 +24,8 @@ class StepBatches:
     """Batches of this rank, each made when it is called for."""
     prelude: tuple[Callable[[], Batch], ...] = ()
     """Batches of this rank's share of the step for `Stage.prelude`, however `batches` are cut."""
+    continued: bool = False
+    """Whether the only batch has those rows beside it, and nothing is looked at beforehand."""
 
 
 Shares = Callable[[Sequence[int], Sequence[int]], Totals]
@@ -84,9 +86,14 @@ class RowLoader:
         totals: Counter[str] = Counter()
         for row in rows:
             totals.update(self.shares(*self.dataset.counts(row)))
-        return StepBatches(
-            totals, tuple(self._batch(some, rows[0]) for some in self.order.window(step)), self._before(rows)
-        )
+        window = self.order.window(step)
+        if self.prelude is not None and self.dataset.continue_prompts and self.order.world == len(window) == 1:
+            return StepBatches(totals, (partial(self._with_beside, window[0]),), continued=True)
+        return StepBatches(totals, tuple(self._batch(some, rows[0]) for some in window), self._before(rows))
+
+    def _with_beside(self, rows: Sequence[int]) -> Batch:
+        assert self.prelude is not None
+        return continue_prompts(self.dataset.pack(rows), self.dataset.pack(rows, self.prelude.only))
 
     def _before(self, rows: Sequence[int]) -> tuple[Callable[[], Batch], ...]:
         if (wanted := self.prelude) is None:

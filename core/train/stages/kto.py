@@ -10,6 +10,7 @@ the mean is over all rows of a step, so that it does not depend on how the step 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class KahnemanTversky(Stage):
     reference = True
     dropout = False
     prelude_sequences = (1,)
+    continues = True
     held_out_metrics = KTO.metrics
 
     def __init__(self, spec: KTO) -> None:
@@ -46,7 +48,14 @@ class KahnemanTversky(Stage):
         return {"kl": max(0.0, sums["kl"] / totals["rows"])}
 
     def loss(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Loss:
-        logps = policy.sequence_logprobs(batch)[:, 0]
+        found: Totals = {}
+        if batch.beside is None:
+            logps = policy.sequence_logprobs(batch)[:, 0]
+        else:
+            both, before = policy.continued(batch, partial(self.prelude, policy))
+            logps = both[:, 0]
+            found = self.totals({name: float(value) for name, value in before.items()}, totals)
+            totals = {**totals, **found}
         ratios = logps - batch.values["reference"][:, 0]
         good, beta, kl = batch.values["label"] > 0.5, self.spec.beta, totals["kl"]
         desirable = self.spec.desirable_weight * (1 - torch.sigmoid(beta * (ratios - kl)))
@@ -58,7 +67,7 @@ class KahnemanTversky(Stage):
             sums[f"count/{answer}"] = kind.double().sum()
             sums[f"rewards/{answer}"] = torch.where(kind, rewards, 0.0).sum()
             sums[f"logps/{answer}"] = torch.where(kind, values, 0.0).sum()
-        return Loss(each.sum() / totals["rows"], sums)
+        return Loss(each.sum() / totals["rows"], sums, found)
 
     def figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
         """A step that has no good (or no bad) row has no rewards of that kind, and its margin takes 0 for them."""
