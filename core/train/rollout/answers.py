@@ -97,7 +97,7 @@ class Answerer:
             values: list[Value]
             if isinstance(reward, ProgramReward):
                 assert self.sandbox is not None
-                values = values_of(reward, texts, asked, self.sandbox)
+                values = values_of(reward, texts, asked, self.sandbox, self.run.check_stop)
             else:
                 values = [
                     reward_of(reward, text, len(answer.tokens), one.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -26,14 +26,22 @@ class AnsweredPrompt:
 
 
 def values_of(
-    reward: ProgramReward, answers: Sequence[str], asked: Sequence[AnsweredPrompt], sandbox: ProgramSandbox
+    reward: ProgramReward,
+    answers: Sequence[str],
+    asked: Sequence[AnsweredPrompt],
+    sandbox: ProgramSandbox,
+    between: Callable[[], None] = lambda: None,
 ) -> list[Value]:
-    """Compute a reward of each answer. NoSandbox."""
+    """Compute a reward of each answer. `between` is called before each answer of the reward `code`. NoSandbox."""
     match reward:
         case PythonReward():
             return _called(reward, answers, asked, sandbox)
         case CodeReward():
-            return [_tested(reward, answer, one, sandbox) for answer, one in zip(answers, asked, strict=True)]
+            found: list[Value] = []
+            for answer, one in zip(answers, asked, strict=True):
+                between()
+                found.append(_tested(reward, answer, one, sandbox))
+            return found
         case _ as never:
             assert_never(never)
 

@@ -156,7 +156,7 @@ def _allowed(document: Any, answer: str) -> bool:
         value = json.loads(fenced(answer), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return False
-    return Draft202012Validator(document, registry=Registry()).is_valid(value)
+    return bool(Draft202012Validator(document, registry=Registry()).is_valid(value))
 
 
 def _no_constant(name: str) -> Any:
