@@ -15,6 +15,7 @@ from core.spec.run.folder import EVENTS_FILE, ORDER_FILE
 from core.spec.run.orders import RunOrder
 from core.train.base.events import EventWriter
 from core.train.base.stop import Stop
+from core.train.entry import quick_imports
 from core.train.entry.arguments import run_folder
 from core.train.entry.fencing import arm, leave
 
@@ -47,10 +48,7 @@ def main() -> int:
 def importing() -> Iterator[None]:
     """Around the imports of a process that trains: what they read is set, and what only costs time is left out."""
     before_torch()
-    # PEFT and transformers import them where they find them, a second and more. No run needs bitsandbytes
-    # (core/train/quant), and torchao is brought in by the one that asks for fp8 (core/train/quant/fp8.py).
-    for name in ("bitsandbytes", "torchao"):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    quick_imports.install()
     gc.disable()  # all that is imported stays: looking for what does not was a fifth of the time
     try:
         yield
