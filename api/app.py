@@ -16,6 +16,7 @@ from api.auth.last_use import LastUse
 from api.auth.people_router import router as people_router
 from api.auth.policy import policy_of
 from api.auth.router import router as access_router
+from api.checkpoints.router import router as checkpoints_router
 from api.deps import AppState, authorise, only_known_parameters, public
 from api.docs import reference
 from api.events.hub import Hub
@@ -115,6 +116,7 @@ def create_app(settings: Settings) -> FastAPI:
         jobs_router,
         samples_router,
         lineage_router,
+        checkpoints_router,
         pipelines_router,
         sweeps_router,
         models_router,

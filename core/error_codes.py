@@ -300,6 +300,18 @@ FAILURES: dict[str, Code] = {
     ),
     "bad_events": ("The worker cannot read the trainer's events.", "Reinstall: their versions differ."),
     "no_result": ("The trainer ended normally without a result.", "Report the log."),
+    "drift_refused": (
+        "The run was made from another base model, other data, or with another number of ranks.",
+        "Restore what the message names (docs/drift.md), or submit the job again.",
+    ),
+    "checkpoint_gone": (
+        "The checkpoint with which the job begins is damaged or was deleted.",
+        "`eft checkpoints list` shows those that are there.",
+    ),
+    "checkpoint_too_far": (
+        "The job would be over at the checkpoint with which it begins.",
+        "Raise `training.max_steps`, or name an earlier checkpoint.",
+    ),
     "checkpoint_mismatch": (
         "The checkpoint does not match the job.",
         "Submit the job again; the message says what differs.",
@@ -364,6 +376,10 @@ FAILURES: dict[str, Code] = {
         "The model of the earlier job ends in another head than this stage trains.",
         "Start from a job of a stage that the message names.",
     ),
+    "branch_differs": (
+        "A job that begins with a checkpoint differs from that job in a field that it must have in common with it.",
+        "Remove the change, or start at step 0 without `checkpoint.resume_from`.",
+    ),
     "metric_of_another_stage": (
         "The stage does not measure the metric that chooses the best checkpoint.",
         "Use one of the metrics that the message names.",
@@ -409,6 +425,10 @@ NOTICES: dict[str, Code] = {
     "label_ignored": (
         "Raw text has a column that looks like its label.",
         "Map both: `columns: {prompt: text, completion: label}`.",
+    ),
+    "checkpoint_withheld": (
+        "An evaluation was worse than `checkpoint.metric_bound`, so no checkpoint is written.",
+        "`eft checkpoints list` shows the last one before; go on from it with a lower learning rate.",
     ),
     "bad_checkpoint": ("A checkpoint was damaged; the previous one was used.", "Check the disk."),
     "bad_reference": (

@@ -23,7 +23,7 @@ from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.folder import CHECKPOINTS
-from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, RunOrder
+from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, ResumePoint, RunOrder
 from core.spec.settled import method_of
 from core.storage.layout import Layout
 
@@ -118,6 +118,7 @@ def run_order(
         train=train,
         eval=held_out,
         resume_from=[str(folder) for folder in _earlier(claim, layout)],
+        resume_point=resume_point(claim, layout),
         cache_dir=str(layout.cache),
         fence_seconds=settings.fence_seconds,
         held_at=held_at,
@@ -197,9 +198,19 @@ def _file(source: FileSource | PathSource, field: str, roots: Sequence[Path], la
     return path
 
 
+def resume_point(claim: Claim, layout: Layout) -> ResumePoint | None:
+    """The checkpoint of another job that this one, or the one that it is a retry of, begins with."""
+    named = next((one for one in claim.resume_from if "checkpoint" in one), None)
+    if named is None:
+        return None
+    name, _, attempt = named["checkpoint"].partition("@")
+    folder = layout.attempt(named["job"], int(attempt)) / CHECKPOINTS / name
+    return ResumePoint(job=named["job"], folder=str(folder), sha256=named["sha256"], changed=named["changed"])
+
+
 def _earlier(claim: Claim, layout: Layout) -> list[Path]:
     """Run folders of earlier attempts, and of the jobs this one is a retry of, that hold checkpoints; newest first."""
     runs = [(claim.token.job_id, claim.token.attempt - 1)]
-    runs += [(earlier["job"], earlier["attempts"]) for earlier in reversed(claim.resume_from)]
+    runs += [(one["job"], one["attempts"]) for one in reversed(claim.resume_from) if "attempts" in one]
     folders = (layout.attempt(job_id, n) for job_id, attempts in runs for n in range(attempts, 0, -1))
     return [folder for folder in folders if (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())]

@@ -29,6 +29,7 @@ _GENERATION: dict[str, Any] = {
     "data": {"train": [_HASH], "eval": []},
     "template_sha256": _HASH,
     "code": {"eft": "1.0.0", "sha256": _HASH},
+    "checkpoint": None,
     "weights": {"adapter/adapter_model.safetensors": _HASH},
 }
 
@@ -68,6 +69,8 @@ class Generation(BaseModel):
     template_sha256: str | None
     """SHA-256 of the chat template of the trained model."""
     code: HashedCode
+    checkpoint: str | None = None
+    """The checkpoint with which the job after this one began, instead of its weights (`checkpoint.resume_from`)."""
     weights: dict[str, str]
     """SHA-256 of the weights and their configuration, by path below the artifacts."""
 

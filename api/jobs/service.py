@@ -12,6 +12,7 @@ from typing import Any, Literal, assert_never
 
 from sqlalchemy.orm import Session
 
+from api.checkpoints import beginning
 from api.errors import UnsupportedMediaType, printable
 from api.http import idempotency
 from api.jobs import advice, after, plan
@@ -216,7 +217,10 @@ class Jobs:
             spec = spec.model_copy(update={"model": handles.named_model(session, actor, spec.model)})
             spec = parents.settle(session, actor.project_id, spec, ahead)
             spec = after.settled(session, actor, spec)
+            spec = beginning.settled(session, actor, spec, self._settings)
             spec = sized(session, actor.project_id, resolve(spec))
+            if not preview:
+                beginning.check(session, actor, spec)
         faults += check(spec, preview=preview)
         if faults:
             first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -11,6 +11,7 @@ from typer.main import get_command
 from eft.commands import (
     again,
     artifacts,
+    checkpoints,
     data,
     export,
     files,
@@ -71,6 +72,7 @@ for verb in (
     app.command(NAMES.get(verb), rich_help_panel=JOBS)(verb)
 app.command("jobs", hidden=True)(jobs.ls)
 app.command("status", hidden=True)(jobs.status)
+app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel=JOBS)
 app.add_typer(models.app, name="models", rich_help_panel=MODELS)
 app.command(rich_help_panel=MODELS)(serve.serve)
 app.command(rich_help_panel=MODELS)(pipelines.lineage)

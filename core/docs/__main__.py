@@ -16,6 +16,7 @@ from core import HOME, error_codes
 from core.docs import hardware as hardware_docs
 from core.docs import install
 from core.docs import plans as plan_docs
+from core.plan import drift
 from core.settings import Settings
 from core.spec.job import JobSpec
 from core.train.kernels.triton.compiled import table as kernel_table
@@ -190,6 +191,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec_page,
     "settings.md": settings_page,
     "compatibility.md": plan_docs.render,
+    "drift.md": drift.page,
     "hardware.md": hardware_docs.render,
     "install-rocm.md": install.rocm,
     "install-cuda.md": install.cuda,

@@ -467,8 +467,8 @@ def _disk(spec: JobSpec, shape: Shape, held: WeightBytes, stream: Decision) -> I
     one = state_of(spec.optimizer).trained(held.trained_tensors) + 4 * held.starts
     yield Item(
         "checkpoints",
-        one * (spec.checkpoint.keep_last + 1),
-        f"{spec.checkpoint.keep_last} are kept while the next is written; weights, optimizer, gradients",
+        one * (spec.checkpoint.most_kept + 1),
+        f"{spec.checkpoint.most_kept} are kept while the next is written; weights, optimizer, gradients",
     )
     if isinstance(spec.evaluation, HeldOut) and spec.evaluation.load_best_model_at_end:
         yield Item(

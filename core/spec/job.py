@@ -19,6 +19,7 @@ from core.spec.axes.runtime import (
     Evaluation,
     HeldOut,
     Memory,
+    NoEvaluation,
     Resident,
     Resources,
     SingleDevice,
@@ -119,6 +120,14 @@ class JobSpec(SpecModel):
     def _steps_of_a_stream(self) -> JobSpec:
         if self.data.streaming and self.training.max_steps is None:
             raise ValueError("`data.streaming` needs `training.max_steps`, because the number of rows is unknown")
+        return self
+
+    @model_validator(mode="after")
+    def _checkpoints_by_evaluations(self) -> JobSpec:
+        without = (self.data.eval is None and self.data.split is None) or isinstance(self.evaluation, NoEvaluation)
+        for name in ("keep_best", "metric_bound"):
+            if without and getattr(self.checkpoint, name):
+                raise ValueError(f"`checkpoint.{name}` goes by evaluations: give `data.eval`, or remove the field")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,9 +339,11 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Write everything into an existing empty folder: tensors as safetensors, the rest as JSON. Raises Diverged in
-        place of writing what is no good (`step`). Of several ranks the first does this, all others `save_rank`."""
+        place of writing what is no good: after a step without a finite loss or gradient (`step`), or with a weight or
+        an optimizer state that is no finite number. Of several ranks the first does this, all others `save_rank`."""
         self.save_weights(folder)
         tensors, numbers = optimizer_state.capture(self.optimizer, self._trained)
+        self._require_finite({**self._trained, **tensors})
         save_file(_flat(tensors), folder / "optimizer.safetensors")
         state = {
             "steps": self.steps,
@@ -353,6 +355,12 @@ class Engine:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+
+    def _require_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+                words = f"after step {self.steps}, {name} holds numbers that are not finite"
+                raise Diverged(f"{words}; {REMEDY}", field="optimizer.learning_rate")
 
     def save_rank(self, folder: Path) -> dict[str, Any]:
         """Write what each rank has for itself into the folder of `save`: random numbers, and the gradients of the
@@ -413,9 +421,10 @@ class Engine:
                 tensor.copy_(weights[name])
         self.updates.refresh_weights()
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` and this rank's `save_rank` wrote. ValueError when it belongs to another model or
-        optimizer, or to another number of ranks: what each has done of a window is of no use to another number."""
+    def load(self, folder: Path, *, without: Collection[str] = ()) -> None:
+        """Restore what `save` and this rank's `save_rank` wrote, but for the parts named in `without`. ValueError when
+        it belongs to another model or optimizer, or to another number of ranks: what each has done of a window is of no
+        use to another number."""
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if (then := int(state.get("ranks", 1))) != self.ranks.world:
             raise ValueError(
@@ -431,7 +440,8 @@ class Engine:
         tensors = load_file(folder / "optimizer.safetensors")
         optimizer_state.restore(self.optimizer, self._trained, tensors, state["optimizer"])
         for name, part in self.parts.items():
-            part.load_state_dict(state["parts"][name])
+            if name not in without:
+                part.load_state_dict(state["parts"][name])
         self.steps = int(state["steps"])
         self.micro_steps = int(state["micro_steps"])
         self._broken.zero_()

@@ -25,7 +25,7 @@ from core.train.checkpoint import store
 from core.train.data.loaders import StepBatches, StepLoader
 from core.train.engine import REMEDY, Diverged, Engine
 from core.train.evaluation.curvature import estimate_curvature
-from core.train.evaluation.early_stopping import EarlyStoppingState, early_stopping, needed
+from core.train.evaluation.early_stopping import EarlyStoppingState, best_steps, early_stopping, needed, worse
 from core.train.evaluation.held_out import HeldOutMeasure, Share, prelude
 from core.train.run import Run
 from core.train.stage import MAXIMUM, Stage, Totals, joined, nothing
@@ -77,6 +77,7 @@ class Loop:
     state: TrainerState
     _told: float = field(default=0.0, init=False)
     _told_skip: bool = field(default=False, init=False)
+    _told_bound: bool = field(default=False, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
     _metrics: AsyncMetrics[StepRecord] = field(init=False)
@@ -111,7 +112,8 @@ class Loop:
             self.run.phase("training")
             while engine.steps < self.total_steps and not self.stopped_early:
                 self._step()
-                if engine.steps < self.total_steps and engine.steps % self.run.spec.checkpoint.save_steps == 0:
+                due = engine.steps < self.total_steps and engine.steps % self.run.spec.checkpoint.save_steps == 0
+                if due and not self._out_of_bounds():
                     self.save()
                 self._maybe_evaluate()
             self._settle()
@@ -136,6 +138,21 @@ class Loop:
             and early_stopping(self.state.evaluations, self.evaluation, self.stage).stop
         )
 
+    def _out_of_bounds(self) -> bool:
+        """Whether the last evaluation is worse than `checkpoint.metric_bound`. The first time is reported."""
+        bound, evaluation = self.run.spec.checkpoint.metric_bound, self.evaluation
+        if bound is None or isinstance(evaluation, NoEvaluation) or not self.state.evaluations:
+            return False
+        last = self.state.evaluations[-1]
+        if not worse(last, bound, evaluation, self.stage):
+            return False
+        if not self._told_bound:
+            self._told_bound = True
+            metric = evaluation.metric_for_best_model
+            words = f"{metric} was {last[metric]:.4g} after step {last['step']:.0f}, worse than {bound:g}"
+            self.run.notice("checkpoint_withheld", f"{words}: no checkpoint is written until it is better again")
+        return True
+
     def save(self) -> None:
         """Write a checkpoint of this very moment, then drop those that are too old. Raises NoSpace with its size, and
         Diverged in place of keeping what is no good."""
@@ -159,7 +176,9 @@ class Loop:
             ranks.barrier()
 
         path = self._write(store.name_for(root, engine.steps, engine.micro_steps), fill, engine.checkpoint_bytes())
-        store.prune(root, self.run.spec.checkpoint.keep_last)
+        keep = self.run.spec.checkpoint
+        best = best_steps(self.state.evaluations, self.evaluation, self.stage)
+        store.prune(root, keep.keep_last, best, keep.keep_best, keep.keep_hourly)
         if isinstance(self.evaluation, HeldOut):
             kept = [found.step for found in store.newest_first([root])]
             store.prune_best(root, needed(self.state.evaluations, self.evaluation, self.stage, kept))

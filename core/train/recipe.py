@@ -23,7 +23,7 @@ from core.train.base.events import EventWriter, NullEventWriter
 from core.train.base.log_lines import LogLines
 from core.train.base.reading import is_panic
 from core.train.base.stop import Stop, StopRequested
-from core.train.checkpoint.resume import resume
+from core.train.checkpoint.resume import CURSOR, resume
 from core.train.data.loaders import RowLoader, StepLoader
 from core.train.engine import Engine, build_engine
 from core.train.evaluation.best import load_best_model
@@ -115,7 +115,7 @@ def train(run: Run) -> None:
         autocast=compute.placement.autocast,
         max_grad_norm=run.spec.training.max_grad_norm,
         pad_token_id=pad_token(tokenizer),
-        parts={"ledger": state, "environment": compute.environment, "cursor": loader},
+        parts={"ledger": state, "environment": compute.environment, CURSOR: loader},
         scaler=compute.scaler,
         ranks=run.ranks,
         updates=built.updates,
@@ -131,9 +131,10 @@ def train(run: Run) -> None:
     record |= {"packing": packing, "total_steps": total_steps} | balance
     used = loader.rows_until(total_steps) if isinstance(loader, RowLoader) else None
     record |= prepare_reference(run, engine, stage, data, used)
+    compute.environment.describe(record, None if run.order.selftest is None else run.order.selftest.get("runtime"))
     run.events.write("run_record", record=record)
     evaluator = evaluator_of(run, engine, stage, tokenizer, data, rollouts)
-    resume(run, engine, loader, state, compute.environment)
+    resume(run, engine, loader, state, compute.environment, total_steps)
     engine.assert_in_sync()
     loop = Loop(run, engine, stage, loader, total_steps, evaluator, state)
     loop.train()

@@ -81,6 +81,12 @@ class Run:
         """Folders of this attempt's checkpoints and of those before it, newest attempt first."""
         return [folder / CHECKPOINTS for folder in (self.folder, *map(Path, self.order.resume_from))]
 
+    @property
+    def best_folders(self) -> list[Path]:
+        """Folders in which weights of good evaluations may lie, newest attempt first."""
+        point = self.order.resume_point
+        return [*self.checkpoint_folders, *([] if point is None else [Path(point.folder).parent])]
+
     def check_stop(self) -> None:
         """Give a sign of life. Raises StopRequested where the run was asked to leave."""
         self.events.alive()

@@ -113,7 +113,7 @@ def test_what_a_retry_goes_on_from_stays_until_it_has_succeeded(lab: Lab) -> Non
     for outcome in (None, FAILED):
         if outcome is not None:
             run(lab, "second", outcome, second)
-        with pytest.raises(Conflict, match=f"`{second}` is a retry") as refused:
+        with pytest.raises(Conflict, match=f"`{second}` may continue from checkpoints of this job") as refused:
             delete(lab, first)
         assert refused.value.code == "job_in_use"
     third = again(lab, second)

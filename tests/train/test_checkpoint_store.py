@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from core.train.checkpoint import store
 
 
 def fill(folder: Path) -> None:
-    (folder / "a.safetensors").write_bytes(b"weights")
+    (folder / "a.weights").write_bytes(b"weights")
     (folder / "state.json").write_text("{}")
 
 
@@ -39,9 +41,9 @@ def test_damage_is_found_and_quarantined(tmp_path: Path, damage: str) -> None:
     path = store.write(tmp_path, store.name_for(tmp_path, 1, 0), fill)
     match damage:
         case "flip":
-            (path / "a.safetensors").write_bytes(b"Weights")
+            (path / "a.weights").write_bytes(b"Weights")
         case "cut":
-            (path / "a.safetensors").write_bytes(b"weight")
+            (path / "a.weights").write_bytes(b"weight")
         case "remove":
             (path / "state.json").unlink()
         case "add":
@@ -67,6 +69,20 @@ def test_a_failing_write_leaves_the_old_ones(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "state.json"])
+def test_a_torn_file_never_becomes_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """What was written is opened again before the manifest is made."""
+
+    def torn(folder: Path) -> None:
+        fill(folder)
+        whole = save({"weight": torch.zeros(9)}) if name.endswith("safetensors") else b'{"steps": 3}'
+        (folder / name).write_bytes(whole[:-1])
+
+    with pytest.raises(store.Unreadable, match=name):
+        store.write(tmp_path, "step-00000001", torn)
+    assert not list(tmp_path.iterdir())
+
+
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         store.write(tmp_path, store.name_for(tmp_path, step, 0), fill)
@@ -89,7 +105,7 @@ def test_a_later_version_takes_the_place_of_one_of_the_same_progress(tmp_path: P
 def filled(content: bytes) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "state.json").write_text("{}")
-        (folder / "a.safetensors").write_bytes(content)
+        (folder / "a.weights").write_bytes(content)
 
     return write
 
@@ -133,9 +149,9 @@ def test_a_kill_at_any_point_of_a_second_save_of_a_step_loses_nothing(tmp_path: 
         whole = store.newest_first([root])
         assert [one for one in whole if store.fault(one.path) is not None] == [], f"killed at {point}"
         assert whole[0].step == 4, f"killed at {point}"
-        seen.add((whole[0].path / "a.safetensors").read_bytes())
+        seen.add((whole[0].path / "a.weights").read_bytes())
         save(root, 4, b"once more")
-        assert (store.newest_first([root])[0].path / "a.safetensors").read_bytes() == b"once more"
+        assert (store.newest_first([root])[0].path / "a.weights").read_bytes() == b"once more"
         assert len(list(root.iterdir())) == keep_last, "nothing is left aside"
         if not killed:
             break

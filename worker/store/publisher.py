@@ -172,7 +172,9 @@ class Publisher:
         if self._lost.is_set():
             return  # somebody may be fetching the one before
         old = [one for one in self._published if one in superseded([one, name])]
-        old += [one for one in self._published if one not in old][: -self._keep]
+        # The trainer keeps some longer, by evaluation or by hour (checkpoint.keep_best, keep_hourly).
+        passed = [one for one in self._published if one not in old][: -self._keep]
+        old += [one for one in passed if not (self._folder / CHECKPOINTS / one).is_dir()]
         for one in old:
             self._bucket.discard(f"{self._key}/{CHECKPOINTS}/{one}")
             self._published.remove(one)

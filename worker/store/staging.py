@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,9 +23,13 @@ from core.spec.run.checkpoint_names import best_step, progress_of
 from core.spec.run.folder import ARTIFACTS, CHECKPOINTS
 from core.spec.run.manifest import MANIFEST
 from core.spec.run.model_cache import GGUF, MODELS, REFS, entry_of, is_gguf_key, merged_key
+from worker.orders import resume_point
 from worker.store.local_cache import Halted, LocalCache
 
 log = logging.getLogger("eft.worker")
+
+NOWHERE = (-1, 0)
+"""The progress of a run without a checkpoint."""
 
 
 class Staging:
@@ -131,7 +135,7 @@ class Staging:
         the weights of the best evaluations that stand beside them."""
         token = self._claim.token
         runs = {token.job_id: token.attempt - 1}
-        runs |= {earlier["job"]: earlier["attempts"] for earlier in self._claim.resume_from}
+        runs |= {one["job"]: one["attempts"] for one in self._claim.resume_from if "attempts" in one}
         found: list[tuple[tuple[int, int], int, int, str]] = []
         for age, (job_id, attempts) in enumerate(runs.items()):
             if attempts < 1:
@@ -153,8 +157,20 @@ class Staging:
                 for path in self._copies.layout.job(job_id).glob(f"attempt-*/{CHECKPOINTS}/*")
                 if (local := progress_of(path.name)) is not None and (path / MANIFEST).is_file()
             ),
-            default=(-1, 0),
+            default=NOWHERE,
         )
         for progress, _, _, key in sorted(found, reverse=True):
             if progress <= here or self._copies.folder(key, halted):
                 return
+        if here == NOWHERE and (point := resume_point(self._claim, self._copies.layout)) is not None:
+            self._resume_point(Path(point.folder), halted)
+
+    def _resume_point(self, folder: Path, halted: Halted) -> None:
+        """The checkpoint of another job that this one begins with, and the weights of evaluations beside it."""
+        self._hold(f"runs/{folder.parents[2].name}")
+        beside = str(folder.parent.relative_to(self._copies.layout.root))
+        self._copies.folder(f"{beside}/{folder.name}", halted)
+        there = {PurePosixPath(entry.key).parts[4] for entry in self._copies.bucket.tree(beside)}
+        for name in sorted(there):
+            if best_step(name) is not None:
+                self._copies.folder(f"{beside}/{name}", halted)

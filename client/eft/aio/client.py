@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from eft.aio.access import AsyncAccess
+from eft.aio.checkpoints import AsyncCheckpoints
 from eft.aio.events import AsyncEvents
 from eft.aio.files import AsyncFiles
 from eft.aio.models import AsyncModels
@@ -42,6 +43,8 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         """One job with other values, run by run."""
         self.models = AsyncModels(self._transport)
         """What jobs have made."""
+        self.checkpoints = AsyncCheckpoints(self._transport)
+        """States of a job's training."""
         self.queue = AsyncQueue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

@@ -37,7 +37,7 @@ def clone(
     set keep the values of that job, its defaults included; its data files are not uploaded again."""
     with session(as_json, url) as (client, output):
         old = client.get(job_id)
-        spec = apply_settings(_named(old.spec), settings or [])
+        spec = apply_settings(named_copy(old.spec), settings or [])
         if dry_run:
             answer = client.plan(spec)
             tell_notices(output, answer)
@@ -48,7 +48,7 @@ def clone(
         output.json(job.raw) if as_json else output.text(f"{job.id}\n")
 
 
-def _named(spec: dict[str, Any]) -> dict[str, Any]:
+def named_copy(spec: dict[str, Any]) -> dict[str, Any]:
     """The spec with a name of its own: two jobs of one name would have no handle but their ids."""
     name = spec.get("name")
     return spec | {"name": f"{name[: LONGEST_NAME - len(COPY)]}{COPY}"} if name else spec

@@ -40,6 +40,10 @@ def job(job_id: str) -> str:
     return f"/jobs/{handle(job_id, '`eft ls` lists them')}"
 
 
+def checkpoint(job_id: str, checkpoint_id: str) -> str:
+    return f"{job(job_id)}/checkpoints/{handle(checkpoint_id, '`eft checkpoints list` lists them')}"
+
+
 def pipeline(pipeline_id: str) -> str:
     return f"/pipelines/{handle(pipeline_id, '`eft pipelines ls` lists them')}"
 

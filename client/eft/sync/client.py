@@ -7,6 +7,7 @@ from types import TracebackType
 
 from eft.config import load_config
 from eft.sync.access import Access
+from eft.sync.checkpoints import Checkpoints
 from eft.sync.events import Events
 from eft.sync.files import Files
 from eft.sync.models import Models
@@ -43,6 +44,8 @@ class Client(Events, Files, Nodes):
         """One job with other values, run by run."""
         self.models = Models(self._transport)
         """What jobs have made."""
+        self.checkpoints = Checkpoints(self._transport)
+        """States of a job's training."""
         self.queue = Queue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
 

@@ -40,6 +40,7 @@ def entry(session: Session, job: Job) -> dict[str, Any]:
         "data": {"train": _data(data.get("train")), "eval": _data(data.get("eval"))},
         "template_sha256": (data.get("rendering") or {}).get("template_sha256"),
         "code": {"eft": (environment.get("versions") or {}).get("eft"), "sha256": record.get("code")},
+        "checkpoint": None,
         "weights": weights,
     }
 

@@ -98,7 +98,7 @@ def require(session: Session, actor: Actor, job_id: str, *, lock: bool = False) 
         raise Conflict(words, field="job_id", code="not_ended")
     retry = _built_on(session, job)
     if retry is not None:
-        words = f"`{retry}` is a retry of this job and may continue from its checkpoints: delete the retry first"
+        words = f"`{retry}` may continue from checkpoints of this job: delete `{retry}` first"
         raise Conflict(words, field="job_id", code="job_in_use")
     if (pipeline := running_pipeline(session, job)) is not None:
         words = f"the job is a step of `{pipeline}`, which is running: cancel the pipeline, or wait for its end"
@@ -150,10 +150,9 @@ def _was_deleted(session: Session, actor: Actor, job_id: str) -> bool:
 
 
 def _built_on(session: Session, job: Job) -> str | None:
-    """The newest retry that goes on from this job's checkpoints, or would if it was tried again."""
+    """The newest job that goes on from this job's checkpoints, or would if it was tried again."""
     query = select(Job.id).where(
         Job.project_id == job.project_id,
-        Job.retry_of.is_not(None),
         Job.status != Status.SUCCEEDED.value,
         cast(Job.resume_from, Text).contains(job.id),
     )

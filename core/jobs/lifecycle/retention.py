@@ -154,7 +154,7 @@ def resumed(job_id: str, before: float) -> ColumnElement[bool]:
     """Whether a job goes on from this one's checkpoints that is not over, or not for so long: it may be tried again."""
     later = aliased(Job)
     alive = or_(later.status.not_in(_ENDED), later.finished_at >= before)
-    return exists().where(later.retry_of.is_not(None), alive, cast(later.resume_from, Text).contains(job_id))
+    return exists().where(alive, cast(later.resume_from, Text).contains(job_id))
 
 
 def _spare(session: Session, layout: Layout, job_id: str, before: float) -> tuple[Path, ...]:

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from core.db.tables import Event, Job, User
 from core.errors import Conflict, NotFound
 from core.ids import new_id
-from core.jobs.admission import dependencies, parents
+from core.jobs.admission import branches, dependencies, parents
 from core.jobs.base import outbox
 from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import FINAL, Status
@@ -39,7 +39,8 @@ def submit(
     """Insert a resolved, checked spec as a queued job: row, event and doorbell in the caller's transaction.
 
     `sweep`: the sweep that it is a run of, and the fields that are this run's. With `retry_of` it may go on from the
-    checkpoints of that job, and of those that one was a retry of. `chain` is what an export starts from.
+    checkpoints of that job, and of those that one was a retry of, or begin with the checkpoint that its spec names.
+    `chain` is what an export starts from.
     Raises SpecError for a priority above the project's limit and for a job in `after` that can never let it start,
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
@@ -52,8 +53,13 @@ def submit(
     after = dependencies.pin(session, actor.project_id, spec.after) if retry_of is None else []
     made_of: dict[str, Any] | None
     lineage: list[Any] | None
+    begins = branches.pin(session, actor.project_id, spec) if retry_of is None and kind == "train" else {}
     if chain is not None:
         made_of, lineage = chain.model_dump(mode="json"), None
+    elif begins:
+        made_of, lineage = begins["chain"], begins["lineage"]
+        if made_of is not None:
+            parents.require(session, actor.project_id, made_of)
     elif retry_of is None:
         pinned = parents.pin(session, actor.project_id, spec)
         made_of, lineage = (None, None) if pinned is None else (pinned.chain, pinned.lineage)
@@ -84,7 +90,7 @@ def submit(
             queue_key=str(Key(Needs.of(spec.resources), actor.project_id, actor.user_id, priority)),
             request_id=actor.request_id,
             retry_of=None if retry_of is None else retry_of.id,
-            resume_from=[]
+            resume_from=begins.get("resume_from", [])
             if retry_of is None
             else [*retry_of.resume_from, {"job": retry_of.id, "attempts": retry_of.attempt}],
             chain=made_of,
@@ -93,7 +99,7 @@ def submit(
             sweep_id=None if sweep is None else sweep[0],
             sweep_point=None if sweep is None else sweep[1],
             adjusted=None if retry_of is None else retry_of.adjusted,
-            settled=None if retry_of is None else retry_of.settled,
+            settled=begins.get("settled") if retry_of is None else retry_of.settled,
             status=Status.QUEUED.value,
             unmet=len(after),
             reason=disk_room.WAITS_FOR_MODEL,

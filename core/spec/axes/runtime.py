@@ -121,6 +121,22 @@ class Resident(SpecModel):
 Memory = Annotated[Resident, short_form(by_type)]
 
 
+CHECKPOINT = r"^(?:last|\d{1,9}|step-\d{8,}(?:-micro-\d{4,})?(?:-v\d+)?(?:@\d{1,6})?)$"
+
+
+class ResumeFrom(SpecModel):
+    """A checkpoint of another job, from which this one continues instead of from step 0 (docs/checkpoints.md)."""
+
+    job: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,100}$")]
+    """A job of the project that has ended: its id, the beginning of its id, its name, or `last`; the resolved spec has
+    the id."""
+    checkpoint: Annotated[str, StringConstraints(pattern=CHECKPOINT)] | Annotated[int, Field(ge=0)] = "last"
+    """Id as `eft checkpoints list` shows it, a number of steps, or `last`, the furthest; the resolved spec has the
+    id."""
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Hash of the checkpoint's manifest. The resolved spec has it; another manifest is refused."""
+
+
 class DiskCheckpoints(SpecModel):
     """Complete states on disk: trained weights, optimizer, schedule, RNG, data cursor. Resuming is bitwise exact."""
 
@@ -129,6 +145,22 @@ class DiskCheckpoints(SpecModel):
     """Optimizer steps between checkpoints; one more is written at every stop request."""
     keep_last: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of complete checkpoints kept while the job runs."""
+    keep_best: Annotated[int, Field(ge=0, le=100)] = 0
+    """Number of checkpoints kept beside them because their evaluation was best by `metric_for_best_model`. Needs
+    evaluations at the steps of checkpoints."""
+    keep_hourly: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of hours of which one checkpoint each, the newest, is kept beside them."""
+    metric_bound: float | None = None
+    """Worst value of `metric_for_best_model` with which a checkpoint counts: while the last evaluation is worse, none
+    is written, except at a stop request. Default: none."""
+    resume_from: ResumeFrom | None = None
+    """A checkpoint of another job to continue from, also with other data or another learning rate. Default: none; the
+    job begins at step 0."""
+
+    @property
+    def most_kept(self) -> int:
+        """Checkpoints that are there at most, without the one that is being written."""
+        return self.keep_last + self.keep_best + self.keep_hourly
 
 
 Checkpoint = Annotated[DiskCheckpoints, short_form(by_type)]

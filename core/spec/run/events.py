@@ -14,7 +14,7 @@ EventType = Literal[
     "samples",  # {"step", "samples": [{"row": int | null, "prompt", "reference": str | null, "completion",
     # "new_tokens", "finished"}]}: what the model answered after that step (0: before training)
     "checkpoint",  # {"step", "path": "checkpoints/step-00000050"}
-    "resumed",  # {"step", "path"}
+    "resumed",  # {"step", "micro_step", "path", "drift": what differs from where it was, "result": what that means}
     "notice",  # {"code", "message"}: a fallback or a limit the user should know of
     "run_record",  # {"record": {versions, device, dtype, threads, model revision, data hashes, …}}
     "alive",  # {}: a sign of life from work that has nothing else to tell; silence is taken for a hang

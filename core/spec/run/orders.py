@@ -53,6 +53,34 @@ class MemoryLimit(SpecModel):
     """Name of the setting to raise, such as `EFT_PREPARE_BYTES`, for the error message."""
 
 
+class ResumePoint(SpecModel):
+    """The checkpoint of another job from which a run begins (`checkpoint.resume_from`)."""
+
+    job: str
+    """Id of that job."""
+    folder: str
+    """Folder of the checkpoint."""
+    sha256: str
+    """Hash of its manifest."""
+    changed: list[str] = Field(default=[])
+    """Dotted paths of the fields in which this job differs from that one."""
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether the steps of both jobs have the same rows in the same batches."""
+        return not any(name.startswith(OF_ROWS) and name not in OF_LENGTH for name in self.changed)
+
+    @property
+    def same_evaluations(self) -> bool:
+        """Whether figures of that job's evaluations can be compared with those of this one."""
+        return not any(name.startswith(("data.eval", "data.split", "evaluation", "stage.")) for name in self.changed)
+
+
+OF_ROWS = ("data", "batching", "training", "stage.", "resources.gpus")
+"""Fields that decide which rows a step has, or what is learnt from them."""
+OF_LENGTH = ("training.max_steps", "training.num_train_epochs", "training.max_grad_norm", "training.attention")
+
+
 class RunOrder(SpecModel):
     """What a batch child is to do: `python -m core.train RUN_DIR`."""
 
@@ -74,6 +102,8 @@ class RunOrder(SpecModel):
     eval: DataOrder | None = None
     resume_from: list[str] = Field(default_factory=list)
     """Folders of earlier attempts whose checkpoints may be gone on from, newest first."""
+    resume_point: ResumePoint | None = None
+    """Where the run begins as long as none of them has a checkpoint; null: at step 0."""
     cache_dir: str | None = None
     """Folder for what can be made again (packed weights, tokenised rows), shared by all runs of this data root; null:
     nothing is kept."""

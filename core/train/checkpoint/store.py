@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from core import removal
 from core.base.files import sha256, sync
 from core.spec.run.checkpoint_names import Progress, best_step, checkpoint_name, progress_of, superseded
 from core.spec.run.folder import UNFINISHED
 from core.spec.run.manifest import MANIFEST
+from core.train.checkpoint.keep import Written, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,9 @@ def name_for(root: Path, step: int, micro: int) -> str:
 
 
 def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Make checkpoint `name` below `root` from what `fill` writes into a folder. OSError when the disk refuses:
-    then nothing complete has appeared and the older checkpoints are untouched. FileExistsError when there is one of
-    that name: a checkpoint is never replaced."""
+    """Make checkpoint `name` below `root` from what `fill` writes into a folder. OSError when the disk refuses, and
+    Unreadable when what was written cannot be opened again: then nothing complete has appeared and the older
+    checkpoints are untouched. FileExistsError when there is one of that name: a checkpoint is never replaced."""
     root.mkdir(parents=True, exist_ok=True)
     if (root / name).exists():
         raise FileExistsError(f"there is a checkpoint {name} in {root} already")
@@ -52,6 +55,8 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     try:
         fill(aside)
         files = sorted(path for path in aside.iterdir())
+        for path in files:
+            _open_again(path)
         manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
         (aside / MANIFEST).write_text(json.dumps({"files": manifest}, indent=1), encoding="utf-8")
         for path in [*files, aside / MANIFEST, aside]:
@@ -65,13 +70,33 @@ def write(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
     return final
 
 
-def prune(root: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints of a folder, older versions of those, and folders left aside by
-    a crash."""
+class Unreadable(OSError):
+    """A file of a checkpoint is not what was written into it."""
+
+
+def _open_again(path: Path) -> None:
+    """Raises Unreadable for a file of tensors that is torn, and for JSON that is none."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as tensors:  # its header is held against the length of the file
+                tensors.keys()
+        elif path.suffix == ".json":
+            json.loads(path.read_bytes())
+    except (SafetensorError, ValueError) as error:
+        raise Unreadable(f"{path.name} was written and cannot be read again: {error}") from error
+
+
+def prune(root: Path, keep_last: int, best_steps: Iterable[int] = (), best: int = 0, hourly: int = 0) -> None:
+    """Remove the checkpoints of a folder that `keep.kept` does not name, older versions of the others, and folders left
+    aside by a crash."""
     for name in superseded(path.name for path in root.iterdir()):
         discard(root / name)
-    for old in newest_first([root])[keep_last:]:
-        discard(old.path)
+    found = newest_first([root])
+    written = [Written(one.path.name, one.step, one.path.stat().st_mtime if hourly else 0.0) for one in found]
+    stay = kept(written, keep_last, best_steps, best, hourly)
+    for old in found:
+        if old.path.name not in stay:
+            discard(old.path)
     for left in root.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left)
 

@@ -31,7 +31,7 @@ def load_best_model(
     if not spec.load_best_model_at_end or step == engine.steps:
         return found
     wrong = "it is gone"
-    for root in run.checkpoint_folders:
+    for root in run.best_folders:
         folder = root / best_name(step)
         if not folder.is_dir():
             continue

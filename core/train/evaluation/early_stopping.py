@@ -46,6 +46,22 @@ def early_stopping(
     return EarlyStoppingState(best, waited, patience is not None and waited >= patience)
 
 
+def best_steps(evaluations: Iterable[Mapping[str, float]], spec: HeldOut | NoEvaluation, stage: Stage) -> list[int]:
+    """The steps of the evaluations, from the best to the worst; of equals the first one comes first."""
+    if isinstance(spec, NoEvaluation):
+        return []
+    metric = spec.metric_for_best_model
+    sign = 1.0 if spec.measured(stage.held_out_metrics)[metric] == "lower" else -1.0
+    return [int(values["step"]) for values in sorted(evaluations, key=lambda values: sign * values[metric])]
+
+
+def worse(values: Mapping[str, float], bound: float, spec: HeldOut, stage: Stage) -> bool:
+    """Whether an evaluation is worse than `bound` by the metric that decides which one is the best."""
+    metric = spec.metric_for_best_model
+    lower = spec.measured(stage.held_out_metrics)[metric] == "lower"
+    return values[metric] > bound if lower else values[metric] < bound
+
+
 def needed(
     evaluations: Sequence[Mapping[str, float]], spec: HeldOut, stage: Stage, checkpoints: Iterable[int]
 ) -> set[int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import core
 from core.hardware.tables import faults
+from core.plan.drift import Drifted, compare
 from core.train.model.placement import Placement
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
-DRIFT = ("device", "device_name", "arch", "precision", "weights_dtype", "attention", "tf32", "threads", "versions")
-"""What must be the same for a resumed run to be equal to the bit."""
 
 
 def versions() -> dict[str, str]:
@@ -35,6 +35,15 @@ def _faults(arch: str) -> list[dict[str, Any]]:
     ]
 
 
+def _hashes(told: Mapping[str, Any] | None) -> list[str]:
+    """SHA-256 of every file that was read, in order."""
+    found: list[str] = []
+    for source in [] if told is None else told.get("sources") or [told]:
+        value = source.get("sha256")
+        found += [] if value is None else [value] if isinstance(value, str) else value
+    return found
+
+
 class Environment:
     """A stateful part: remembers where the run was before, so that a change is reported."""
 
@@ -46,23 +55,25 @@ class Environment:
         }
         self.before: dict[str, Any] | None = None
 
+    def describe(self, record: Mapping[str, Any], driver: str | None) -> None:
+        """Remember what the run is made of: entries of the run record, and the driver of its device."""
+        base, data = record["model"], record["data"]
+        self.here = self.here | {
+            "base": base.get("commit") or base.get("sha256"),
+            "data": {"train": _hashes(data["train"]), "eval": _hashes(data["eval"])},
+            "spec": record["spec"],
+            "code": record["code"],
+            "driver": driver,
+            "ranks": 1 if record["ranks"] is None else record["ranks"]["world_size"],
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return self.here
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.before = state
 
-    def drift(self) -> list[str]:
-        """What is not as it was, in words; empty for an exact resume."""
-        if self.before is None:
-            return []
-        changes: list[str] = []
-        for key in DRIFT:
-            if key not in self.before:  # a checkpoint of a version that did not know it yet
-                continue
-            then, now = self.before[key], self.here.get(key)
-            if isinstance(then, dict) and isinstance(now, dict):
-                changes += [f"{k} was {then.get(k)}, is {now[k]}" for k in now if then.get(k) != now[k]]
-            elif then != now:
-                changes.append(f"{key} was {then}, is {now}")
-        return changes
+    def drift(self, but: Collection[str] = ()) -> list[Drifted]:
+        """What is not as it was (core/plan/drift.py); empty for an exact resume, and where nothing was loaded. `but`:
+        paths that were changed on purpose."""
+        return [] if self.before is None else compare(self.before, self.here, but)

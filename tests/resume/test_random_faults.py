@@ -1,0 +1,24 @@
+"""Random faults of processes and disk: the final weights are those of the undisturbed run, and no bad checkpoint is
+used. A handful of seeds; `python -m bench.faults` takes as many as are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.random_faults import OF_DISK, OF_PROCESS
+from tests.support.trainer import ENVIRONMENT, ROOT
+
+SEEDS = ("1", "2", "3", "4", "5")
+
+
+def test_faults_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.random_faults", str(tiny_dir), str(tmp_path / "runs"), *SEEDS]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(told) == len(SEEDS), (told, done.stderr)
+    met = {fault for one in told for fault in one["faults"]}
+    assert met & set(OF_PROCESS) and met & set(OF_DISK), "the seeds are no good any more"

@@ -1,0 +1,174 @@
+"""Runs that random faults disturb: `python -m tests.support.random_faults MODEL FOLDER SEED…`.
+
+A seed decides everything: which faults meet a run of LoRA with dropout, when, and where. Attempts are forked from this
+process, which has imported everything and computed nothing. A fault of a process is a SIGKILL before any operation on a
+file, or at any moment; a full disk is the kernel's limit on the size of files. A fault of the disk meets a checkpoint
+between two attempts: a torn file, a flipped bit, a file that is gone, a truncated manifest. After its faults the run is
+left to its end.
+
+For each seed a line of JSON: the faults, and what is wrong (None: nothing). Nothing is wrong when the final weights are
+those of the undisturbed run to the bit, and no attempt continued from a checkpoint that a fault had met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import core.train.recipe
+from core.spec.run.checkpoint_names import progress_of
+from core.spec.run.exit_codes import EXIT_NO_SPACE, EXIT_OK
+from core.spec.run.manifest import MANIFEST
+from tests.support.trainer import events, pairs, weights, write_rows, write_run
+
+AXES: dict[str, Any] = {
+    "method": {"type": "lora", "r": 4, "lora_dropout": 0.1},
+    "optimizer": {"learning_rate": 1e-2},
+    "training": {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "precision": "bf16",
+        "max_length": 64,
+    },
+    "checkpoint": {"save_steps": 1, "keep_last": 3},
+}
+OF_PROCESS = ("killed at an operation", "killed at a moment", "full disk")
+OF_DISK = ("torn file", "flipped bit", "file gone", "manifest truncated")
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+MOST_ATTEMPTS = 12
+
+
+def disturbed(model: Path, folder: Path, seed: int) -> tuple[list[str], str | None]:
+    """The faults that met the run, and what is wrong with it."""
+    draw = random.Random(seed)
+    rows = folder / "rows.jsonl"
+    told: list[str] = []
+    met: set[Path] = set()
+    attempts: list[Path] = []
+    left = [draw.choice(OF_PROCESS) for _ in range(draw.randint(1, 3))]
+    while len(attempts) < MOST_ATTEMPTS:
+        number = len(attempts) + 1
+        run_dir = write_run(folder / f"{seed}-{number}", model, rows, resume_from=attempts[::-1], **AXES)
+        attempts.append(run_dir)
+        fault = left.pop(0) if left else None
+        code = forked(run_dir, None if fault is None else prepared(fault, draw, run_dir))
+        for event in events(run_dir, "resumed"):
+            if Path(event["path"]) in met:
+                return told, f"attempt {number} continued from {event['path']}, which a fault had met"
+        if fault is not None:
+            told.append(fault)
+        if code == EXIT_OK:
+            return told, None if weights(run_dir) == weights(folder / "calm") else "the final weights differ"
+        if fault is None:
+            return told, f"attempt {number} ended with {code}: {events(run_dir)[-1:]}"
+        if code not in (-signal.SIGKILL, EXIT_NO_SPACE):
+            return told, f"attempt {number} ended with {code} after: {fault}"
+        if draw.random() < 0.7 and (kind := damaged(draw, attempts, met)) is not None:
+            told.append(kind)
+    return told, f"no end after {MOST_ATTEMPTS} attempts"
+
+
+def prepared(fault: str, draw: random.Random, run_dir: Path) -> Callable[[], None]:
+    """What the process of an attempt does to itself before it runs."""
+    match fault:
+        case "killed at an operation":
+            left = draw.randint(1, 700)
+
+            def count(event: str, arguments: object) -> None:
+                nonlocal left
+                if event in OPERATIONS:
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            return lambda: sys.addaudithook(count)
+        case "killed at a moment":
+            after = draw.uniform(0.0, 1.5)
+
+            def wait() -> None:
+                time.sleep(after)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            return lambda: threading.Thread(target=wait, daemon=True).start()
+        case _:
+            size = draw.choice((2_000, 12_000, 40_000))
+
+            def limit() -> None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+            return limit
+
+
+def forked(run_dir: Path, prepare: Callable[[], None] | None) -> int:
+    """Run an attempt in a process of its own; its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            with (run_dir / "log.txt").open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            if prepare is not None:
+                prepare()
+            code = core.train.recipe.run(run_dir)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def damaged(draw: random.Random, attempts: list[Path], met: set[Path]) -> str | None:
+    """Do something to a checkpoint, mostly the furthest; None where there is none."""
+    found = [path for run_dir in attempts for path in (run_dir / "checkpoints").glob("step-*") if path not in met]
+    found.sort(key=lambda path: progress_of(path.name) or (0, 0, 0))
+    if not found:
+        return None
+    checkpoint = found[-1] if draw.random() < 0.8 else draw.choice(found)
+    kind = draw.choice(OF_DISK)
+    files = sorted(path for path in checkpoint.iterdir() if path.name != MANIFEST and path.stat().st_size)
+    file = checkpoint / MANIFEST if kind == "manifest truncated" else draw.choice(files)
+    content = bytearray(file.read_bytes())
+    match kind:
+        case "flipped bit":
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            file.write_bytes(content)
+        case "file gone":
+            file.unlink()
+        case _:
+            file.write_bytes(content[: draw.randrange(len(content))])
+    met.add(checkpoint)
+    return kind
+
+
+def main() -> int:
+    model, folder, seeds = Path(sys.argv[1]), Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "rows.jsonl", pairs(17))
+    calm = write_run(folder / "calm", model, folder / "rows.jsonl", **AXES)
+    if (code := forked(calm, None)) != EXIT_OK:
+        raise SystemExit(f"the undisturbed run ended with {code}: {(calm / 'log.txt').read_text()}")
+    bad = 0
+    for seed in seeds:
+        faults, wrong = disturbed(model, folder, seed)
+        print(json.dumps({"seed": seed, "faults": faults, "wrong": wrong}), flush=True)
+        bad += wrong is not None
+        for left in folder.glob(f"{seed}-*"):
+            if wrong is None:
+                shutil.rmtree(left)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
