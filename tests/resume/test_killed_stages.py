@@ -22,7 +22,7 @@ from tests.support.trainer import ENVIRONMENT, events, weights, write_rows, writ
 ROWS, STEPS = 12, 3
 REFERENCE_PASS, KEPT = "core.train.engine:Engine.evaluate", "core.train.evaluation.reference:sync"
 PRELUDE, BACKWARD = "core.train.loop:prelude", "core.train.engine:Engine.backward"
-TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.loader:reward_of"
+TOKEN, REWARD = "core.train.generation.generator:choose", "core.train.rollout.answers:reward_of"
 ROLLOUTS = {
     "num_generations": 2, "max_completion_length": 6, "beta": 0.05, "num_iterations": 2, "temperature": 1.5,
     "reward": [{"type": "regex", "pattern": "[a-m]"}], "slots": 3,
