@@ -160,12 +160,15 @@ def activations_at(values: dict[str, str]) -> dict[str, Any]:
 
 
 def together() -> list[set[str]]:
-    """Axes that some rule looks at, those in one set that rules connect."""
+    """Axes that some rule looks at, those in one set that rules connect. Rules of optimizers would connect all of them:
+    each of these has a set of its own."""
     groups: list[set[str]] = []
     for rule in RULES:
+        if "optimizer" in rule.when:
+            continue
         touched = [group for group in groups if group & rule.when.keys()]
         groups = [group for group in groups if group not in touched] + [set(rule.when).union(*touched)]
-    return groups
+    return groups + [set(rule.when) for rule in RULES if "optimizer" in rule.when]
 
 
 def told_apart(axis: str) -> list[str]:
