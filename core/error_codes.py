@@ -475,6 +475,10 @@ NOTICES: dict[str, Code] = {
         "Most answers were cut off at `stage.max_completion_length`.",
         "Raise it, set `stage.stop`, or fine-tune the format first; docs/rollouts.md.",
     ),
+    "sampler_mismatch": (
+        "Answers were drawn with other log-probabilities than training computes for them.",
+        "Set `training.precision` to fp32, or lower the learning rate; docs/rollouts.md.",
+    ),
     "fewer_slots": (
         "There was no memory for the answers in the making; fewer are made at the same time.",
         "Nothing; or set `stage.slots` to the number in the message.",

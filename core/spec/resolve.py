@@ -23,7 +23,7 @@ from core.spec.axes.optim.optimizers import (
 )
 from core.spec.axes.optimizer import Optimizer
 from core.spec.axes.quantization import NF4, NoQuantization
-from core.spec.axes.rollout.stages import GRPO, RolloutStage
+from core.spec.axes.rollout.stages import RolloutStage
 from core.spec.axes.runtime import ActivationsOnHost, HeldOut, NoEvaluation
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
@@ -36,6 +36,7 @@ LEARNING_RATES = {
     "orpo": (8e-6, 8e-6),
     "kto": (1e-5, 1e-6),
     "grpo": (1e-5, 1e-6),
+    "rloo": (1e-5, 1e-6),
 } | dict.fromkeys(("reward", "process_reward"), (1e-4, 1e-5))
 """Learning rates of stages that need others: of adapters, and of all parameters."""
 
@@ -117,7 +118,7 @@ def _with_defaults_of_stage(spec: JobSpec) -> JobSpec:
     match spec.stage:
         case SFT() | DPO() | KTO() | ORPO() | SimPO():
             pass
-        case Reward() | ProcessReward() | GRPO():
+        case Reward() | ProcessReward() | RolloutStage():
             training = {"num_train_epochs": 1.0}
         case CPT():
             training = {"num_train_epochs": 1.0, "truncation": "split"}

@@ -78,6 +78,7 @@ class Loop:
     _told: float = field(default=0.0, init=False)
     _told_skip: bool = field(default=False, init=False)
     _told_bound: bool = field(default=False, init=False)
+    _remarked: set[str] = field(default_factory=set, init=False)
     _recent: list[float] = field(default_factory=list, init=False)
     _eval_seconds: float = field(default=0.0, init=False)
     _metrics: AsyncMetrics[StepRecord] = field(init=False)
@@ -321,6 +322,8 @@ class Loop:
             **memory,
             "epoch": self.loader.epochs_after(closed.step),
         }
+        if not lost:
+            self._tell_remark(found)
         self._recent = [*self._recent[-RECENT_STEPS + 1 :], seconds]
         state.loss_sum += 0.0 if lost else loss
         state.lost_losses += lost
@@ -334,6 +337,13 @@ class Loop:
         if closed.skipped:
             self._tell_skip(closed)
         self._tell_progress(closed.step)
+
+    def _tell_remark(self, figures: Mapping[str, float]) -> None:
+        """Report what the stage remarks on a step, each code once an attempt."""
+        remark = self.stage.remark(figures)
+        if remark is not None and remark.code not in self._remarked:
+            self._remarked.add(remark.code)
+            self.run.notice(remark.code, remark.message)
 
     def _tell_skip(self, closed: StepRecord) -> None:
         """Report the first skipped step of an attempt; the metrics have all of them."""

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from core.plan.advice import of_losses
 from core.spec.axes.batching import Packed
 from core.spec.axes.method import LowRank
-from core.spec.axes.rollout.stages import GRPO, RolloutStage
+from core.spec.axes.rollout.stages import GRPO, RLOO, RolloutStage
 from core.spec.axes.runtime import HeldOut, NoStream
 from core.spec.axes.stage import CPT, DPO, KTO, ORPO, SFT, ProcessReward, Reward, SimPO
 from core.spec.job import JobSpec
@@ -205,9 +205,13 @@ def build_stage(spec: JobSpec, data: RunData) -> Stage:
 
             return ProcessRewardModel()
         case GRPO() as grpo:
-            from core.train.stages.grpo import GroupRelativePolicy
+            from core.train.stages.rollout.grpo import GroupRelativePolicy
 
             return GroupRelativePolicy(grpo)
+        case RLOO() as rloo:
+            from core.train.stages.rollout.rloo import LeaveOneOutPolicy
+
+            return LeaveOneOutPolicy(rloo)
         case _ as never:
             assert_never(never)
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from core.errors import Fault
 from core.spec.axes.stage import Head
 from core.train.batch import Batch
 from core.train.policy import PolicyModel
@@ -104,6 +105,10 @@ class Stage(Protocol):
     def figures(self, sums: Mapping[str, float], totals: Totals) -> dict[str, float]:
         """Compute a step's figures from the sums over all of its batches; `loss` is the first of them."""
         ...
+
+    def remark(self, figures: Mapping[str, float]) -> Fault | None:
+        """What people should be told of a step with these figures, as a notice."""
+        return None
 
     def evaluate(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Mapping[str, float]:
         """Compute sums over a batch of held-out examples, without gradients. `totals`: those of all held-out examples

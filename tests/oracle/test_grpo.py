@@ -1,4 +1,5 @@
-"""GRPO against TRL's trainer on the same answers: losses, gradient norms and weights of steps with two iterations."""
+"""GRPO and RLOO against TRL's trainers on the same answers: losses, gradient norms and weights of steps with two
+iterations."""
 
 from __future__ import annotations
 
@@ -8,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-import trl.trainer.grpo_trainer as theirs
+import trl.trainer.grpo_trainer
+import trl.trainer.rloo_trainer
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from core.spec.axes.method import LoRA
 from core.spec.axes.optimizer import AdamW, Linear
-from core.spec.axes.rollout.stages import GRPO
+from core.spec.axes.rollout.stages import GRPO, RLOO
 from core.train.base.rng import seed_all
 from core.train.engine import Engine, build_engine
 from core.train.methods.lora import adapt_lora
 from core.train.model.load import load_model
 from core.train.optim.schedules import build_schedule
-from core.train.rollout.buffer import Rollout, advantages_of
-from core.train.stages.grpo import GroupRelativePolicy
+from core.train.rollout.buffer import Rollout
+from core.train.rollout.loader import advantages
+from core.train.stages.rollout.grpo import GroupRelativePolicy
+from core.train.stages.rollout.rloo import LeaveOneOutPolicy
 
 MICRO, ACCUMULATION, GROUP, LR, MOST = 4, 2, 4, 2e-2, 16
 EPS = 1e-4
@@ -56,23 +60,31 @@ def start(model: Any) -> None:
 
 
 def by_trl(
-    tiny_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, seen: list[list[list[int]]], **options: Any
+    tiny_dir: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[list[list[int]]],
+    stage: str = "GRPO",
+    **options: Any,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Loss and gradient norm of each step, and the trained weights; `seen` gets the prompts of each rollout."""
+    theirs: Any = trl.trainer.grpo_trainer if stage == "GRPO" else trl.trainer.rloo_trainer
     monkeypatch.setattr(theirs, "shuffle_sequence_dict", lambda batch: batch)
+    trainer_class: Any = getattr(theirs, f"{stage}Trainer")
 
-    class Fixed(theirs.GRPOTrainer):
+    class Fixed(trainer_class):
         def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
             seen.append([list(prompt) for prompt in prompt_ids])
-            return answers(len(seen) - 1, len(prompt_ids)), None
+            found = answers(len(seen) - 1, len(prompt_ids))
+            return (found, None) if stage == "GRPO" else found
 
-    config = theirs.GRPOConfig(
+    config = getattr(theirs, f"{stage}Config")(
         output_dir=str(folder),
         per_device_train_batch_size=MICRO,
         gradient_accumulation_steps=ACCUMULATION,
         num_generations=GROUP,
         num_iterations=2,
-        epsilon=0.02,
+        epsilon=options.pop("epsilon", 0.02),
         max_completion_length=MOST,
         shuffle_dataset=False,
         num_train_epochs=1,
@@ -108,24 +120,26 @@ def by_trl(
 
 
 def by_us(
-    tiny_dir: Path, seen: list[list[list[int]]], spec: GRPO
+    tiny_dir: Path, seen: list[list[list[int]]], spec: GRPO | RLOO
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     seed_all(7)
     model: Any = adapt_lora(load_model(tiny_dir, torch.float32), LoRA(r=4, lora_alpha=8, lora_dropout=0.0))
     start(model)
     schedule = build_schedule(Linear(warmup_ratio=0.0), 2 * len(seen))
     engine = build_engine(model, AdamW(learning_rate=LR, weight_decay=0.0, eps=EPS), schedule, pad_token_id=1)
-    stage, told = GroupRelativePolicy(spec), []
+    stage = GroupRelativePolicy(spec) if isinstance(spec, GRPO) else LeaveOneOutPolicy(spec)
+    told = []
     for call, prompts in enumerate(seen):
         completions = answers(call, len(prompts))
         found = rewards(completions)
         rollout = Rollout(
             call, prompts[::GROUP], [], completions, [True] * len(prompts), {"r": found}, found,
-            advantages_of(found, GROUP, scale=True), {"sampler": of_rows(engine, prompts, completions).numpy()},
+            [], {"sampler": of_rows(engine, prompts, completions).numpy()},
         )  # fmt: skip
         rollout.token_values["old"] = rollout.token_values["sampler"]
         with model.disable_adapter():
             rollout.token_values["reference"] = of_rows(engine, prompts, completions).numpy()
+        rollout.advantages = advantages(rollout, spec)
         dataset = rollout.dataset()
         totals = {"tokens": sum(map(len, completions)), "answers": len(completions)}
         for _ in range(2):
@@ -145,27 +159,34 @@ def of_rows(engine: Engine, prompts: list[list[int]], completions: list[list[int
     return torch.cat(engine.logprobs(plain.dataset().collate(range(len(lengths)), 1)))
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "cispo", "gspo"])
 def test_steps_are_those_of_trl(loss: Any, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[list[int]]] = []
-    beta = 0.04
-    expected, weights = by_trl(
-        tiny_dir,
-        tmp_path,
-        monkeypatch,
-        seen,
-        beta=beta,
-        loss_type=loss,
-        **({"epsilon_high": 0.9} if loss == "cispo" else {}),
-    )
-    high = 0.9 if loss == "cispo" else None
-    spec = GRPO.model_validate({**SPEC, "loss": loss, "beta": beta, "epsilon_high": high})
-    found, ours = by_us(tiny_dir, seen, spec)
+    more: dict[str, Any] = {"cispo": {"epsilon_high": 0.9}, "gspo": {"epsilon": 0.002}}.get(loss, {})
+    level: dict[str, Any] = {"importance_sampling_level": "sequence", "loss_type": "grpo"} if loss == "gspo" else {}
+    options = {"loss_type": loss, **more, **level}
+    expected = by_trl(tiny_dir, tmp_path, monkeypatch, seen, beta=0.04, **options)
+    spec = GRPO.model_validate({**SPEC, "loss": loss, "beta": 0.04, **more})
+    agree(by_us(tiny_dir, seen, spec), expected)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_steps_of_rloo_are_those_of_trl(
+    normalize: bool, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[list[int]]] = []
+    options = {"beta": 0.05, "normalize_advantages": normalize, "epsilon": 0.1}
+    expected = by_trl(tiny_dir, tmp_path, monkeypatch, seen, "RLOO", **options)
+    agree(by_us(tiny_dir, seen, RLOO.model_validate({**SPEC, **options})), expected)
+
+
+def agree(ours: tuple[list[Any], dict[str, torch.Tensor]], theirs: tuple[list[Any], dict[str, torch.Tensor]]) -> None:
+    found, expected = ours[0], theirs[0]
     assert len(found) == len(expected) == 8
     for (mine, norm), (other, other_norm) in zip(found, expected, strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
         assert norm == pytest.approx(other_norm, rel=5e-5)
-    named = {name.removeprefix("module."): value for name, value in weights.items()}
-    assert named.keys() == ours.keys()
+    named = {name.removeprefix("module."): value for name, value in theirs[1].items()}
+    assert named.keys() == ours[1].keys()
     for name, value in named.items():
-        torch.testing.assert_close(ours[name].detach(), value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours[1][name].detach(), value, rtol=0, atol=1e-5)

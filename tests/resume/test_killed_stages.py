@@ -54,6 +54,11 @@ CASES = {
         stage=ROLLOUTS,
     ),
     "dpo of experts": Case(margins(ROWS), (f"{BACKWARD}#2", f"{BACKWARD}#4"), stage={"type": "dpo"}, experts=True),
+    "rloo": Case(
+        [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
+        (REWARD, f"{BACKWARD}#2", f"{TOKEN}#9"),
+        stage=ROLLOUTS,
+    ),
 }
 
 

@@ -103,8 +103,8 @@ ROWS: dict[str, Any] = {
     ],
     "prompt": [{"prompt": row["prompt"]} for row in pairs(16)],
 }
+ROLLOUTS = ("grpo", "rloo")
 SHORT_ROLLOUTS = {
-    "type": "grpo",
     "num_generations": 2,
     "max_completion_length": 8,
     "reward": [{"type": "regex", "pattern": "[e-m]"}],
@@ -142,7 +142,7 @@ class Cell:
         method = METHODS[self.method]
         rate = 1e-3 if method["type"] == "full" else 1e-2
         return {
-            "stage": SHORT_ROLLOUTS if self.stage == "grpo" else self.stage,
+            "stage": {"type": self.stage, **SHORT_ROLLOUTS} if self.stage in ROLLOUTS else self.stage,
             "method": method,
             "quantization": self.base,
             "optimizer": {"type": self.optimizer, "learning_rate": rate, **OPTIONS.get(self.optimizer, {})},

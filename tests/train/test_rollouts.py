@@ -178,9 +178,16 @@ def test_a_second_step_over_the_same_answers_has_ratios_and_a_divergence(twice: 
     assert told[1]["reward"] == told[2]["reward"] and told[1]["reward"] != told[3]["reward"]
 
 
-def test_half_the_batch_is_the_same_run(calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path) -> None:
+def test_half_the_batch_is_the_same_run(
+    calm: Path, tiny_dir: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a mismatch of sampler and trainer above the bound, here an impossible one, is told once."""
     smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
-    found, expected = figures(go(tmp_path / "run", tiny_dir, rows, training=smaller)), figures(calm)
+    monkeypatch.setattr("core.train.stages.rollout.sampled.MISMATCH", -1.0)
+    run_dir = go(tmp_path / "run", tiny_dir, rows, training=smaller)
+    found, expected = figures(run_dir), figures(calm)
+    assert [notice["code"] for notice in notices(run_dir)].count("sampler_mismatch") == 1
+    assert "sampler_mismatch" not in {notice["code"] for notice in notices(calm)}
     for step, values in expected.items():
         for name in ("loss", "reward", "grad_norm"):
             assert found[step][name] == pytest.approx(values[name], rel=1e-4, abs=1e-6), (step, name)

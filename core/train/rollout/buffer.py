@@ -40,6 +40,11 @@ class Rollout:
     def group(self) -> int:
         return len(self.answers) // len(self.prompts)
 
+    def answer_sums(self, values: npt.NDArray[np.float32]) -> list[float]:
+        """Sums of numbers of tokens over each answer, float32."""
+        ends = np.cumsum([len(answer) for answer in self.answers])
+        return [float(part.sum()) for part in np.split(values, ends[:-1])]
+
     def varied(self) -> list[int]:
         """Places of the answers of groups whose rewards differ."""
         size = self.group
@@ -132,6 +137,16 @@ def advantages_of(rewards: Sequence[float], group: int, *, scale: bool) -> list[
     found = groups - groups.mean(axis=1, keepdims=True)
     if scale:
         found = found / (groups.std(axis=1, ddof=1, keepdims=True) + np.float32(ADVANTAGE_EPSILON))
+    return [float(value) for value in found.ravel()]
+
+
+def leave_one_out(rewards: Sequence[float], group: int, *, normalize: bool) -> list[float]:
+    """Each reward less the mean of the others of its group; with `normalize`, all of them moved to mean 0 and divided
+    by their standard deviation; float32 arithmetic."""
+    groups = np.asarray(rewards, dtype=np.float32).reshape(-1, group)
+    found = groups - (groups.sum(axis=1, keepdims=True) - groups) / np.float32(group - 1)
+    if normalize:
+        found = (found - found.mean()) / (found.std(ddof=1) + np.float32(ADVANTAGE_EPSILON))
     return [float(value) for value in found.ravel()]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from core.base.files import sync
-from core.spec.axes.rollout.stages import GRPO
+from core.spec.axes.rollout.stages import GRPO, RLOO, LearnsFromAnswers
 from core.spec.run.folder import ROLLOUTS
 from core.train.batch import Batch
 from core.train.data.dataset import TokenDataset
@@ -29,11 +29,11 @@ from core.train.data.order import BatchOrder
 from core.train.generation.sampling import Key
 from core.train.policy import PolicyModel
 from core.train.rollout.answers import Answerer
-from core.train.rollout.buffer import Rollout, advantages_of
+from core.train.rollout.buffer import Rollout, advantages_of, leave_one_out
 from core.train.rollout.programs import AnsweredPrompt
 from core.train.rollout.rewards import Columns
 from core.train.run import Run
-from core.train.stages.grpo import FIGURE
+from core.train.stages.rollout.sampled import FIGURE
 
 ALIKE = 0.9
 """Share of groups whose rewards do not differ above which a rollout teaches next to nothing, and the job says so."""
@@ -47,7 +47,7 @@ class RolloutLoader:
     def __init__(
         self,
         run: Run,
-        stage: GRPO,
+        stage: LearnsFromAnswers,
         prompts: TokenDataset,
         columns: Sequence[Columns],
         tokenizer: Any,
@@ -96,7 +96,9 @@ class RolloutLoader:
 
     def _cut(self, rollout: Rollout, batch_size: int) -> list[list[int]]:
         """The answers that have a gradient, as batches."""
-        rows = list(range(len(rollout.answers))) if self.stage.beta else rollout.varied()
+        stage = self.stage
+        every = stage.beta or (isinstance(stage, RLOO) and stage.normalize_advantages)
+        rows = list(range(len(rollout.answers))) if every else rollout.varied()
         return [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
 
     def epochs_after(self, steps: int) -> float:
@@ -153,14 +155,15 @@ class RolloutLoader:
             [answer.finished for answer in answers],
             judged.rewards,
             judged.total,
-            advantages_of(judged.total, stage.num_generations, scale=stage.scale_rewards == "group"),
+            [0.0] * len(answers),
             {"sampler": np.asarray([p for answer in answers for p in answer.logprobs], dtype=np.float32)},
         )
-        if stage.num_iterations > 1:
+        if stage.num_iterations > 1 or (stage.beta and isinstance(stage, RLOO)):
             rollout.token_values["old"] = self._logprobs(rollout)
         if stage.beta:
             model: Any = self.answerer.ready.model
             rollout.token_values["reference"] = self._logprobs(rollout, model.disable_adapter)
+        rollout.advantages = advantages(rollout, stage)
         self._keep(rollout)
         self._tell(rollout)
         return rollout
@@ -234,6 +237,21 @@ class RolloutLoader:
                 f"stage.max_completion_length = {self.stage.max_completion_length} tokens; raise it, name a string "
                 "that ends answers in `stage.stop`, or fine-tune the format first",
             )
+
+
+def advantages(rollout: Rollout, stage: LearnsFromAnswers) -> list[float]:
+    """How much better each answer is than others to its prompt, as the stage counts it."""
+    match stage:
+        case GRPO():
+            return advantages_of(rollout.total, rollout.group, scale=stage.scale_rewards == "group")
+        case RLOO():
+            rewards = rollout.total
+            if stage.beta:
+                apart = rollout.answer_sums(rollout.token_values["old"] - rollout.token_values["reference"])
+                rewards = [reward - stage.beta * gap for reward, gap in zip(rewards, apart, strict=True)]
+            return leave_one_out(rewards, rollout.group, normalize=stage.normalize_advantages)
+        case _ as never:
+            assert_never(never)
 
 
 def merge_rollouts(folders: Sequence[Path], to: Path) -> None:

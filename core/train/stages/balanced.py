@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from core.errors import SpecError
+from core.errors import Fault, SpecError
 from core.train.batch import Batch
 from core.train.loss.router import RouterBalance, add_balance, coefficient_of
 from core.train.policy import PolicyModel
@@ -47,6 +47,9 @@ class Balanced(Stage):
         aux_loss = sums["aux_loss"] / totals["sequences"]
         found = self.inner.figures(sums, totals)
         return found | {"loss": found["loss"] + self.coefficient * aux_loss, "aux_loss": aux_loss}
+
+    def remark(self, figures: Mapping[str, float]) -> Fault | None:
+        return self.inner.remark(figures)
 
     def evaluate(self, policy: PolicyModel, batch: Batch, totals: Totals) -> Mapping[str, float]:
         with self.balance.watching(batch) as watched:

@@ -60,13 +60,36 @@ class GRPO(RolloutStage):
     `per_device_train_batch_size` · `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
 
     type: Literal["grpo"] = "grpo"
-    loss: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"
+    loss: Literal["dapo", "grpo", "dr_grpo", "cispo", "gspo"] = "dapo"
     """`dapo`: mean over all tokens of a step (arXiv:2503.14476). `grpo`: mean over the tokens of each answer, then over
     answers. `dr_grpo`: sum over tokens, divided by answers · `max_completion_length` (arXiv:2503.20783). `cispo`: the
-    ratio as a constant factor that is cut off at `epsilon_high` (arXiv:2506.13585), mean over all tokens."""
+    ratio as a constant factor that is cut off at `epsilon_high` (arXiv:2506.13585), mean over all tokens. `gspo`:
+    `grpo` with one ratio for all tokens of an answer, their geometric mean (arXiv:2507.18071); its `epsilon` is usually
+    about 4e-4."""
     epsilon: Annotated[float, Field(gt=0, le=100)] = 0.2
     """How far the ratio to the probability at the draw may fall (and rise) before its gradient is cut off."""
     epsilon_high: Annotated[float, Field(gt=0, le=100)] | None = None
     """How far it may rise. Default: `epsilon`; 5 for `cispo`."""
     scale_rewards: Literal["group", "none"] = "group"
     """`group`: divide advantages by the standard deviation of their group's rewards. `none`: do not."""
+
+
+class RLOO(RolloutStage):
+    """REINFORCE leave-one-out: the model answers each prompt several times, and answers whose reward is above the mean
+    of the others become more likely (Ahmadian et al. 2024, arXiv:2402.14740). The ratio that is cut off is that of the
+    whole answer. `beta` weighs the divergence of an answer as a part of its reward. As with TRL, a step has
+    `per_device_train_batch_size` · `gradient_accumulation_steps` answers, `num_generations` to a prompt."""
+
+    type: Literal["rloo"] = "rloo"
+    epsilon: Annotated[float, Field(gt=0, le=100)] = 0.2
+    """How far the ratio of an answer's probability to that at the draw may fall (and rise) before its gradient is cut
+    off."""
+    epsilon_high: Annotated[float, Field(gt=0, le=100)] | None = None
+    """How far it may rise. Default: `epsilon`."""
+    normalize_advantages: bool = False
+    """Move the advantages of a step to mean 0 and divide them by their standard deviation. Groups whose answers all
+    have the same reward then have a gradient too."""
+
+
+LearnsFromAnswers = GRPO | RLOO
+"""The stages of this module."""

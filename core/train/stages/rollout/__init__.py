@@ -1,0 +1,1 @@
+"""The stages that learn from answers which the model samples itself."""
