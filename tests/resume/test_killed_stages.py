@@ -56,7 +56,7 @@ CASES = {
     "dpo of experts": Case(margins(ROWS), (f"{BACKWARD}#2", f"{BACKWARD}#4"), stage={"type": "dpo"}, experts=True),
     "rloo": Case(
         [{"prompt": f"say a letter, number {n}", "reference": "a"} for n in range(ROWS)],
-        (REWARD, f"{BACKWARD}#2", f"{TOKEN}#9"),
+        (REWARD, f"{BACKWARD}#2", f"{BACKWARD}#3"),
         stage=ROLLOUTS,
     ),
 }
