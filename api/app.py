@@ -43,6 +43,7 @@ from api.pipelines.router import router as pipelines_router
 from api.pipelines.schemas import openapi_schemas as pipeline_schemas
 from api.queue.gpus_router import router as gpus_router
 from api.queue.router import router as queue_router
+from api.sessions.router import router as sessions_router
 from api.sweeps.router import router as sweeps_router
 from api.web import router as web
 from api.web.changes import Changes
@@ -119,6 +120,7 @@ def create_app(settings: Settings) -> FastAPI:
         checkpoints_router,
         pipelines_router,
         sweeps_router,
+        sessions_router,
         models_router,
         exports_router,
         events_router,

@@ -529,6 +529,12 @@ SESSIONS: dict[str, Code] = {
     "session_model_not_found": ("The session has no adapter of this name.", "The message lists those it has."),
     "session_name_taken": ("The session has an adapter or a checkpoint of this name.", "Choose another name."),
     "beyond_positions": ("An example is longer than the model's positions.", "Send shorter examples or ask for less."),
+    "session_seq_reused": (
+        "A number of an operation was used for another operation.",
+        "Count operations of a model from 1; the same number is the same operation.",
+    ),
+    "session_ended": ("The session is closed or has failed.", "The message says why; open a new one."),
+    "session_needs_folder": ("Sessions do not run over a data root in an object store.", "Use a folder as data root."),
     "no_gradients": ("`step` was called without gradients.", "Call `forward_backward` first."),
     "checkpoint_not_found": ("There is no saved adapter of this name.", "`save` writes one; check the name."),
 }

@@ -23,7 +23,7 @@ from core.spec.files import data_orders
 from core.spec.job import JobSpec
 from core.spec.run.chain import ModelChain
 from core.spec.run.folder import CHECKPOINTS
-from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, ResumePoint, RunOrder
+from core.spec.run.orders import DatasetOrder, MemoryLimit, PrepareOrder, ResumePoint, RunOrder, SessionOrder
 from core.spec.settled import method_of
 from core.storage.layout import Layout
 
@@ -76,9 +76,7 @@ def run_order(
     refused = compatibility.check(spec, preview=claim.kind == Kind.PREVIEW)
     if refused:
         raise SpecError(refused[0].message, field=refused[0].field, faults=refused, code=refused[0].code)
-    prepared = claim.prepared
-    if prepared is None or not (layout.root / prepared["model_dir"] / "config.json").is_file():
-        raise ModelGone("the prepared model is no longer on the data root")
+    prepared = _prepared(claim, layout)
     datasets = {one["field"]: one for one in prepared.get("datasets", ())}
 
     def located(source: FileSource | PathSource | HubDataset, field: str) -> tuple[list[Path], dict[str, Any]]:
@@ -129,6 +127,37 @@ def run_order(
         helper_limit=_prepare_limit(settings),
         memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
     )
+
+
+def session_order(
+    claim: Claim, settings: Settings, layout: Layout, held_at: float, selftest: Verdict | None = None
+) -> SessionOrder:
+    """As `run_order`, for a session: it has no rows, and no checkpoints of earlier attempts, since its state lies
+    beside all of them."""
+    spec = auto_method.effective(claim.spec, claim.settled, claim.adjusted)
+    prepared = _prepared(claim, layout)
+    return SessionOrder(
+        job_id=claim.token.job_id,
+        attempt=claim.token.attempt,
+        spec=spec,
+        model_dir=str(layout.root / prepared["model_dir"]),
+        model_source=prepared.get("source", {}),
+        tokenizer_dir=_folder(prepared, "tokenizer_dir", "tokenizer_config.json", layout),
+        cache_dir=str(layout.cache),
+        fence_seconds=settings.fence_seconds,
+        held_at=held_at,
+        selftest=None if selftest is None else selftest.model_dump(mode="json"),
+        memory_bytes=settings.cpu_slot_bytes or None if claim.slot.kind == "cpu" else None,
+        session_dir=str(layout.session(claim.token.job_id)),
+    )
+
+
+def _prepared(claim: Claim, layout: Layout) -> dict[str, Any]:
+    """What was prepared for the claim's job. Raises ModelGone."""
+    prepared = claim.prepared
+    if prepared is None or not (layout.root / prepared["model_dir"] / "config.json").is_file():
+        raise ModelGone("the prepared model is no longer on the data root")
+    return prepared
 
 
 def _folder(prepared: dict[str, Any], name: str, file: str, layout: Layout) -> str | None:

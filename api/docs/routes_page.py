@@ -18,6 +18,7 @@ TOPICS = {
     "jobs": "Jobs",
     "pipelines": "Pipelines",
     "sweeps": "Sweeps",
+    "sessions": "Sessions",
     "models": "Models",
     "files": "Training data",
     "queue": "Queue, GPUs, quotas",

@@ -203,16 +203,18 @@ class Jobs:
         preview: bool = False,
         unsent: bool = False,
         ahead: Mapping[str, JobSpec] | None = None,
+        rowless: bool = False,
     ) -> JobSpec:
         """The spec as it would run; `preview`: its rows are to be rendered, nothing is to be trained; `unsent`: it may
         name files that are not uploaded yet (core/spec/axes/data.py, UNSENT); `ahead`: resolved specs of jobs that it
-        may name and that are not there yet, by the ids that stand for them.
+        may name and that are not there yet, by the ids that stand for them; `rowless`: it is a session, whose training
+        file stands for none.
 
         Raises SpecError, with a fault for every wrong field, and NotFound where its model is a job or an entry of the
         registry that the project does not have.
         """
         spec = self._with_formats(actor, parse_job(document), unsent=unsent)
-        faults = [*self._path_faults(spec), *self._notify_faults(actor, spec)]
+        faults = [*self._path_faults(spec, rowless=rowless), *self._notify_faults(actor, spec)]
         with self._database.read() as session:
             spec = spec.model_copy(update={"model": handles.named_model(session, actor, spec.model)})
             spec = parents.settle(session, actor.project_id, spec, ahead)
@@ -253,7 +255,7 @@ class Jobs:
             raise _refused(Fault("same_rows", SAME_ROWS, "data.eval"))
         return spec.model_copy(update={"data": spec.data.model_copy(update=updates)})
 
-    def _path_faults(self, spec: JobSpec) -> list[Fault]:
+    def _path_faults(self, spec: JobSpec, *, rowless: bool = False) -> list[Fault]:
         """What the job names by path must lie below the roots, symbolic links followed."""
         faults: list[Fault | None] = []
         match spec.model:
@@ -261,7 +263,7 @@ class Jobs:
                 faults.append(self._path_fault(path, self._settings.model_roots, "model.path", "EFT_MODEL_ROOTS"))
             case GGUFModel() | HubModel() | JobModel() | RegistryModel():
                 pass
-        for field, source in _sources(spec):
+        for field, source in [] if rowless else _sources(spec):
             if isinstance(source, PathSource):
                 roots = self._settings.data_roots
                 faults.append(self._path_fault(source.path, roots, f"{field}.path", "EFT_DATA_ROOTS"))

@@ -92,6 +92,14 @@ class NotEft(EftClientError):
     code = "not_eft"
 
 
+class OperationFailed(EftClientError):
+    """An operation of a session could not be computed; nothing has changed on the server."""
+
+    def __init__(self, message: str, code: str, field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.code = code
+
+
 class DownloadError(EftClientError):
     """A download is damaged, or its path is not one that may be written."""
 

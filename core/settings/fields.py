@@ -130,6 +130,10 @@ class SettingFields(BaseSettings):
     max_previews: Count = 100
     """Maximum number of previews of one project that wait or run, unless its quota sets another (`eft quota set`);
     beyond that previews are rejected with 429. 0: no limit."""
+    max_sessions: Count = 8
+    """Sessions that a user may have open at once, parked ones too (docs/sessions.md). 0: no limit."""
+    max_operation_bytes: Bytes = 64 << 20
+    """Size limit of one operation of a session, in bytes."""
     max_spec_bytes: Bytes = 1 << 30
     """Size limit of the specs of all jobs and previews of one project in the database, in bytes; beyond that submits
     are rejected with 507 until jobs are deleted (`eft delete`). 0: no limit."""

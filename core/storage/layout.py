@@ -57,6 +57,10 @@ class Layout:
     def job(self, job_id: str) -> Path:
         return self.runs / _checked(job_id)
 
+    def session(self, session_id: str) -> Path:
+        """What all attempts of a session share: the tensors of its log, its snapshots, what it saves."""
+        return self.job(session_id) / "session"
+
     def attempt(self, job_id: str, attempt: int) -> Path:
         return self.job(job_id) / f"attempt-{attempt}"
 

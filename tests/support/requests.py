@@ -21,6 +21,8 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
             "model_id": f"model-{nothing}",
             "export_id": f"export-{nothing}",
             "checkpoint_id": "step-00000010@2",
+            "session_id": f"session-{nothing}",
+            "position": "1",
             "key_id": f"key-{nothing}",
             "webhook_id": f"hook-{nothing}",
             "delivery_id": f"msg-{nothing}",
@@ -39,6 +41,8 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
         "model_id": project.model,
         "export_id": here.export(project),
         "checkpoint_id": here.checkpoint(project.job),
+        "session_id": here.session(project, fresh=fresh),
+        "position": "1",
         "key_id": here.key_of(project) if fresh else project.key,
         "webhook_id": webhook,
         "delivery_id": delivery,
@@ -49,8 +53,9 @@ def objects(here: World, project: Project | None, *, fresh: bool) -> dict[str, s
     }
 
 
-OF_ANOTHER_PROTOCOL = {"/mcp"}
-"""Paths whose bodies and errors have the shape of another protocol (tests/service/test_mcp.py)."""
+OF_ANOTHER_PROTOCOL = {"/mcp", "/sessions/{session_id}/operations"}
+"""Paths whose bodies have the shape of another protocol (tests/service/test_mcp.py), or a number of their own by which
+they are known again (tests/service/test_sessions.py)."""
 
 
 def filled(path: str, things: dict[str, str]) -> str:
@@ -71,6 +76,8 @@ def request_of(here: World, route: tuple[str, str], project: Project) -> dict[st
             return {"json": {"model": MODEL, "data": project.file, "sweep": {"training.seed": [1, 2]}}}
         case ("POST", "/pipelines/{pipeline_id}/retry"):
             return {"json": {"from": "only"}}
+        case ("POST", "/sessions"):
+            return {"json": {"model": MODEL}}
         case ("POST", "/files"):
             return {"files": {"file": ("rows.jsonl", b'{"text": "a"}\n')}}
         case ("POST", "/files/{file_id}/preview"):

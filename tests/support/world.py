@@ -29,6 +29,7 @@ from core.jobs.lifecycle.finish import RetryPolicy, Succeeded, finish
 from core.jobs.lifecycle.pipelines import wishes
 from core.jobs.lifecycle.pipelines.wishes import PlannedStep
 from core.jobs.lifecycle.registry import entries, exports
+from core.jobs.lifecycle.sessions import log, records
 from core.jobs.lifecycle.submit import Actor, stop, submit
 from core.jobs.lifecycle.sweeps import wishes as sweeps
 from core.jobs.policies import nodes
@@ -36,6 +37,7 @@ from core.settings import Settings
 from core.spec.axes.export import GGUF
 from core.spec.job import JobSpec
 from core.spec.resolve import resolve
+from core.spec.session.job import SessionSpec
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHA = "5" * 64
@@ -78,7 +80,7 @@ class World:
     def __init__(self, folder: Path, database_url: str = "", **settings: Any) -> None:
         self.settings = Settings(
             data=folder, database_url=database_url, min_free_bytes=0, rate_per_minute=0, rate_strangers_per_minute=0,
-            model_roots=(folder.parent,), data_roots=(folder.parent,), **settings,
+            model_roots=(folder.parent,), data_roots=(folder.parent,), max_sessions=0, **settings,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.app = create_app(self.settings)
@@ -88,6 +90,7 @@ class World:
         self._numbers = itertools.count()
         self._webhooks: dict[str, tuple[str, str]] = {}
         self._exports: dict[str, str] = {}
+        self._sessions: dict[str, str] = {}
         self.secrets: list[str] = []
         """Every key that was ever made here."""
         self._runner = asyncio.Runner()
@@ -182,6 +185,19 @@ class World:
                 made = exports.ask(session, project.owner, job, [GGUF(quantization="F16")])
                 self._exports[project.id] = stop(session, project.owner, made).id
         return self._exports[project.id]
+
+    def session(self, project: Project, *, fresh: bool) -> str:
+        """The id of a session with one operation, which waits."""
+        if fresh or project.id not in self._sessions:
+            asked = SessionSpec.model_validate_json(json.dumps({"model": MODEL}))
+            with self.database.write() as session:
+                made = records.create(session, project.owner, asked, resolve(asked.as_job()))
+                self._sessions[project.id] = made.row.id
+            with self.database.write() as session:
+                folder = self.layout.session(made.row.id)
+                operation = {"op": "zero_grad", "model": "a"}
+                log.accept(session, project.owner, folder, made.row.id, 1, operation, "0" * 64, None, 0)
+        return self._sessions[project.id]
 
     def member(self, project: Project) -> str:
         """The id of a new member."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -28,6 +30,7 @@ from worker.attempt import outcome
 from worker.attempt.child import Child, write_order
 from worker.attempt.context import DATABASE_AWAY, RETRY_SECONDS, PatientDatabase, WorkerContext
 from worker.attempt.event_relay import EventRelay
+from worker.attempt.session_bridge import SessionBridge
 from worker.environment import child_environment
 from worker.gpus import gpu_memory
 from worker.store.publisher import Publisher, persist, publish_prepared
@@ -67,6 +70,7 @@ class AttemptRunner:
         self._limit: int | None = limit
         self._time_is_up = False
         """Whether its time limit is the only reason for its stop."""
+        self._bridge: SessionBridge | None = None
         self._stage = None if site.copies is None else Staging(site.copies, claim)
 
     def run(self) -> None:
@@ -79,6 +83,8 @@ class AttemptRunner:
         finally:
             if self.child is not None:
                 self.child.reap()
+            if self._bridge is not None:
+                self._bridge.close()
             if self._events.publisher is not None:
                 self._events.publisher.close()
             if self._stage is not None:
@@ -107,6 +113,8 @@ class AttemptRunner:
         self._watch()
         assert self.child is not None
         code = self.child.reap()
+        if self._bridge is not None:
+            self._bridge.close()
         leftovers.clear(self.folder)
         if (quarantine := self.site.quarantine) is not None:
             quarantine.hold_uncleared(self._gpus, memory_before, self.site.settings.gpu_clear_seconds)
@@ -188,6 +196,8 @@ class AttemptRunner:
             self._bring()
             if self.claim.kind == Kind.PREPARE:
                 write_order(self.folder, orders.prepare_order(self.claim, settings, layout, self._held_at))
+            elif self.claim.kind == Kind.SESSION:
+                write_order(self.folder, orders.session_order(self.claim, settings, layout, self._held_at, verdict))
             else:
                 write_order(self.folder, orders.run_order(self.claim, settings, layout, self._held_at, verdict))
             environment = child_environment(
@@ -204,6 +214,8 @@ class AttemptRunner:
                 # The child of several ranks is their launcher, which imports nothing that a spare has imported.
                 if kind.standby and self.site.spares is not None and len(slots) == 1:
                     self.child = self.site.spares.take(self.folder, environment)
+                if kind.stream:
+                    self.child = self._bridged(kind.module, environment)
                 if self.child is None:
                     self.child = Child(self.folder, kind.module, environment)
         except orders.ModelGone as error:
@@ -226,6 +238,21 @@ class AttemptRunner:
         pid, started = self.child.pid, self.child.started
         if self._database.write(lambda session: claims.started(session, self.token, pid, started)) is False:
             self.lose()
+        if self._bridge is not None:
+            self._bridge.start()
+
+    def _bridged(self, module: str, environment: Mapping[str, str]) -> Child:
+        """A child that operations are passed on to over a socket pair."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = Child(self.folder, module, environment, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        folder = self.site.layout.session(self.token.job_id)
+        self._bridge = SessionBridge(self._database, self.token, folder, ours, self.lose)
+        return child
 
     # -- a data root that is an object store
 

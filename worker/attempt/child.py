@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,11 +36,19 @@ def write_order(folder: Path, order: SpecModel) -> None:
 
 
 def spawn(
-    module: str, argument: str, environment: Mapping[str, str], stdout: int, stderr: int
+    module: str,
+    argument: str,
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    stream: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
-    """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us."""
+    """`python -m module argument` with exactly this environment, in a session of its own, its stdin held by us. The
+    child inherits `stream`, whose number is its second argument."""
+    streams = [] if stream is None else [stream.fileno()]
     return subprocess.Popen(
-        [sys.executable, "-m", module, argument],
+        [sys.executable, "-m", module, argument, *map(str, streams)],
+        pass_fds=streams,
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
@@ -56,10 +65,12 @@ class Child:
     Spawn it from a thread that outlives it: the child asks the kernel to be told when that thread ends.
     """
 
-    def __init__(self, folder: Path, module: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, module: str, environment: Mapping[str, str], stream: socket.socket | None = None
+    ) -> None:
         descriptor = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._own(spawn(module, str(folder), environment, descriptor, descriptor))
+            self._own(spawn(module, str(folder), environment, descriptor, descriptor, stream))
         finally:
             os.close(descriptor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from eft.aio.access import AsyncAccess
 from eft.aio.checkpoints import AsyncCheckpoints
@@ -12,6 +13,7 @@ from eft.aio.models import AsyncModels
 from eft.aio.nodes import AsyncNodes
 from eft.aio.pipelines import AsyncPipelines
 from eft.aio.queue import AsyncQueue
+from eft.aio.sessions import AsyncTrainingSession
 from eft.aio.sweeps import AsyncSweeps
 from eft.aio.transport import AsyncTransport
 from eft.aio.webhooks import AsyncWebhooks
@@ -47,6 +49,15 @@ class AsyncClient(AsyncEvents, AsyncFiles, AsyncNodes):
         """States of a job's training."""
         self.queue = AsyncQueue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
+
+    def session(
+        self, *, model: Any, method: dict[str, Any] | str | None = "lora", patience: float = 300.0, **spec: Any
+    ) -> AsyncTrainingSession:
+        """A session over `model` with one adapter (None: none yet), to be entered: `async with client.session(…) as s`.
+        `spec`: further fields, such as `quantization` and `resources`. It survives a server that is away for at most
+        `patience` seconds."""
+        written = {"type": method} if isinstance(method, str) else method
+        return AsyncTrainingSession(self._transport, {"model": model, **spec}, written, patience)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -52,6 +52,10 @@ def model(model_id: str) -> str:
     return f"/models/{handle(model_id, '`eft models list` lists them')}"
 
 
+def session(session_id: str) -> str:
+    return f"/sessions/{identity(session_id, '`client.sessions()` lists them')}"
+
+
 def sweep(sweep_id: str) -> str:
     return f"/sweeps/{handle(sweep_id, '`eft sweep ls` lists them')}"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from eft.config import load_config
 from eft.sync.access import Access
@@ -14,6 +15,7 @@ from eft.sync.models import Models
 from eft.sync.nodes import Nodes
 from eft.sync.pipelines import Pipelines
 from eft.sync.queue import Queue
+from eft.sync.sessions import TrainingSession
 from eft.sync.sweeps import Sweeps
 from eft.sync.transport import Transport
 from eft.sync.webhooks import Webhooks
@@ -48,6 +50,15 @@ class Client(Events, Files, Nodes):
         """States of a job's training."""
         self.queue = Queue(self._transport)
         """The order, GPUs and holds, usage and quotas."""
+
+    def session(
+        self, *, model: Any, method: dict[str, Any] | str | None = "lora", patience: float = 300.0, **spec: Any
+    ) -> TrainingSession:
+        """A session over `model` with one adapter (None: none yet), to be entered: `with client.session(…) as s`.
+        `spec`: further fields, such as `quantization` and `resources`. It survives a server that is away for at most
+        `patience` seconds."""
+        written = {"type": method} if isinstance(method, str) else method
+        return TrainingSession(self._transport, {"model": model, **spec}, written, patience)
 
     def __enter__(self) -> Client:
         return self

@@ -26,6 +26,7 @@ from core.db.tables.models import RegisteredModel
 from core.db.tables.notices import Delivery, Webhook
 from core.db.tables.people import ApiKey, Audit, IdempotencyKey, Membership, Project, User
 from core.db.tables.pipelines import Pipeline, PipelineEvent, PipelineStep
+from core.db.tables.sessions import SessionOperation, SessionRow
 from core.db.tables.slots import Allocation, Hold, Maintenance, Node
 from core.db.tables.sweeps import SweepRow
 from core.db.tables.usage import DiskUsage, Limit, UsageDay, UsageTotal
@@ -68,6 +69,8 @@ __all__ = [
     "Project",
     "RegisteredModel",
     "SchemaFloor",
+    "SessionOperation",
+    "SessionRow",
     "SweepRow",
     "UsageDay",
     "UsageTotal",

@@ -13,8 +13,8 @@ from core.db.tables.base import Base, Id, Owned
 QUEUED = "status = 'queued'"
 
 WAITS_FOR = {
-    "prepare": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NULL",
-    "train": f"{QUEUED} AND unmet = 0 AND kind = 'train' AND prepared IS NOT NULL",
+    "prepare": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session') AND prepared IS NULL",
+    "train": f"{QUEUED} AND unmet = 0 AND kind IN ('train', 'session') AND prepared IS NOT NULL",
     "preview": f"{QUEUED} AND kind = 'preview'",
     "export": f"{QUEUED} AND kind = 'export'",
 }
@@ -217,7 +217,7 @@ class Attempt(Owned, Base):
     job_id: Mapped[str] = mapped_column(Id, ForeignKey("jobs.id"), primary_key=True)
     attempt: Mapped[int] = mapped_column(Integer, primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
-    """prepare, train, preview or export."""
+    """prepare, train, session, preview or export."""
     node: Mapped[str] = mapped_column(String(255))
     worker: Mapped[str] = mapped_column(Id)
     slot: Mapped[str] = mapped_column(String(128))

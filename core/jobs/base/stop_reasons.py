@@ -8,7 +8,7 @@ from typing import assert_never
 
 
 class StopReason(StrEnum):
-    """The first six stand in `jobs.stop_requested`; the last two are known to the worker alone."""
+    """The first seven stand in `jobs.stop_requested`; the last two are known to the worker alone."""
 
     PAUSE = "pause"
     CANCEL = "cancel"
@@ -20,6 +20,8 @@ class StopReason(StrEnum):
     """Its node's maintenance begins."""
     PREEMPT = "preempt"
     """A job of a higher priority takes its slots (`jobs.preempted` says which)."""
+    PARK = "park"
+    """It is a session to which no operation has come for a while."""
     LEAVING = "leaving"
     """Its worker ends."""
     MAX_RUNTIME = "max_runtime"
@@ -39,6 +41,8 @@ class StopReason(StrEnum):
                 return f"the maintenance of {node} begins"
             case StopReason.PREEMPT:
                 return "a job of a higher priority needs its slots"
+            case StopReason.PARK:
+                return "no operation has come for a while"
             case StopReason.LEAVING:
                 return f"worker on {node} is leaving"
             case StopReason.MAX_RUNTIME:

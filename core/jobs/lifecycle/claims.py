@@ -145,7 +145,9 @@ class Start:
 
 def kind_of(job: Job, slots: Sequence[Slot]) -> Kind:
     """What an attempt on these slots does: a job whose model is not there yet is prepared, whatever the slot."""
-    return Kind.PREPARE if job.prepared is None else slots[0].phase
+    if job.prepared is None:
+        return Kind.PREPARE
+    return Kind.SESSION if job.kind == Kind.SESSION else slots[0].phase
 
 
 def decide(

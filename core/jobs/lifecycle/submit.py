@@ -29,7 +29,7 @@ def submit(
     actor: Actor,
     spec: JobSpec,
     *,
-    kind: Literal["train", "preview", "export"] = "train",
+    kind: Literal["train", "preview", "export", "session"] = "train",
     retry_of: Job | None = None,
     chain: ModelChain | None = None,
     pipeline_id: str | None = None,
@@ -45,7 +45,7 @@ def submit(
     NotFound or SpecError where its model is a job that there is no going on from, and QueueFull or SpecsFull beyond
     `bounds`.
     """
-    priority = spec.priority if kind == "train" else 0
+    priority = spec.priority if kind in ("train", "session") else 0
     if retry_of is None:
         quotas.check_priority(session, actor.project_id, priority)
     else:  # accepted once; the limit may have been lowered since
@@ -130,7 +130,7 @@ def submit(
         job.reason = dependencies.words(session, job_id)
         session.flush()
     told = {"name": spec.name} | ({} if retry_of is None else {"retry_of": retry_of.id})
-    asked = {"train": "job.submit", "preview": "preview.ask", "export": "model.export"}
+    asked = {"train": "job.submit", "preview": "preview.ask", "export": "model.export", "session": "session.create"}
     audit.record(session, actor, asked[kind], job_id, told)
     outbox.ring(session, job_id)
     return job

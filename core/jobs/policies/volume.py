@@ -80,10 +80,10 @@ def drop(session: Session, project_id: str, document: Mapping[str, Any]) -> None
 
 
 def require_room(
-    session: Session, project_id: str, bounds: VolumeLimits, kind: Literal["train", "export"] = "train"
+    session: Session, project_id: str, bounds: VolumeLimits, kind: Literal["train", "export", "session"] = "train"
 ) -> None:
     """Raises QueueFull before a job, or an export, is put in the queue. Call it behind `add`, which takes the lock."""
-    noun = "jobs" if kind == "train" else "exports"
+    noun = "jobs" if kind == "train" else f"{kind}s"
     if bounds.waiting and _waiting(session, project_id, kind) >= bounds.waiting:
         raise QueueFull(
             f"{bounds.waiting:,} {noun} of this project wait already, which is the limit (EFT_MAX_WAITING_JOBS): "

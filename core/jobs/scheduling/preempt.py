@@ -22,7 +22,7 @@ from core.jobs.base.slots import Key, Needs
 from core.jobs.base.states import Status
 from core.jobs.base.stop_reasons import StopReason
 from core.jobs.base.transitions import append_events
-from core.jobs.kinds import Kind
+from core.jobs.kinds import ON_TRAINING_SLOTS, Kind
 from core.jobs.policies import audit
 from core.jobs.scheduling import gang_scheduling, queue_order, runtime_estimates
 from core.jobs.scheduling.gang_scheduling import ClusterState
@@ -130,7 +130,7 @@ def _victims(session: Session, state: ClusterState, rules: PreemptionSettings) -
             Limit.preemptible.is_(True),
             Job.status == Status.RUNNING.value,
             Job.stop_requested.is_(None),
-            Attempt.kind == Kind.TRAIN,
+            Attempt.kind.in_(ON_TRAINING_SLOTS),
             Attempt.training_at <= state.now - rules.min_seconds,
         )
         .order_by(Job.id)

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from core.db.engine import db_now
 from core.db.tables import Attempt, Job
 from core.jobs.base.states import FINAL, Status
-from core.jobs.kinds import Kind
+from core.jobs.base.transitions import Token
+from core.jobs.kinds import ON_TRAINING_SLOTS
 
 OVERDUE_SECONDS = 150.0
 """Time after which an overdue job's estimate is no longer used."""
@@ -87,7 +88,9 @@ def keep(session: Session, job_id: str, *, paced: bool) -> None:
 def spent(session: Session, job_id: str) -> float:
     """An attempt that was lost counts until it was taken back: up to a lease longer than it ran."""
     query = select(func.sum(func.coalesce(Attempt.ended_at, db_now()) - Attempt.started_at))
-    return float(session.execute(query.where(Attempt.job_id == job_id, Attempt.kind == Kind.TRAIN)).scalar_one() or 0.0)
+    return float(
+        session.execute(query.where(Attempt.job_id == job_id, Attempt.kind.in_(ON_TRAINING_SLOTS))).scalar_one() or 0.0
+    )
 
 
 def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]:
@@ -100,7 +103,7 @@ def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]
     numbers = {job.id: job.attempt for job in jobs}
     rows: Any = session.execute(
         select(Attempt.job_id, Attempt.attempt, Attempt.started_at, Attempt.ended_at).where(
-            Attempt.job_id.in_(wanted), Attempt.kind == Kind.TRAIN
+            Attempt.job_id.in_(wanted), Attempt.kind.in_(ON_TRAINING_SLOTS)
         )
     )
     for job_id, attempt, started_at, ended_at in rows:
@@ -108,6 +111,15 @@ def of_running(session: Session, jobs: list[Job], now: float) -> dict[str, Left]
         if attempt == numbers[job_id]:
             began[job_id] = started_at
     return {job.id: left(job, began.get(job.id), used.get(job.id, 0.0), now) for job in jobs}
+
+
+def began(session: Session, token: Token) -> None:
+    """Note that an attempt does what it was started for; what came before was loading."""
+    session.execute(
+        update(Attempt)
+        .where(Attempt.job_id == token.job_id, Attempt.attempt == token.attempt, Attempt.training_at.is_(None))
+        .values(training_at=db_now())
+    )
 
 
 LEAVING = (Status.PAUSING.value, Status.STOPPING.value)

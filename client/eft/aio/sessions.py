@@ -1,0 +1,152 @@
+"""Sessions: your own training loop, computed on the box."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from eft.aio.transport import AsyncTransport
+from eft.errors import EftClientError, OperationFailed
+from eft.http import paths, tensors
+from eft.http.responses import Param
+
+Raw = dict[str, Any]
+WAIT_SECONDS = 30
+"""How long one request waits for a result."""
+DEFAULT = "default"
+"""Name of the adapter of operations that name none."""
+
+
+@dataclass(frozen=True)
+class OperationResult:
+    """What an operation came to."""
+
+    values: Raw
+    """Its numbers, such as `loss`."""
+    arrays: dict[str, Any]
+    """Its numpy arrays, such as `logprobs`: flat, one number a token."""
+    position: int
+    """Its place in the session's log."""
+
+    @property
+    def loss(self) -> float:
+        return float(self.values["loss"])
+
+
+class AsyncTrainingSession:
+    """A session on the server, opened when it is entered and closed when it is left.
+
+    Every operation is computed exactly once, whatever is restarted meanwhile: it is sent under a number of its own, and
+    again under the same one where no answer came.
+    """
+
+    def __init__(self, transport: AsyncTransport, spec: Raw, method: Raw | None, patience: float) -> None:
+        """`patience`: seconds for which a server may be away."""
+        self._transport, self._spec, self._method, self._patience = transport, spec, method, patience
+        self.id = ""
+        self._seq = 0
+
+    async def __aenter__(self) -> AsyncTrainingSession:
+        opened: Raw = await self._transport.json("POST", "/sessions", body=self._spec)
+        self.id = opened["id"]
+        if self._method is not None:
+            try:
+                await self.create(DEFAULT, self._method)
+            except BaseException:
+                await self.close()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def create(self, model: str, method: Raw | str = "lora", **options: Any) -> OperationResult:
+        """Add an adapter. Options: `optimizer`, `seed`."""
+        written = {"type": method} if isinstance(method, str) else method
+        return await self.ask({"op": "create", "model": model, "method": written, **options})
+
+    async def forward(
+        self, batch: tensors.Batch, *, loss: Raw | str = "cross_entropy", model: str = DEFAULT
+    ) -> OperationResult:
+        """Loss and log-probabilities, without gradients."""
+        return await self.ask({"op": "forward", "model": model, "loss": loss}, batch)
+
+    async def forward_backward(
+        self, batch: tensors.Batch, *, loss: Raw | str = "cross_entropy", model: str = DEFAULT
+    ) -> OperationResult:
+        """Loss and log-probabilities; the gradients add up until `step`."""
+        return await self.ask({"op": "forward_backward", "model": model, "loss": loss}, batch)
+
+    async def step(self, learning_rate: float = 1e-4, *, model: str = DEFAULT, **options: Any) -> OperationResult:
+        """Update the weights. Options: `max_grad_norm`, `weight_decay`, `betas`, `eps`."""
+        return await self.ask({"op": "step", "model": model, "learning_rate": learning_rate, **options})
+
+    async def zero_grad(self, *, model: str = DEFAULT) -> OperationResult:
+        return await self.ask({"op": "zero_grad", "model": model})
+
+    async def logprobs(self, batch: tensors.Batch, *, model: str | None = DEFAULT) -> OperationResult:
+        """Log-probability of each target; `model` None: under the base alone."""
+        return await self.ask({"op": "logprobs", "model": model}, batch)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, model: str | None = DEFAULT, **options: Any
+    ) -> OperationResult:
+        """Answers to prompts of token ids. Options: `num_samples`, `temperature`, `top_p`, `top_k`, `stop`, `seed`."""
+        batch = [{"tokens": prompt} for prompt in prompts]
+        return await self.ask({"op": "generate", "model": model, "max_tokens": max_tokens, **options}, batch)
+
+    async def save(self, name: str, *, model: str = DEFAULT) -> OperationResult:
+        """Write the adapter and its optimizer on the box."""
+        return await self.ask({"op": "save", "model": model, "name": name})
+
+    async def load(self, folder: str, *, model: str = DEFAULT, with_optimizer: bool = False) -> OperationResult:
+        """Put what `save` wrote in the place of an adapter."""
+        return await self.ask({"op": "load", "model": model, "folder": folder, "with_optimizer": with_optimizer})
+
+    async def ask(self, operation: Mapping[str, Any], batch: tensors.Batch | None = None) -> OperationResult:
+        """Send any operation and wait for its result. Raises OperationFailed."""
+        self._seq += 1
+        about = {"seq": str(self._seq), "operation": json.dumps(dict(operation))}
+        body = tensors.pack({} if batch is None else tensors.flat(batch), about)
+        path = f"{paths.session(self.id)}/operations"
+
+        async def send() -> tuple[Raw, dict[str, Any]]:
+            return await self._exchange("POST", path, body)
+
+        view, arrays = await self._transport.persist(send, self._patience)
+        while view["status"] == "waiting":
+            if view["session_status"] in ("closed", "failed"):
+                raise EftClientError(f"session {self.id} is {view['session_status']}: {view['reason']}")
+            place = f"{path}/{view['position']}"
+
+            async def look(place: str = place) -> tuple[Raw, dict[str, Any]]:
+                return await self._exchange("GET", place, None)
+
+            view, arrays = await self._transport.persist(look, self._patience)
+        if view["error"] is not None:
+            raise OperationFailed(view["error"]["message"], view["error"]["code"], view["error"].get("field"))
+        return OperationResult(view["result"], arrays, view["position"])
+
+    async def status(self) -> Raw:
+        found: Raw = await self._transport.json("GET", paths.session(self.id))
+        return found
+
+    async def close(self) -> Raw:
+        """End the session; what it saved stays."""
+        closed: Raw = await self._transport.json("POST", f"{paths.session(self.id)}/close", idempotent=True)
+        return closed
+
+    async def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[Raw, dict[str, Any]]:
+        headers = {"Accept": tensors.MEDIA_TYPE} | ({} if body is None else {"Content-Type": tensors.MEDIA_TYPE})
+        params: dict[str, Param] = {"wait": WAIT_SECONDS}
+        answer = await self._transport.request(
+            method, path, params=params, content=body, headers=headers, timeout=WAIT_SECONDS + 30.0
+        )
+        metadata, arrays = tensors.unpack(answer.content)
+        view: Raw = json.loads(metadata["operation"])
+        return view, arrays

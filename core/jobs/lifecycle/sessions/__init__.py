@@ -1,0 +1,1 @@
+"""Sessions: their rows, the log of their operations, and when they are parked."""

@@ -1,0 +1,219 @@
+"""The log of a session: an operation that was accepted is a row with its tensors in the data root, and is computed
+exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from core.base.files import sync, write_private
+from core.db.engine import db_now
+from core.db.tables import Job, SessionOperation, SessionRow
+from core.errors import Conflict, NotFound
+from core.jobs.base import outbox
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor, Token, move
+from core.jobs.lifecycle.sessions.records import FoundSession, find
+from core.jobs.policies.volume import QueueFull
+
+WAITING = 10_000
+"""Operations of one session that may wait at once."""
+
+
+def digest(operation: dict[str, Any], tensors: bytes) -> str:
+    """SHA-256 by which the same operation is known again."""
+    named = json.dumps(operation, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(len(named).to_bytes(8, "big") + named + tensors).hexdigest()
+
+
+def tensors_path(folder: Path, position: int) -> Path:
+    """Where the tensors of an operation lie; `folder` is that of the session."""
+    return folder / "log" / f"{position:012d}.safetensors"
+
+
+def result_path(folder: Path, position: int) -> Path:
+    """Where the tensors of its result lie."""
+    return folder / "results" / f"{position:012d}.safetensors"
+
+
+def put_aside(folder: Path, tensors: bytes) -> Path | None:
+    """Write tensors where `accept` takes them from, before any transaction; None for none."""
+    if not tensors:
+        return None
+    path = folder / "log" / f"new-{uuid.uuid4().hex}"
+    write_private(path, tensors)
+    return path
+
+
+def accept(
+    session: Session,
+    actor: Actor,
+    folder: Path,
+    session_id: str,
+    seq: int,
+    operation: dict[str, Any],
+    sha256: str,
+    aside: Path | None,
+    size: int,
+) -> SessionOperation:
+    """Write an operation into the log, behind all others, and bring a parked session back. The same number again is
+    the same operation. Raises Conflict for another operation under a known number and for a session that has ended,
+    QueueFull for too many that wait."""
+    found = find(session, actor, session_id, lock=True)
+    model = operation.get("model") or ""
+    known = session.execute(
+        select(SessionOperation).where(
+            SessionOperation.session_id == session_id, SessionOperation.model == model, SessionOperation.seq == seq
+        )
+    ).scalar_one_or_none()
+    if known is not None:
+        if known.sha256 != sha256:
+            words = f"operation {seq} of model `{model}` was another one: a number stands for one operation for ever"
+            raise Conflict(words, field="seq", code="session_seq_reused")
+        return known
+    if Status(found.job.status) in FINAL:
+        words = f"the session has ended ({found.status}: {found.job.reason}); make a new one"
+        raise Conflict(words, field="session_id", code="session_ended")
+    waiting = (
+        select(func.count())
+        .select_from(SessionOperation)
+        .where(SessionOperation.session_id == session_id, SessionOperation.done_at.is_(None))
+    )
+    if session.execute(waiting).scalar_one() >= WAITING:
+        raise QueueFull(f"{WAITING:,} operations of this session wait already: get their results first")
+    found.row.positions += 1
+    row = SessionOperation(
+        session_id=session_id,
+        owner_id=found.row.owner_id,
+        project_id=found.row.project_id,
+        position=found.row.positions,
+        model=model,
+        seq=seq,
+        operation=operation,
+        sha256=sha256,
+        tensor_bytes=size,
+    )
+    session.add(row)
+    session.execute(
+        update(SessionRow)
+        .where(SessionRow.id == session_id)
+        .values(positions=row.position, log_bytes=SessionRow.log_bytes + size, used_at=db_now())
+        .execution_options(synchronize_session=False)
+    )
+    if aside is not None:
+        aside.replace(tensors_path(folder, row.position))  # an earlier file there is of no row
+        sync(folder / "log")
+    session.flush()
+    bring_back(session, found, actor)
+    return row
+
+
+def bring_back(session: Session, found: FoundSession, actor: Actor) -> None:
+    """Queue a parked session again."""
+    if found.job.status == Status.PAUSED.value:
+        data = {"actor": actor.user_id, "request_id": actor.request_id}
+        if move(session, found.job, Status.QUEUED, reason="an operation came; waits for a slot", data=data):
+            outbox.ring(session, found.job.id)
+
+
+def get(session: Session, actor: Actor, session_id: str, position: int) -> tuple[FoundSession, SessionOperation]:
+    """Raises NotFound for an operation that the session has not accepted."""
+    found = find(session, actor, session_id)
+    row = session.get(SessionOperation, (session_id, position))
+    if row is None:
+        raise NotFound(f"the session has accepted no operation {position}", field="position")
+    return found, row
+
+
+def undone(session: Session, session_id: str, beyond: int, limit: int = 64) -> Sequence[SessionOperation]:
+    """Operations behind this position that are to be computed, in their order; those that were already, too."""
+    query = select(SessionOperation).where(
+        SessionOperation.session_id == session_id, SessionOperation.position > beyond
+    )
+    return session.execute(query.order_by(SessionOperation.position).limit(limit)).scalars().all()
+
+
+def answer(
+    session: Session,
+    token: Token,
+    position: int,
+    *,
+    result: dict[str, Any] | None,
+    error: dict[str, Any] | None,
+    size: int,
+    sha256: str | None,
+) -> bool:
+    """Write what an operation came to; False: this attempt has lost the session."""
+    if session.execute(select(Job.id).where(*token.holds()).with_for_update(read=True)).one_or_none() is None:
+        return False
+    session.execute(
+        update(SessionOperation)
+        .where(
+            SessionOperation.session_id == token.job_id,
+            SessionOperation.position == position,
+            SessionOperation.done_at.is_(None),
+        )
+        .values(result=result, error=error, result_bytes=size, result_sha256=sha256, done_at=db_now())
+        .execution_options(synchronize_session=False)
+    )
+    session.execute(
+        update(SessionRow)
+        .where(SessionRow.id == token.job_id)
+        .values(used_at=db_now(), log_bytes=SessionRow.log_bytes + size)
+        .execution_options(synchronize_session=False)
+    )
+    return True
+
+
+def snapshotted(session: Session, token: Token, position: int) -> None:
+    """Note the newest snapshot of a session. It counts as progress: faults of the box before it are forgotten."""
+    session.execute(
+        update(Job)
+        .where(*token.holds())
+        .values(machine_failures=0, losses=0)
+        .execution_options(synchronize_session=False)
+    )
+    session.execute(
+        update(SessionRow)
+        .where(SessionRow.id == token.job_id)
+        .values(snapshot=position)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def park(session: Session, token: Token, stop: str, idle_seconds: float) -> bool:
+    """Ask a session that nobody has used for so long to leave its slot. False: it is in use."""
+    row = session.execute(
+        select(SessionRow, Job).join(Job, Job.id == SessionRow.id).where(*token.holds()).with_for_update()
+    ).one_or_none()
+    if row is None or row.Job.status != Status.RUNNING.value:
+        return False
+    idle = select(SessionRow.id).where(SessionRow.id == token.job_id, SessionRow.used_at < db_now() - idle_seconds)
+    waiting = select(SessionOperation.position).where(
+        SessionOperation.session_id == token.job_id, SessionOperation.done_at.is_(None)
+    )
+    if session.execute(idle).one_or_none() is None or session.execute(waiting.limit(1)).one_or_none() is not None:
+        return False
+    reason = f"idle for {idle_seconds:g} s: it is parked, and the next operation brings it back"
+    return move(session, row.Job, Status.PAUSING, reason=reason, guards=token.holds(), values={"stop_requested": stop})
+
+
+def idle_seconds(session: Session, session_id: str) -> float:
+    """Time without an operation after which the session is parked."""
+    spec = session.execute(select(SessionRow.spec).where(SessionRow.id == session_id)).scalar_one()
+    return float(spec["idle_seconds"])
+
+
+def waits(session: Session, session_id: str) -> bool:
+    """Whether an operation has not been computed."""
+    query = select(SessionOperation.position).where(
+        SessionOperation.session_id == session_id, SessionOperation.done_at.is_(None)
+    )
+    return session.execute(query.limit(1)).one_or_none() is not None

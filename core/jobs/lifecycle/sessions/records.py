@@ -1,0 +1,97 @@
+"""Rows of sessions. Each is a job of kind `session`: it waits its turn, is claimed and is billed as a training is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from core.db.tables import Job, SessionRow
+from core.errors import NotFound
+from core.jobs.base.paging import ResultPage, UnknownCursor
+from core.jobs.base.states import FINAL, Status
+from core.jobs.base.transitions import Actor
+from core.jobs.lifecycle.submit import stop, submit
+from core.jobs.policies.volume import NO_BOUNDS, QueueFull, VolumeLimits
+from core.spec.job import JobSpec
+from core.spec.session.job import SessionSpec
+
+KIND = "session"
+VIEW = {
+    Status.PAUSING: "parking",
+    Status.PAUSED: "parked",
+    Status.STOPPING: "closing",
+    Status.CANCELLED: "closed",
+}
+"""What people read in place of a job's status, where that differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    row: SessionRow
+    job: Job
+
+    @property
+    def status(self) -> str:
+        status = Status(self.job.status)
+        return VIEW.get(status, status.value)
+
+
+def create(
+    session: Session, actor: Actor, spec: SessionSpec, job: JobSpec, *, most: int = 0, bounds: VolumeLimits = NO_BOUNDS
+) -> FoundSession:
+    """Queue a session; `job` is its resolved and checked form. Raises QueueFull where its user has `most` already
+    (0: no limit)."""
+    made = submit(session, actor, job, kind=KIND, bounds=bounds)
+    row = SessionRow(id=made.id, owner_id=actor.user_id, project_id=actor.project_id, spec=spec.model_dump(mode="json"))
+    session.add(row)
+    session.flush()
+    final = [status.value for status in FINAL]
+    mine = select(func.count()).select_from(Job).where(Job.kind == KIND, Job.owner_id == actor.user_id)
+    if most and session.execute(mine.where(Job.status.not_in(final))).scalar_one() > most:
+        raise QueueFull(
+            f"you have {most} sessions already, which is the limit (EFT_MAX_SESSIONS): close one first "
+            "(`POST /sessions/{id}/close`)"
+        )
+    session.refresh(row)
+    return FoundSession(row, made)
+
+
+def find(session: Session, actor: Actor, session_id: str, *, lock: bool = False) -> FoundSession:
+    """Get a session of the actor's project. Raises NotFound if it is missing or another project's."""
+    query = (
+        select(SessionRow, Job)
+        .join(Job, Job.id == SessionRow.id)
+        .where(
+            SessionRow.id == session_id,
+            SessionRow.project_id == actor.project_id,
+        )
+    )
+    found = session.execute(query.with_for_update() if lock else query).one_or_none()
+    if found is None:
+        raise NotFound(f"there is no session `{session_id[:60]}` in this project", field="session_id")
+    return FoundSession(*found)
+
+
+def page(session: Session, actor: Actor, *, after: str | None = None, limit: int = 20) -> ResultPage[FoundSession]:
+    """Sessions of the actor's project, newest first. Raises UnknownCursor when `after` is none of them."""
+    query = select(SessionRow, Job).join(Job, Job.id == SessionRow.id)
+    query = query.where(SessionRow.project_id == actor.project_id)
+    if after is not None:
+        known = select(SessionRow.id).where(SessionRow.id == after, SessionRow.project_id == actor.project_id)
+        if session.execute(known).one_or_none() is None:
+            raise UnknownCursor("`after` is not the id of a session in this project", field="after")
+        query = query.where(SessionRow.id < after)
+    rows = [FoundSession(*row) for row in session.execute(query.order_by(SessionRow.id.desc()).limit(limit + 1))]
+    return ResultPage(rows[:limit], len(rows) > limit)
+
+
+def close(session: Session, actor: Actor, session_id: str) -> FoundSession:
+    """End a session: at once while it waits or is parked, else its child is ended. Asking twice is fine; a session that
+    has failed stays failed."""
+    found = find(session, actor, session_id, lock=True)
+    if Status(found.job.status) not in FINAL:
+        stop(session, actor, found.job, why="closed by its owner")
+        session.refresh(found.job)
+    return found

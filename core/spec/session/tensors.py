@@ -1,0 +1,65 @@
+"""Flat arrays in safetensors' form, without a library: the bodies of operations."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.errors import SpecError
+
+MEDIA_TYPE = "application/vnd.safetensors"
+MOST_HEADER = 1 << 20
+WHOLE = frozenset({"tokens", "lengths", "targets"})
+"""Arrays of whole numbers; all others are float32."""
+_CODES = {"I32": "i", "F32": "f"}
+
+
+def pack(arrays: Mapping[str, Sequence[float]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Make a body of lists of numbers. SpecError for what is not one."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    parts, at = [], 0
+    for name, values in arrays.items():
+        kind = "I32" if name in WHOLE else "F32"
+        try:
+            raw = array(_CODES[kind], values).tobytes()  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
+            words = f"`{name}` is no list of {'whole numbers of 32 bits' if kind == 'I32' else 'numbers'}: {error}"
+            raise SpecError(words, field=f"arrays.{name}", code="invalid_value") from error
+        header[name] = {"dtype": kind, "shape": [len(values)], "data_offsets": [at, at + len(raw)]}
+        parts.append(raw)
+        at += len(raw)
+    return join(header, b"".join(parts))
+
+
+def join(header: Mapping[str, Any], data: bytes) -> bytes:
+    """A body of its header and its data."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def split(body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a body. SpecError for anything else."""
+    size = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or size > MOST_HEADER or size > len(body) - 8:
+        raise SpecError("the body is no safetensors: its header is cut short", field="body", code="invalid_tensors")
+    try:
+        header = json.loads(body[8 : 8 + size])
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"the body is no safetensors: {error}", field="body", code="invalid_tensors") from error
+    if not isinstance(header, dict):
+        raise SpecError("the body is no safetensors: its header is no object", field="body", code="invalid_tensors")
+    return header, body[8 + size :]
+
+
+def unpack(body: bytes) -> dict[str, list[float]]:
+    """Lists of a body that the child of a session made."""
+    header, data = split(body)
+    found: dict[str, list[float]] = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            found[name] = array(_CODES[about["dtype"]], data[begin:end]).tolist()
+    return found

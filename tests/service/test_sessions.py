@@ -1,0 +1,168 @@
+"""Sessions over HTTP: a recipe that a kill of anything disturbs, and its weights to the bit; parking; bad requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eft.errors import ApiError, OperationFailed
+from eft.sync.client import Client
+from eft.sync.sessions import TrainingSession
+
+from core.spec.session import tensors
+from tests.support.service import Service, wait_for
+from tests.support.world import Caller, World
+
+ROWS = [[5, 6, 7, 8, 9, 10], [40, 41, 42], list(range(60, 80))]
+METHOD = {"type": "lora", "r": 4, "lora_alpha": 8.0, "lora_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("sessions")
+    made = Service(folder, {"EFT_MODEL_ROOTS": str(models), "EFT_RETRY_BACKOFF_SECONDS": "0.05"})
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+        left = made.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left running: {left}"
+
+
+def turn(session: TrainingSession, model: str, number: int) -> np.ndarray[Any, Any]:
+    session.forward_backward([{"tokens": ROWS[number % 3]}], model=model)
+    session.forward_backward([{"tokens": ROWS[(number + 1) % 3]}], model=model)
+    session.step(0.01, max_grad_norm=0.5, model=model)
+    found: np.ndarray[Any, Any] = session.logprobs([{"tokens": row} for row in ROWS], model=model).arrays["logprobs"]
+    return found
+
+
+def children(service: Service, session_id: str) -> list[int]:
+    words = f"-m core.train.session {service.data}/runs/{session_id}"
+    return [pid for pid, command in service.processes().items() if words in command]
+
+
+def test_a_recipe_ends_with_the_undisturbed_bits_whatever_is_killed(service: Service, models: Path) -> None:
+    """kill -9 of the child within a window, of the worker, and of the API; then the session is parked and comes back.
+    The same recipe on another adapter, left alone, gives the same bits at every step."""
+    client = Client(service.note()["url"], service.key, patience=120)
+    spec = {"precision": "fp32", "resources": {"accelerator": "cpu"}, "idle_seconds": 4.0}
+    with client.session(model=str(models / "tiny"), method=None, **spec) as session:
+        session.create("struck", METHOD, seed=7)
+        struck = [turn(session, "struck", 0)]
+        session.forward_backward([{"tokens": ROWS[2]}], model="struck")
+        session.zero_grad(model="struck")
+        session.forward_backward([{"tokens": ROWS[1]}], model="struck")
+        (child,) = children(service, session.id)
+        os.kill(child, signal.SIGKILL)
+        session.forward_backward([{"tokens": ROWS[2]}], model="struck")
+        session.step(0.01, max_grad_norm=0.5, model="struck")
+        struck.append(session.logprobs([{"tokens": row} for row in ROWS], model="struck").arrays["logprobs"])
+        worker = service.pid("worker")
+        os.kill(worker, signal.SIGKILL)
+        struck.append(turn(session, "struck", 2))
+        os.kill(service.pid("api"), signal.SIGKILL)
+        struck.append(turn(session, "struck", 3))
+        session.create("calm", METHOD, seed=7)
+        calm = [turn(session, "calm", 0)]
+        session.forward_backward([{"tokens": ROWS[2]}], model="calm")
+        session.zero_grad(model="calm")
+        calm += [turn(session, "calm", number) for number in (1, 2, 3)]
+        assert all(np.array_equal(one, other) for one, other in zip(struck, calm, strict=True))
+        assert not np.array_equal(struck[0], struck[1])
+        wait_for(lambda: session.status()["status"] == "parked", 60, "the session to be parked")
+        assert not children(service, session.id)
+        again = session.logprobs([{"tokens": row} for row in ROWS], model="struck").arrays["logprobs"]
+        assert np.array_equal(again, struck[-1])
+        saved = [Path(session.save(name, model=name).values["folder"]) for name in ("struck", "calm")]
+        one, other = ((folder / "state.safetensors").read_bytes() for folder in saved)
+        assert one == other
+        with pytest.raises(OperationFailed) as failed:
+            session.forward_backward([{"tokens": [1, 99_999]}], model="struck")
+        assert failed.value.field == "tokens"
+        log = service.client.get(f"/sessions/{session.id}/operations/1").json()
+        assert log["status"] == "done" and log["operation"]["op"] == "create"
+    assert client._transport.json("GET", f"/sessions/{session.id}")["status"] in ("closing", "closed")
+    client.close()
+
+
+def operation(seq: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "seq": seq,
+        "operation": {"op": "forward", "model": "a"},
+        "arrays": {"tokens": [1, 2], "lengths": [2]},
+    } | fields
+
+
+@pytest.mark.both_databases
+def test_a_number_stands_for_one_operation(here: World, boss: Caller) -> None:
+    session = here.session(here.lab, fresh=True)
+    path = f"/sessions/{session}/operations"
+    first = here.ask("POST", path, boss.key, json=operation(5))
+    assert first.status_code == 202, first.text
+    assert here.ask("POST", path, boss.key, json=operation(5)).json() == first.json()
+    packed = tensors.pack(
+        {"tokens": [1, 2], "lengths": [2]},
+        {"seq": "5", "operation": json.dumps({"op": "forward", "model": "a"})},
+    )
+    headers = {"content-type": tensors.MEDIA_TYPE}
+    same = here.ask("POST", path, boss.key, content=packed, headers=headers)
+    assert same.json()["position"] == first.json()["position"], "in another form it is the same"
+    other = here.ask("POST", path, boss.key, json=operation(5, arrays={"tokens": [1, 3], "lengths": [2]}))
+    assert other.status_code == 409 and other.json()["error"]["code"] == "session_seq_reused"
+    assert here.ask("POST", path, boss.key, json=operation(6)).json()["position"] == first.json()["position"] + 1
+    folder = here.layout.session(session) / "log"
+    assert len([*folder.iterdir()]) == 2, "nothing is left of what was sent twice"
+    assert here.ask("POST", f"/sessions/{session}/close", boss.key).json()["status"] == "closed"
+    late = here.ask("POST", path, boss.key, json=operation(7))
+    assert late.status_code == 409 and late.json()["error"]["code"] == "session_ended"
+    over = here.ask("GET", f"{path}/1?wait=30", boss.key)
+    assert over.json()["status"] == "waiting" and over.json()["session_status"] == "closed"
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"json": operation(-1)}, "seq"),
+        ({"json": operation(1, operation={"op": "sing"})}, "operation"),
+        ({"json": operation(1, operation={"op": "step", "model": "a"})}, "operation.learning_rate"),
+        ({"json": operation(1, arrays={"tokens": ["x"], "lengths": [1]})}, "arrays.tokens"),
+        ({"json": operation(1, arrays=[1])}, "arrays"),
+        ({"content": b"", "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
+        ({"content": b"\xff" * 64, "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
+        ({"content": tensors.pack({"tokens": [1]}), "headers": {"content-type": tensors.MEDIA_TYPE}}, "body"),
+    ],
+)
+def test_what_is_no_operation_is_refused_with_its_field(
+    here: World, boss: Caller, sent: dict[str, Any], field: str
+) -> None:
+    session = here.session(here.lab, fresh=False)
+    reply = here.ask("POST", f"/sessions/{session}/operations", boss.key, **sent)
+    assert reply.status_code == 422 and reply.json()["error"]["field"] == field, reply.text
+
+
+def test_sessions_of_another_project_are_not_there(here: World, boss: Caller) -> None:
+    theirs = here.session(here.rivals, fresh=False)
+    for method, path in (("GET", ""), ("POST", "/close"), ("POST", "/operations"), ("GET", "/operations/1")):
+        sent = {"json": operation(1)} if path == "/operations" else {}
+        assert here.ask(method, f"/sessions/{theirs}{path}", boss.key, **sent).status_code == 404
+    mine = here.session(here.lab, fresh=False)
+    assert mine in [one["id"] for one in here.ask("GET", "/sessions?limit=200", boss.key).json()["data"]]
+
+
+def test_a_wish_names_what_is_wrong(here: World, boss: Caller) -> None:
+    for wish, field in (({"model": "a/b", "quantization": {"type": "int2"}}, "quantization"), ({}, "model")):
+        reply = here.ask("POST", "/sessions", boss.key, json=wish)
+        assert reply.status_code == 422 and reply.json()["error"]["field"].startswith(field), reply.text
+
+
+def test_errors_of_the_client_are_its_own(here: World) -> None:
+    assert issubclass(ApiError, Exception) and OperationFailed("m", "c", "f").field == "f"

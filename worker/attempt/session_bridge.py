@@ -1,0 +1,188 @@
+"""Between the log of a session in the database and its child: one operation after another, in the order of the log.
+
+The child says which operation its snapshot holds. Whatever the log has behind that is sent again, those that were
+answered before too: their results are held against what the caller was told, and written nowhere. So an attempt ends
+where the one before would have, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from core.base.files import write_private
+from core.db.tables import SessionOperation
+from core.jobs.base.stop_reasons import StopReason
+from core.jobs.base.transitions import Token
+from core.jobs.lifecycle.sessions import log as session_log
+from core.jobs.scheduling import runtime_estimates
+from core.spec.run.frames import Frame, FrameError, receive, send
+from core.spec.session.verbs import READ_ONLY
+from worker.attempt.context import PatientDatabase
+
+log = logging.getLogger("eft.worker")
+
+POLL_SECONDS = 0.01
+"""Between two looks for the next operation, right after the last one."""
+SLOW_POLL_SECONDS = 0.25
+"""The same once none has come for a while."""
+QUICK_SECONDS = 10.0
+SNAPSHOT_SECONDS = 60.0
+"""Computation after which a snapshot is taken, so that no more has to be replayed."""
+SNAPSHOT_OPERATIONS = 500
+
+
+class SessionBridge:
+    """Feeds a session's child from its log, in a thread of its own. `lose` is called when another attempt has the
+    session."""
+
+    def __init__(
+        self,
+        database: PatientDatabase,
+        token: Token,
+        folder: Path,
+        stream: socket.socket,
+        lose: Callable[[], None],
+    ) -> None:
+        self._database, self._token, self._folder, self._stream = database, token, folder, stream
+        self._idle_seconds, self._lose = math.inf, lose
+        self._position = 0
+        self._worked = 0.0
+        self._unsaved = 0
+        self._snapshot = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"eft-session-{token.job_id[-6:]}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; the child has ended, or is about to be."""
+        self._ended.set()
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._thread.join(30.0)
+        self._stream.close()
+
+    def _run(self) -> None:
+        try:
+            hello = receive(self._stream)
+            if hello is None:
+                return  # the child has ended before it was ready: its exit status says why
+            self._position = self._snapshot = int(hello.header["position"])
+            self._database.write(lambda session: runtime_estimates.began(session, self._token))
+            idle = self._database.read(lambda session: session_log.idle_seconds(session, self._token.job_id))
+            if idle is None:
+                return
+            self._idle_seconds = idle
+            self._feed()
+        except (FrameError, OSError) as error:
+            if not self._ended.is_set():
+                log.warning("%s: its child is gone: %s", self._token.job_id, error)
+        except Exception:
+            log.exception("%s: its operations cannot be passed on", self._token.job_id)
+            self._lose()
+
+    def _feed(self) -> None:
+        quiet_since = time.monotonic()
+        while not self._ended.is_set():
+            rows = self._database.read(lambda session: session_log.undone(session, self._token.job_id, self._position))
+            if rows is None:
+                return
+            for row in rows:
+                if self._ended.is_set():
+                    return
+                self._pass_on(row)
+                quiet_since = time.monotonic()
+            if rows:
+                continue
+            quiet = time.monotonic() - quiet_since
+            if quiet > self._idle_seconds and self._unsaved == 0 and self._park():
+                return
+            if quiet > min(self._idle_seconds, QUICK_SECONDS) and self._unsaved:
+                self._take_snapshot()
+            self._ended.wait(POLL_SECONDS if quiet < QUICK_SECONDS else SLOW_POLL_SECONDS)
+
+    def _pass_on(self, row: SessionOperation) -> None:
+        """Have one operation computed, and write down what it came to unless that was done before."""
+        replayed = row.done_at is not None
+        reading = row.operation["op"] in READ_ONLY
+        if replayed and (reading or row.error is not None):
+            self._position = row.position  # it has left no trace
+            return
+        tensors = session_log.tensors_path(self._folder, row.position).read_bytes() if row.tensor_bytes else b""
+        began = time.monotonic()
+        header = {"id": row.position, "position": row.position, "identity": f"{row.sha256}-{row.position}"}
+        send(self._stream, Frame(header | {"op": row.operation}, tensors))
+        answer = receive(self._stream)
+        if answer is None:
+            raise FrameError("the child closed the stream before it had answered")
+        self._worked += time.monotonic() - began
+        self._position = row.position
+        self._unsaved += not reading
+        if replayed:
+            self._compare(row, answer)
+        else:
+            self._write(row.position, answer)
+        if self._worked > SNAPSHOT_SECONDS or self._unsaved >= SNAPSHOT_OPERATIONS:
+            self._take_snapshot()
+
+    def _write(self, position: int, answer: Frame) -> None:
+        sha256 = None
+        if answer.body:
+            sha256 = hashlib.sha256(answer.body).hexdigest()
+            write_private(session_log.result_path(self._folder, position), answer.body)
+        written = self._database.write(
+            lambda session: session_log.answer(
+                session,
+                self._token,
+                position,
+                result=answer.header.get("result"),
+                error=answer.header.get("error"),
+                size=len(answer.body),
+                sha256=sha256,
+            )
+        )
+        if not written:
+            self._lose()
+            self._ended.set()
+
+    def _compare(self, row: SessionOperation, answer: Frame) -> None:
+        sha256 = hashlib.sha256(answer.body).hexdigest() if answer.body else None
+        if answer.header.get("result") != row.result or sha256 != row.result_sha256:
+            log.error(
+                "%s: operation %d, replayed, came to something else than its caller was told",
+                self._token.job_id,
+                row.position,
+            )
+
+    def _take_snapshot(self) -> None:
+        send(self._stream, Frame({"id": 0, "snapshot": True}))
+        answer = receive(self._stream)
+        if answer is None or not answer.header["ok"]:
+            raise FrameError(f"no snapshot was taken: {None if answer is None else answer.header.get('error')}")
+        position, older = int(answer.header["result"]["position"]), self._snapshot
+        self._database.write(lambda session: session_log.snapshotted(session, self._token, position))
+        self._snapshot, self._worked, self._unsaved = position, 0.0, 0
+        _forget_tensors(self._folder, older)
+
+    def _park(self) -> bool:
+        return bool(
+            self._database.write(
+                lambda session: session_log.park(session, self._token, StopReason.PARK, self._idle_seconds)
+            )
+        )
+
+
+def _forget_tensors(folder: Path, position: int) -> None:
+    """Remove the tensors of operations that two snapshots hold: they are never replayed."""
+    for path in (folder / "log").glob("*.safetensors"):
+        if int(path.stem) <= position:
+            path.unlink()
