@@ -23,7 +23,7 @@ def pack(arrays: Mapping[str, Sequence[float]], metadata: Mapping[str, str] | No
     for name, values in arrays.items():
         kind = "I32" if name in WHOLE else "F32"
         try:
-            raw = array(_CODES[kind], values).tobytes()  # type: ignore[arg-type]
+            raw = array(_CODES[kind], values).tobytes()
         except (TypeError, ValueError, OverflowError) as error:
             words = f"`{name}` is no list of {'whole numbers of 32 bits' if kind == 'I32' else 'numbers'}: {error}"
             raise SpecError(words, field=f"arrays.{name}", code="invalid_value") from error
@@ -61,5 +61,5 @@ def unpack(body: bytes) -> dict[str, list[float]]:
     for name, about in header.items():
         if name != "__metadata__":
             begin, end = about["data_offsets"]
-            found[name] = array(_CODES[about["dtype"]], data[begin:end]).tolist()
+            found[name] = [*array(_CODES[about["dtype"]], data[begin:end])]
     return found

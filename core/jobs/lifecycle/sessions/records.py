@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -17,7 +18,7 @@ from core.jobs.policies.volume import NO_BOUNDS, QueueFull, VolumeLimits
 from core.spec.job import JobSpec
 from core.spec.session.job import SessionSpec
 
-KIND = "session"
+KIND: Literal["session"] = "session"
 VIEW = {
     Status.PAUSING: "parking",
     Status.PAUSED: "parked",
