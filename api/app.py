@@ -62,6 +62,7 @@ TAGS = [
     {"name": "jobs", "description": "Submit, follow, measure, fetch, cancel."},
     {"name": "pipelines", "description": "Jobs one after another (docs/pipelines.md)."},
     {"name": "sweeps", "description": "One job with other values, run by run (docs/sweeps.md)."},
+    {"name": "sessions", "description": "Training loops that run elsewhere (docs/sessions.md)."},
     {"name": "models", "description": "What jobs have made: versions, tags, files, lineage (docs/models.md)."},
     {"name": "files", "description": "Training data."},
     {"name": "queue", "description": "The order and why each job waits; GPUs, holds, maintenance; usage and quotas."},

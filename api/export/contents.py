@@ -36,6 +36,8 @@ TABLES = (
     "models",
     "allocations",
     "sweeps",
+    "sessions",
+    "session_operations",
     "pipelines",
     "pipeline_steps",
     "pipeline_events",

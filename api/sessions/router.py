@@ -42,7 +42,7 @@ _OPERATION = {
             "schema": {"type": "object", "required": ["seq", "operation"]},
             "example": {"seq": 1, "operation": {"op": "create", "model": "a", "method": {"type": "lora", "r": 8}}},
         },
-        tensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+        tensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}, "example": "…"},
     },
 }
 

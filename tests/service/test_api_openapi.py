@@ -52,6 +52,7 @@ def test_every_route_says_what_it_does(document: dict[str, Any]) -> None:
             "service",
             "pipelines",
             "sweeps",
+            "sessions",
             "models",
         ), name
         for parameter in operation.get("parameters", []):
