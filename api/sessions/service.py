@@ -21,6 +21,7 @@ from core.jobs.policies import quotas
 from core.jobs.policies.volume import VolumeLimits
 from core.settings import Settings
 from core.spec.job import JobSpec
+from core.spec.load import storable
 from core.spec.session import tensors
 from core.spec.session.job import SessionSpec
 from core.spec.session.verbs import OPERATION
@@ -51,7 +52,7 @@ class Sessions:
             words = "sessions need a data root that is a folder; this one is an object store (EFT_DATA_ROOT)"
             raise SpecError(words, code="session_needs_folder")
         try:
-            spec = SessionSpec.model_validate_json(json.dumps(document))
+            spec = SessionSpec.model_validate_json(json.dumps(storable(document)))
         except ValidationError as error:
             raise _refused(error) from error
         job = self._jobs.resolved(actor, _without_rows(spec), rowless=True)
