@@ -101,6 +101,7 @@ class World:
         self.lab, self.rivals = self._project("lab"), self._project("rivals")
         for project in (self.lab, self.rivals):
             self.export(project)
+            self.session(project, fresh=False)
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())
