@@ -7,6 +7,7 @@ another one left. When it ends, so does everything in its namespace; it ends whe
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import json
@@ -18,7 +19,6 @@ import selectors
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,9 @@ CHUNK = 1 << 16
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m core.sandbox.inside", description="Run programs; for the sandbox.")
+    parser.add_argument("control", type=int, help="descriptor of the socket that the caller left open")
+    control = socket.socket(fileno=parser.parse_args().control)
     limits = receive(control)
     try:
         if (why := kernel.supported()) is not None:

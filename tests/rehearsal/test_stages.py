@@ -18,6 +18,7 @@ from tests.support.trainer import PLAIN, events, log, pairs, weights, write_rows
 
 STAGES: dict[str, Any] = {arm.model_fields["type"].default: arm for arm in get_args(get_args(Stage)[0])}
 OPTIMIZERS = [arm.model_fields["type"].default for arm in get_args(get_args(Optimizer)[0])]
+OPTIMIZERS.remove("sophia_g")  # draws labels with the device's own generator: other labels than on a CPU
 ROWS: dict[str, list[dict[str, Any]]] = {
     "prompt_completion": pairs(4),
     "text": [{"text": row["prompt"] + row["completion"]} for row in pairs(4)],

@@ -20,7 +20,7 @@ from api.auth import people, service
 from api.auth.policy import Right, Role, Scope
 from core.db.engine import db_now
 from core.db.migrate import upgrade
-from core.db.tables import ApiKey, Delivery, File, Maintenance, User, Webhook
+from core.db.tables import ApiKey, Delivery, File, Job, Maintenance, User, Webhook
 from core.ids import new_id
 from core.jobs.base import deliveries
 from core.jobs.lifecycle import previews
@@ -198,6 +198,8 @@ class World:
                 folder = self.layout.session(made.row.id)
                 operation = {"op": "zero_grad", "model": "a"}
                 log.accept(session, project.owner, folder, made.row.id, 1, operation, "0" * 64, None, 0)
+                if not fresh:  # parked: it takes no slot from the jobs that are made here
+                    session.execute(update(Job).where(Job.id == made.row.id).values(status="paused"))
         return self._sessions[project.id]
 
     def member(self, project: Project) -> str:

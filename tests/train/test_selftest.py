@@ -307,7 +307,7 @@ def test_limits_of_the_verdict_reach_the_model(tiny_dir: Path, tmp_path: Path) -
     placement = place(spec.resources, spec.training, spec.method, choice)
     assert placement.limits == Limits(fp32_rows=1 << 19, rank_multiple=64)
     assert torch.are_deterministic_algorithms_enabled() == before, "on a CPU nothing of the process has changed"
-    model, _ = build._adapt(load_model(tiny_dir, torch.float32), here, placement)
+    model, _ = build._adapt(load_model(tiny_dir, torch.float32), here, placement, ())
     narrow = [module for module in model.modules() if isinstance(module, (PaddedA, PaddedB))]
     assert len(narrow) == 28 and {module.padded_rank for module in narrow} == {64}
     assert {operand(module).shape[0] for module in narrow if isinstance(module, PaddedA)} == {64}

@@ -40,7 +40,6 @@ COMMANDS = {
     "run": "eft submit",
     "sbatch": "eft submit",
     "scancel": "eft cancel",
-    "serve": "eft up",
     "server": "eft up",
     "sinfo": "eft nodes",
     "squeue": "eft queue",
