@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.random_faults import OF_DISK, OF_PROCESS
 from tests.support.trainer import ENVIRONMENT, ROOT
 
-SEEDS = ("1", "2", "3", "4", "5")
+SEEDS = ("2", "6", "7", "9", "11")
 
 
 def test_faults_of_fixed_seeds_change_no_bit(tiny_dir: Path, tmp_path: Path) -> None:
