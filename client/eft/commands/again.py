@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from eft.errors import ExitCode, UsageFault
 from eft.jobfile import apply_settings
 from eft.manual.source import manual
 from eft.session import JobArgument, JsonOption, UrlOption, session
+from eft.terminal.output import Output
+
+if TYPE_CHECKING:
+    from eft.client import Client
 
 LIMIT = "resources.max_runtime_seconds"
 LONGEST_NAME = 100
@@ -38,14 +42,19 @@ def clone(
     with session(as_json, url) as (client, output):
         old = client.get(job_id)
         spec = apply_settings(named_copy(old.spec), settings or [])
-        if dry_run:
-            answer = client.plan(spec)
-            tell_notices(output, answer)
-            output.json(answer["spec"]) if as_json else output.data.print_json(data=answer["spec"])
-            return
-        job = client.submit(spec, idempotency_key=uuid.uuid4().hex)
-        tell_notices(output, job.raw)
-        output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+        submit_again(client, output, spec, dry_run=dry_run, as_json=as_json)
+
+
+def submit_again(client: Client, output: Output, spec: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
+    """Submit a copy of a job and print its id; with `dry_run`, check it and print it."""
+    if dry_run:
+        answer = client.plan(spec)
+        tell_notices(output, answer)
+        output.json(answer["spec"]) if as_json else output.data.print_json(data=answer["spec"])
+        return
+    job = client.submit(spec, idempotency_key=uuid.uuid4().hex)
+    tell_notices(output, job.raw)
+    output.json(job.raw) if as_json else output.text(f"{job.id}\n")
 
 
 def named_copy(spec: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from eft.commands.again import named_copy
+from eft.commands.again import named_copy, submit_again
 from eft.commands.data import SetOption
-from eft.commands.plan import tell_notices
 from eft.errors import ExitCode
 from eft.jobfile import apply_settings
 from eft.manual.source import manual
@@ -95,14 +93,7 @@ def resume_from(
         spec: dict[str, Any] = named_copy(old.spec)
         spec["checkpoint"] = {**spec["checkpoint"], "resume_from": {"job": old.id, "checkpoint": checkpoint}}
         spec = apply_settings(spec, settings or [])
-        if dry_run:
-            answer = client.plan(spec)
-            tell_notices(output, answer)
-            output.json(answer["spec"]) if as_json else output.data.print_json(data=answer["spec"])
-            return
-        job = client.submit(spec, idempotency_key=uuid.uuid4().hex)
-        tell_notices(output, job.raw)
-        output.json(job.raw) if as_json else output.text(f"{job.id}\n")
+        submit_again(client, output, spec, dry_run=dry_run, as_json=as_json)
 
 
 @app.command("rm")

@@ -76,55 +76,41 @@ def reward_of(reward: TextReward, answer: str, tokens: int, columns: Columns) ->
             assert_never(never)
 
 
+ROWS = "\0"
+"""Place of the rows in a message; no name of a column has it."""
+
+
 def refuse_rows_without(rewards: Sequence[RewardArm], rows: Sequence[tuple[int, Columns]]) -> None:
     """DataError that names the rows (line, columns) that lack what a reward reads, or hold what it cannot use."""
     for reward in rewards:
         column = getattr(reward, "column", None)
         if column is None:
             continue
-        if missing := [line for line, columns in rows if columns.get(column) is None]:
-            raise DataError(
-                f"the reward `{reward.type}` reads the column `{column}`, which {name_rows(missing)} do not have; add "
-                "it, or name another column",
-                field="stage.reward",
-                code="no_reward_column",
-            )
-        if isinstance(reward, NumberReward):
-            odd = [line for line, columns in rows if last_number(str(columns[column])) is None]
-            if odd:
-                raise DataError(
-                    f"the reward `number` reads the column `{column}`, which has no number in {name_rows(odd)}; mend "
-                    "them, or use the reward `exact`",
-                    field="stage.reward",
-                    code="no_reward_column",
-                )
-        if isinstance(reward, JsonSchemaReward):
-            odd = [line for line, columns in rows if not _is_schema(columns[column])]
-            if odd:
-                raise DataError(
-                    f"the reward `json_schema` reads the column `{column}`, which is no JSON Schema in "
-                    f"{name_rows(odd)}",
-                    field="stage.reward",
-                    code="no_reward_column",
-                )
-        if isinstance(reward, CodeReward):
-            odd = [line for line, columns in rows if tests_of(columns[column]) is None]
-            if odd:
-                raise DataError(
-                    f"the reward `code` reads the column `{column}`, which is neither a list of objects "
-                    f"`{{input, output}}` nor of Python sources in {name_rows(odd)}",
-                    field="stage.reward",
-                    code="no_reward_column",
-                )
-        if isinstance(reward, KeywordsReward):
-            odd = [line for line, columns in rows if not _is_words(columns[column])]
-            if odd:
-                raise DataError(
-                    f"the reward `keywords` reads the column `{column}`, which is neither a string nor a list of "
-                    f"strings in {name_rows(odd)}",
-                    field="stage.reward",
-                    code="no_reward_column",
-                )
+        read = [(line, columns.get(column)) for line, columns in rows]
+        says = f"the reward `{reward.type}` reads the column `{column}`, which"
+        _refuse(
+            [line for line, value in read if value is None],
+            f"{says} {ROWS} do not have; add it, or name another column",
+        )
+        match reward:
+            case NumberReward():
+                odd = [line for line, value in read if last_number(str(value)) is None]
+                _refuse(odd, f"{says} has no number in {ROWS}; mend them, or use the reward `exact`")
+            case JsonSchemaReward():
+                _refuse([line for line, value in read if not _is_schema(value)], f"{says} is no JSON Schema in {ROWS}")
+            case CodeReward():
+                odd = [line for line, value in read if tests_of(value) is None]
+                what = f"is neither a list of objects `{{input, output}}` nor of Python sources in {ROWS}"
+                _refuse(odd, f"{says} {what}")
+            case KeywordsReward():
+                odd = [line for line, value in read if not _is_words(value)]
+                _refuse(odd, f"{says} is neither a string nor a list of strings in {ROWS}")
+
+
+def _refuse(odd: Sequence[int], message: str) -> None:
+    """DataError with these rows in the place of ROWS, if there are any."""
+    if odd:
+        raise DataError(message.replace(ROWS, name_rows(odd)), field="stage.reward", code="no_reward_column")
 
 
 Test = str | tuple[str, str]
